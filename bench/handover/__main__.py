@@ -1,6 +1,6 @@
 """Times a prompt from prefill to decode: ours, vLLM's own MooncakeConnector, and vLLM alone, request by request.
 
-    python -m bench.handover [--repetitions 9] [--dtype float32] [--ways decode,prefill,logits,peer,plain]
+    python -m bench.handover [--repetitions 9] [--dtype float32] [--ways decode,prefill,hidden,peer,plain]
         [--group 1] [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
 
 All five engines of 1.5 to 2 GB each run at once. Only the engines of the current request compute. In every
@@ -31,7 +31,7 @@ from bench.handover.report import (
     BY_DECODE,
     BY_PREFILL,
     DEFAULT,
-    FROM_LOGITS,
+    FROM_HIDDEN_STATE,
     PEER,
     PLAIN,
     Sample,
@@ -42,7 +42,7 @@ from bench.support.vllm_child import Child, Piece, engine, loaded
 from bench.support.vllm_ways import (
     BLOCK_TOKENS,
     DECODE,
-    LOGITS,
+    HIDDEN,
     PREFILL,
     Ours,
     Peer,
@@ -57,11 +57,11 @@ from bench.support.vllm_ways import (
     trace_times,
 )
 
-BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "logits": LOGITS}
+BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "hidden": HIDDEN}
 NAMES: Final = {
     "decode": BY_DECODE,
     "prefill": BY_PREFILL,
-    "logits": FROM_LOGITS,
+    "hidden": FROM_HIDDEN_STATE,
     "peer": PEER,
     "plain": PLAIN,
     "default": DEFAULT,
@@ -254,11 +254,11 @@ Medians, and the range in parentheses. TTFT and the second token are timed at th
 "Beside plain" is the median ratio of TTFT to plain vLLM's for the same prompt. "Prefill" is the computing time of our
 prefill engine. Hand-over starts when prefill ends computing (ours, in the engine) or when prefill's own token leaves
 its engine (the peer). It ends when decode's own first token leaves its engine. That is token 1 with "first token by
-decode" and with the peer, and token 2 with "first token by prefill" and "from logits". It is negative where decode was
-first. Transfer is the time in which a write was under way. Exposed starts when the last layer's KV is in prefill's
-cache, and ends when decode has counted all of it. Ours hides what prefill computes after that. The peer does not,
-because it writes everything in one piece at the end. "From logits" includes computing and sending the logits. Late is
-the time from the start of hand-over to the end of exposed. It is negative where the KV was complete while prefill
+decode" and with the peer, and token 2 with "first token by prefill" and "from a hidden state". It is negative where
+decode was first. Transfer is the time in which a write was under way. Exposed starts when the last layer's KV is in
+prefill's cache, and ends when decode has counted all of it. Ours hides what prefill computes after that. The peer does
+not, because it writes everything in one piece at the end. "From a hidden state" includes computing and sending it. Late
+is the time from the start of hand-over to the end of exposed. It is negative where the KV was complete while prefill
 still computed. CPU is that of all processes of a way, for the prompt and {answer} tokens.
 
 The ways. Headrace: the services as `headrace up` starts them, called by gRPC at the router. The router places the
@@ -303,7 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--ways", default="decode,prefill,logits,peer,plain")
+    parser.add_argument("--ways", default="decode,prefill,hidden,peer,plain")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1500, help="of a prompt")

@@ -11,8 +11,8 @@ DEFAULT = "plain vLLM, default allocator"
 PEER = "MooncakeConnector"
 BY_DECODE = "Headrace, first token by decode"
 BY_PREFILL = "Headrace, first token by prefill"
-FROM_LOGITS = "Headrace, first token from logits"
-OURS = (BY_DECODE, BY_PREFILL, FROM_LOGITS)
+FROM_HIDDEN_STATE = "Headrace, first token from a hidden state"
+OURS = (BY_DECODE, BY_PREFILL, FROM_HIDDEN_STATE)
 # In addition to one layer's share of the transfer, which cannot be hidden.
 MESSAGES_MS = 2.0
 PREFILL_RATIO_MAX = 1.02
@@ -127,9 +127,9 @@ def targets(samples: Samples, layer_count: int) -> list[str]:
             ratio = paired_ratio(found, samples[PLAIN])
             text = f"{way}: TTFT over plain vLLM's {ratio:.3f}, wanted {PREFILL_RATIO_MAX} at most"
             lines.append(_line(text, ratio <= PREFILL_RATIO_MAX))
-        # With the policy logits, a transfer is complete once the logits have arrived too. Their computation cannot be
+        # With the policy hidden, a transfer is complete once the state has arrived too. Its computation cannot be
         # hidden.
-        if way != FROM_LOGITS:
+        if way != FROM_HIDDEN_STATE:
             lines += _exposed(way, found, layer_count)
     return lines
 

@@ -35,7 +35,7 @@ from headrace_common.trace_view.reading import read_trace
 
 DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
-LOGITS: Final = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+HIDDEN: Final = first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
 REMOTE: Final = inference_pb2.PREFILL_PLACEMENT_REMOTE
 CONTEXT_TOKENS: Final = 2048
 # vLLM's default on processors, and therefore ours.

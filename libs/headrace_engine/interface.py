@@ -15,6 +15,7 @@ from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.steps import StepWatch
+from headrace_kv.handoff.hidden_state import HiddenFormat
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes
@@ -106,8 +107,8 @@ class PrefillWork:
     """Compute `token_ids` and send the KV of [target.start_token, target.end_token), up to their end.
 
     With `sampling` they are the whole prompt, and the first token of its answer is chosen too; max_tokens is ignored.
-    With target.with_logits they are the whole prompt as well, and the last token's logits
-    are sent. Otherwise they are the prompt without its last token, which decode computes.
+    With target.with_hidden_state they are the whole prompt as well, and the last token's hidden state is sent.
+    Otherwise they are the prompt without its last token, which decode computes.
     """
 
     token_ids: tuple[int, ...]
@@ -157,9 +158,9 @@ class DecodeWork:
     penalties, for max_tokens, which is above them, and for the position in a seed's random stream, but are not yielded.
 
     `awaits_first_token` needs `remote_kv` and no generated tokens. The KV of all tokens arrives then, and generation
-    continues after the token that `Engine.first_token` gives. With `from_logits` too, it continues after the token that
-    the engine chooses from the logits of `Engine.first_logits`, and yields. `sampling.prompt_logprobs` exclude
-    `remote_kv` and generated tokens, and the engine computes the whole prompt then: it reads no cached prefix.
+    continues after the token that `Engine.first_token` gives. With `from_hidden_state` too, it continues after the one
+    that the engine chooses from the state of `Engine.first_hidden_state`, and yields. `sampling.prompt_logprobs`
+    exclude `remote_kv` and generated tokens, and the engine computes the whole prompt then: it reads no cached prefix.
     """
 
     transfer_id: str
@@ -168,7 +169,7 @@ class DecodeWork:
     remote_kv: bool
     generated_tokens: int = 0
     awaits_first_token: bool = False
-    from_logits: bool = False
+    from_hidden_state: bool = False
     cache_salt: str = ""
     """As in PrefillWork."""
     tenant_salt: str = ""
@@ -258,8 +259,8 @@ class Engine(ABC):
     max_model_len: int
     broadcast: LocalBroadcast | None = None
     """Copies between the ranks of a layout with a broadcast_width; set by `start`, ended by `close`."""
-    logits_bytes: int = 0
-    """Bytes of one position's logits, set by `start`; 0 for an engine that cannot send or sample them."""
+    hidden_format: HiddenFormat | None = None
+    """The form of its hidden states, set by `start`; None for an engine that cannot send them or sample from them."""
     prefix_events: PrefixEventPublisher | None = None
     """Publishes the cached prefixes; set by `start`. None for an engine that does not report them."""
     tier_loads: LoadTimes | None = None
@@ -296,7 +297,7 @@ class Engine(ABC):
         """Yields the Reservation of a request with `remote_kv` once blocks are held, then tokens, then DecodeEnded.
 
         With a reservation that is not empty, no token is yielded before the KV cache is complete. The exception is a
-        token that is chosen from `first_logits`; the end can follow it directly. The engine waits for `arrived`.
+        token that is chosen from `first_hidden_state`; the end can follow it directly. The engine waits for `arrived`.
 
         Closing the iterator aborts the request. The reservation's blocks stay held until `arrived` or `released` is
         called (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
@@ -311,12 +312,12 @@ class Engine(ABC):
     def first_token(self, transfer_id: str, token_id: int) -> None:
         """Gives the first token of a request that awaits it, before or after `arrived`. It does not end the answer."""
 
-    def first_logits(self, transfer_id: str, logits: bytes) -> None:
-        """Gives the logits for the first token of a request with `from_logits`, before or after `arrived`.
+    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
+        """Gives the state for the first token of a request with `from_hidden_state`, before or after `arrived`.
 
-        `decode` raises TransferFailed or KvCorrupt when they cannot be from its model.
+        `decode` raises TransferFailed or KvCorrupt when it cannot be from its model.
         """
-        raise InternalError("this engine samples no token from logits")
+        raise InternalError("this engine samples no token from hidden states")
 
     @abstractmethod
     def released(self, transfer_id: str) -> None:

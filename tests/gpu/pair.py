@@ -24,7 +24,8 @@ class Tokens:
 
 @dataclass(slots=True)
 class PairResult:
-    """By prompt: the answers of one engine, of the pair, and of the pair with the first token from prefill.
+    """By prompt: the answers of one engine, and of the pair with the first token from decode, from prefill and from its
+    hidden state.
 
     `schedulers` and `graphs`: vLLM's choices, for prefill and decode.
     """
@@ -35,6 +36,7 @@ class PairResult:
     plain: list[Tokens] = field(default_factory=list)
     split: list[Tokens] = field(default_factory=list)
     after_first: list[Tokens] = field(default_factory=list)
+    from_hidden_state: list[Tokens] = field(default_factory=list)
 
 
 def tokens_of(answer: Answer) -> Tokens:
@@ -79,6 +81,10 @@ async def measure(
             await reset(pair.decode)
             result.split.append(tokens_of(await pair.split(prompt, SAMPLING)))
             await pair.reset()
-            result.after_first.append(tokens_of(await pair.split_after_first(prompt, SAMPLING)))
-            await pair.reset()
+            for answers, run in (
+                (result.after_first, pair.split_after_first),
+                (result.from_hidden_state, pair.split_from_hidden_state),
+            ):
+                answers.append(tokens_of(await run(prompt, SAMPLING)))
+                await pair.reset()
         return result

@@ -181,8 +181,8 @@ class Recorder:
         self._calls.append(f"push {piece.layer}")
         self.pushed.set()
 
-    def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        self._calls.append("logits")
+    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None:
+        self._calls.append(f"state {read().hex()}")
 
     def finish(self, transfer_id: str) -> None:
         self._calls.append("finish")

@@ -42,7 +42,7 @@ def measured(model: str = MODEL, **settings: object) -> PairResult:
     found = run_job("tests.gpu.pair:measure", model=model, **settings)
     lists = {
         name: [tokens(values) for values in found[name]]
-        for name in ("plain", "split", "after_first")
+        for name in ("plain", "split", "after_first", "from_hidden_state")
     }
     return PairResult(found["session"], found["schedulers"], found["graphs"], **lists)
 
@@ -91,12 +91,18 @@ def test_tokens_equal_plain_vllm(
     assert result.schedulers == names
     assert [mode == "NONE" for mode in result.graphs] == [eager, eager], result.graphs
     assert len(result.plain) == len(LENGTHS)
-    for length, plain, split, after_first in zip(
-        LENGTHS, result.plain, result.split, result.after_first, strict=True
+    for length, plain, split, after_first, from_hidden_state in zip(
+        LENGTHS,
+        result.plain,
+        result.split,
+        result.after_first,
+        result.from_hidden_state,
+        strict=True,
     ):
         assert len(plain.token_ids) == 16
         assert not differ(plain, split), f"{length} tokens"
         assert not differ(plain, after_first), f"{length} tokens, the first from prefill"
+        assert not differ(plain, from_hidden_state), f"{length} tokens, from a hidden state"
 
 
 @pytest.mark.gpu

@@ -78,7 +78,7 @@ class GatheringSender:
         self.right.append(bool((found == piece.layer + 1).all()))
         self.beside.append(self.last_mark is not None and not self.last_mark.query())
 
-    def push_logits(self, transfer_id: str, logits: bytes) -> None:
+    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None:
         raise AssertionError("nothing is computed to its end here")
 
     def finish(self, transfer_id: str) -> None:

@@ -13,7 +13,7 @@ from tests.suite.deployment import Outcome, greedy, prompt_of, suite
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
-LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+HIDDEN = first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
 LENGTHS = (1, 2, 31, 32, 33, 64, 65, 180)
 # The number of tokens, and how they are chosen.
 CASES: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -45,7 +45,7 @@ async def test_every_policy_gives_the_same_answer(tmp_path: Path) -> None:
 
         async def compare(length: int, count: int, sampling: dict[str, Any]) -> None:
             # One after the other. The first one finds no cached prefix.
-            policies = (PREFILL, LOGITS, DECODE) if length % 2 else (LOGITS, PREFILL, DECODE)
+            policies = (PREFILL, HIDDEN, DECODE) if length % 2 else (HIDDEN, PREFILL, DECODE)
             requests = [asked(length, count, policy, **sampling) for policy in policies]
             answers = [await it.ask(request) for request in requests]
             assert answers[0].token_ids == it.expected_of(requests[0]), (length, count)

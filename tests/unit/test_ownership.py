@@ -35,6 +35,8 @@ FOREIGN = {
     ("libs/headrace_engine/vllm/scheduler/connector_scheduler.py", "pool.get_new_blocks"): "the order of new blocks",
     ("libs/headrace_engine/vllm/service/launch.py", "scheduler.async_scheduling"): "vLLM's SchedulerConfig",
     ("libs/headrace_engine/vllm/service/launch.py", "scheduler.scheduler_cls"): "the same",
+    ("libs/headrace_engine/vllm/rank/hidden_states.py", "runner.model.compute_logits"): "vLLM's model",
+    ("libs/headrace_engine/vllm/rank/hidden_states.py", "one._apply_head"): "vLLM's LogitsProcessor",
     ("libs/headrace_engine/vllm/continuation.py", "request.prefill_stats"): "vLLM's Request",
     ("libs/headrace_engine/vllm/continuation.py", "request.sampling_params.extra_args"): "vLLM's SamplingParams",
     ("libs/headrace_engine/vllm/continuation.py", "add_request.__wrapped__"): "the patch of vLLM's InputBatch",

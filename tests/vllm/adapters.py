@@ -24,13 +24,14 @@ ARGUMENTS = f"--enable-lora --lora-modules poet={FOLDER}/poet coder={FOLDER}/cod
 class AdapterResult:
     """By adapter, and then by prompt. `plain` are the tokens of the decode engine alone.
 
-    `split`: of both engines. `together` and `mixed`: of both and of decode alone, with all adapters in one batch.
-    `cached`: tokens of a repeated prompt in decode's cache. `digests`: of each engine's adapters. `announced`: blocks
-    that decode announces.
+    `split`, `hidden`: of both engines, with the first token from KV and from a hidden state.
+    `together` and `mixed`: of both and of decode alone, with all adapters in one batch. `cached`: tokens of a repeated
+    prompt in decode's cache. `digests`: of each engine's adapters. `announced`: blocks that decode announces.
     """
 
     plain: dict[str, list[list[int]]] = field(default_factory=dict)
     split: dict[str, list[list[int]]] = field(default_factory=dict)
+    hidden: dict[str, list[list[int]]] = field(default_factory=dict)
     mixed: dict[str, list[list[int]]] = field(default_factory=dict)
     together: dict[str, list[list[int]]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
@@ -58,6 +59,12 @@ async def measure(model: str) -> AdapterResult:
         for name in NAMES:
             result.split[name] = [(await _split(pair, name, one)).token_ids for one in prompts]
         await until(lambda: _announced(pair) > 0)
+        for name in NAMES:
+            answers = [
+                await pair.split_from_hidden_state(one, SAMPLING, **_terms(pair, name))
+                for one in prompts
+            ]
+            result.hidden[name] = [answer.token_ids for answer in answers]
         for name in NAMES:
             again = await _split(pair, name, prompts[-1])
             assert again.reservation is not None

@@ -84,6 +84,8 @@ CALLS = {
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": "use_fp64_gumbel",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
     "vllm.v1.worker.gpu_input_batch.InputBatch.add_request": "request",
+    "vllm.v1.worker.gpu_input_batch.InputBatch.remove_request": "req_id",
+    "vllm.v1.worker.gpu_input_batch.InputBatch.condense": "",
     "vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata": "",
     "vllm.v1.worker.gpu_input_batch.InputBatch": (
         "max_num_reqs max_model_len max_num_batched_tokens device vocab_size block_sizes "
@@ -93,13 +95,20 @@ CALLS = {
         "req_id prompt_token_ids mm_features sampling_params generator block_ids "
         "num_computed_tokens output_token_ids"
     ),
-    "vllm.v1.sample.sampler.Sampler": "logprobs_mode use_fp64_gumbel",
     "vllm.v1.sample.sampler.Sampler.forward": "logits sampling_metadata",
     "vllm.v1.sample.logits_processor.build_logitsprocs": (
         "vllm_config device is_pin_memory is_pooling_model"
     ),
-    "vllm.v1.sample.logits_processor.AdapterLogitsProcessor.new_req_logits_processor": "params",
-    "vllm.v1.sample.logits_processor.AdapterLogitsProcessor.is_argmax_invariant": "",
+    "vllm.v1.engine.async_llm.AsyncLLM.collective_rpc": "method args",
+    "vllm.distributed.parallel_state.get_world_group": "",
+    "vllm.model_executor.layers.logits_processor.LogitsProcessor._apply_head": (
+        "lm_head hidden_states embedding_bias"
+    ),
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin._set_active_loras": (
+        "prompt_lora_mapping token_lora_mapping lora_requests"
+    ),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.get_model": "",
+    "vllm.config.model.ModelConfig.get_hidden_size": "",
     "vllm.config.model.ModelConfig.get_vocab_size": "",
     "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": "",
     "vllm.model_executor.models.utils.extract_layer_index": "layer_name",
@@ -130,8 +139,11 @@ FIELDS = {
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": (
         "sampling_params output_token_ids generator"
     ),
-    "vllm.v1.worker.gpu_input_batch.InputBatch": "vocab_size sampling_metadata",
+    "vllm.v1.worker.gpu_input_batch.InputBatch": "vocab_size sampling_metadata req_ids",
     "vllm.v1.outputs.SamplerOutput": "sampled_token_ids logprobs_tensors",
+    "vllm.model_executor.layers.linear.UnquantizedLinearMethod": "",
+    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": "",
+    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding": "quant_method",
     "vllm.v1.outputs.LogprobsTensors": "logprob_token_ids logprobs",
     "vllm.sampling_params.SamplingType": "RANDOM_SEED",
     "vllm.v1.request.RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ERROR",
@@ -167,7 +179,7 @@ FIELDS = {
     # With several steps under way, vLLM keeps back the blocks of a request that one still writes to.
     "vllm.v1.core.sched.scheduler.Scheduler": "defer_block_free",
     "vllm.config.ModelConfig": (
-        "max_model_len model hf_config hf_text_config logprobs_mode use_fp64_gumbel "
+        "max_model_len model dtype hf_config hf_text_config use_fp64_gumbel "
         "multimodal_config supports_multimodal_inputs"
     ),
     "vllm.config.ParallelConfig": (
@@ -196,7 +208,7 @@ FIELDS = {
         "kv_events_config enable_chunked_prefill long_prefill_token_threshold "
         "long_prefill_token_threshold_adaptive limit_mm_per_prompt enforce_eager kv_cache_memory_bytes "
         "gpu_memory_utilization async_scheduling skip_tokenizer_init generation_config "
-        "disable_log_stats use_tqdm_on_load logits_processors kv_transfer_config"
+        "disable_log_stats use_tqdm_on_load worker_extension_cls kv_transfer_config"
     ),
     "vllm.sampling_params.SamplingParams": (
         "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty "

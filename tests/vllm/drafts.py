@@ -120,6 +120,10 @@ async def _after_first(pair: Pair, prompt: list[int]) -> Answer:
     return await pair.split_after_first(prompt, SAMPLING)
 
 
+async def _from_hidden_state(pair: Pair, prompt: list[int]) -> Answer:
+    return await pair.split_from_hidden_state(prompt, SAMPLING)
+
+
 async def _prefill_has_it(pair: Pair, prompt: list[int]) -> Answer:
     """Prefill sends what it has computed for another answer."""
     await pair.split_after_first(prompt, replace(SAMPLING, max_tokens=2))
@@ -140,6 +144,7 @@ ALONE: dict[str, Callable[[Pair, list[int]], Awaitable[Answer]]] = {
 WAYS: dict[str, Callable[[Pair, list[int]], Awaitable[Answer]]] = ALONE | {
     "split": _split,
     "after first": _after_first,
+    "from hidden state": _from_hidden_state,
     "prefill has it": _prefill_has_it,
     "both have a part": _both_have_a_part,
 }

@@ -67,7 +67,7 @@ async def compare(
             "continued": continued,
             "split": pair.split,
             "after_first": pair.split_after_first,
-            "from_logits": pair.split_from_logits,
+            "from_hidden_state": pair.split_from_hidden_state,
         }
         for name, run in ways.items():
             answers = await asyncio.gather(*(run(*one) for one in asked))

@@ -32,6 +32,7 @@ from headrace_engine.interface import (
 )
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
+from headrace_kv.handoff.hidden_state import HiddenFormat
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
@@ -214,36 +215,54 @@ class Pair:
 
         With `late`, the KV arrives before the token.
         """
-        return await self._split_first(prompt, sampling, late=late, from_logits=False)
+        return await self._split_first(prompt, sampling, late=late, from_hidden_state=False)
 
-    async def split_from_logits(
-        self, prompt: Sequence[int], sampling: Sampling = GREEDY, *, late: bool = False
+    async def split_from_hidden_state(
+        self, prompt: Sequence[int], sampling: Sampling = GREEDY, *, late: bool = False, **more: Any
     ) -> Answer:
-        """Like `split`, but decode chooses the first token from prefill's logits.
+        """Like `split`, but decode chooses the first token from prefill's hidden state.
 
-        With `late`, the KV arrives before the logits.
+        With `late`, the KV arrives before the state. `more`: fields of both works.
         """
-        return await self._split_first(prompt, sampling, late=late, from_logits=True)
+        return await self._split_first(prompt, sampling, late=late, from_hidden_state=True, **more)
 
     async def _split_first(
-        self, prompt: Sequence[int], sampling: Sampling, *, late: bool, from_logits: bool
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        late: bool,
+        from_hidden_state: bool,
+        **more: Any,
     ) -> Answer:
         answer = Answer()
-        work = self.work(prompt, sampling, awaits_first_token=True, from_logits=from_logits)
+        work = self.work(
+            prompt,
+            sampling,
+            awaits_first_token=True,
+            from_hidden_state=from_hidden_state,
+            **more,
+        )
         reader = self.decode.decode(work)
         async with asyncio.timeout(TIMEOUT_S):
             reservation = await anext(reader)
             assert isinstance(reservation, Reservation)
             answer.take(reservation)
-            transfer = self.reserve(reservation, self.decode.logits_bytes if from_logits else 0)
-            target = replace(self.target(reservation), with_logits=from_logits)
+            transfer = self.reserve(
+                reservation, self.decode.hidden_format if from_hidden_state else None
+            )
+            target = replace(self.target(reservation), with_hidden_state=from_hidden_state)
             token: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
-            task = PrefillWork(tuple(prompt), target, None if from_logits else sampling)
-            on_first_token = None if from_logits else token.set_result
+            task = PrefillWork(
+                tuple(prompt), target, None if from_hidden_state else sampling, **more
+            )
+            on_first_token = None if from_hidden_state else token.set_result
             prefill = asyncio.create_task(self.prefill.prefill(task, on_first_token))
-            if from_logits:
+            if from_hidden_state:
                 ends = False
-                give = partial(self.decode.first_logits, work.transfer_id, await transfer.logits())
+                give = partial(
+                    self.decode.first_hidden_state, work.transfer_id, await transfer.hidden_state()
+                )
             else:
                 first = await token
                 answer.take(first)
@@ -252,7 +271,7 @@ class Pair:
                 give = partial(self.decode.first_token, work.transfer_id, token_id)
             if not late and not ends:
                 give()
-            if from_logits and not late:
+            if from_hidden_state and not late:
                 answer.take(await anext(reader))
                 assert len(answer.token_ids) == 1
             answer.prefill, answer.summary = await asyncio.gather(prefill, transfer.wait())
@@ -266,12 +285,14 @@ class Pair:
             await reader.aclose()
         return answer
 
-    def reserve(self, reservation: Reservation, logits_bytes: int = 0) -> IncomingTransfer:
+    def reserve(
+        self, reservation: Reservation, hidden_format: HiddenFormat | None = None
+    ) -> IncomingTransfer:
         """Starts the receiver's accounting for a reservation, as the decode service does."""
         return self.receiver.reserve(
             reservation,
             Deadline.after(TIMEOUT_S),
-            logits_bytes=logits_bytes,
+            hidden_format=hidden_format,
         )
 
     async def hand_over(

@@ -65,13 +65,13 @@ async def handed_over(pair: Pair) -> list[Answer]:
 
 
 async def after_first_tokens(pair: Pair) -> list[Answer]:
-    """The first token comes from prefill, from its logits, or was generated before."""
+    """The first token comes from prefill, from its hidden state, or was generated before."""
     prompt = prompt_of(300)
     answers = []
     for sampling in (GREEDY, SEEDED):
         for late in (False, True):
             answers.append(await pair.split_after_first(prompt, sampling, late=late))
-            answers.append(await pair.split_from_logits(prompt, sampling, late=late))
+            answers.append(await pair.split_from_hidden_state(prompt, sampling, late=late))
             await pair.reset()
         generated = answers[-1].token_ids[:5]
         answers.append(await pair.split(prompt, sampling, generated))

@@ -87,7 +87,7 @@ def test_answers_equal_plain_vllm_with_the_same_adapter(run_job: RunJob) -> None
     plain = result["plain"]
     for number in range(len(LENGTHS)):
         assert len({tuple(plain[name][number]) for name in NAMES}) == len(NAMES)
-    assert result["split"] == plain
+    assert result["split"] == result["hidden"] == plain
     # Requests without an adapter in a batch with others, too.
     assert result["mixed"] == result["together"] == plain
     # Each finds its own blocks, and only these.

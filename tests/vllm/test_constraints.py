@@ -61,7 +61,7 @@ async def every_way(pair: Pair, prompt: list[int], sampling: Sampling) -> dict[s
     for name, run in (
         ("split", pair.split),
         ("after_first", pair.split_after_first),
-        ("from_logits", pair.split_from_logits),
+        ("from_hidden_state", pair.split_from_hidden_state),
     ):
         ways[name] = await run(prompt, sampling)
         await pair.reset()

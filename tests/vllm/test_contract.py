@@ -145,11 +145,25 @@ def test_the_paced_schedulers_find_what_they_change() -> None:
     assert issubclass(lookup(f"{ours}.PacedAsyncScheduler"), asynchronous)
 
 
-def test_the_logits_tap_is_a_logits_processor() -> None:
-    tap = lookup("headrace_engine.vllm.rank.logits_tap.LogitsTap")
-    assert tap.__abstractmethods__ == frozenset()
-    module, name = lookup("headrace_engine.vllm.service.launch.LOGITS_TAP").split(":")
-    assert lookup(f"{module}.{name}") is tap
+def test_the_worker_takes_our_extension_and_calls_the_head_as_it_expects() -> None:
+    extension = lookup(lookup("headrace_engine.vllm.service.launch.WORKER_EXTENSION"))
+    settings = "headrace_engine.vllm.settings"
+    worker = lookup("vllm.v1.worker.worker_base.WorkerBase")
+    for name in ("WATCH_METHOD", "FIRST_TOKEN_METHOD", "BESIDE_STEPS_METHOD"):
+        method = lookup(f"{settings}.{name}")
+        assert callable(getattr(extension, method))
+        assert not hasattr(worker, method)
+    assert "self.vllm_config = " in inspect.getsource(worker)
+    runner = inspect.getsource(lookup("vllm.v1.worker.gpu_model_runner.GPUModelRunner"))
+    assert "self.model.compute_logits(sample_hidden_states)" in runner
+    for attribute in ("device", "sampler", "lora_config", "input_batch"):
+        assert f"self.{attribute} = " in runner, attribute
+    assert "self.head_dtype = " in inspect.getsource(
+        lookup("vllm.model_executor.layers.logits_processor.LogitsProcessor")
+    )
+    batch = inspect.getsource(lookup("vllm.v1.worker.gpu_input_batch.InputBatch"))
+    for attribute in ("req_id_to_index", "spec_token_ids", "generators"):
+        assert f"self.{attribute}: " in batch, attribute
 
 
 def test_the_connector_has_no_abstract_methods() -> None:

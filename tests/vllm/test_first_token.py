@@ -38,7 +38,7 @@ EVERYTHING = SAMPLINGS | {
 }
 EDGES = (1, 2, 31, 32, 127, 128, 2 * CHUNK_TOKENS + 100)
 # How the first token comes about.
-FIRST = {"prefill": Pair.split_after_first, "logits": Pair.split_from_logits}
+FIRST = {"prefill": Pair.split_after_first, "hidden": Pair.split_from_hidden_state}
 by_each = pytest.mark.parametrize("maker", FIRST)
 
 
@@ -118,7 +118,7 @@ async def test_chunks_of_a_long_prompt_do_not_advance_the_seed(pair: Pair) -> No
     assert chunked.token_ids == at_once.token_ids == handed.token_ids
 
 
-# The first token from prefill, or from its logits.
+# The first token from prefill, or from its hidden state.
 
 
 @pytest.mark.core
@@ -173,11 +173,11 @@ async def test_an_answer_that_ends_at_once_leaves_no_blocks(
             assert len(answer.token_ids) == count
 
 
-async def test_many_at_once_get_their_own_logits(pair: Pair) -> None:
-    """Their chunks share steps, also with requests that want no logits."""
+async def test_many_at_once_get_their_own_hidden_states(pair: Pair) -> None:
+    """Their chunks share steps, also with requests that want none."""
     prompts = [prompt_of(length) for length in (40, 700, 3, 96, 333, 64)]
     plain = [await plain_of(pair, prompt, SEEDED) for prompt in prompts]
-    runs = (pair.split_from_logits, pair.split_after_first, pair.split_from_logits)
+    runs = (pair.split_from_hidden_state, pair.split_after_first, pair.split_from_hidden_state)
     answers = await asyncio.gather(
         *(runs[number % 3](prompt, SEEDED) for number, prompt in enumerate(prompts))
     )
@@ -186,29 +186,31 @@ async def test_many_at_once_get_their_own_logits(pair: Pair) -> None:
         assert_same(answer, alone)
 
 
-async def test_unseeded_tokens_from_logits_differ(pair: Pair) -> None:
+async def test_unseeded_tokens_from_hidden_state_differ(pair: Pair) -> None:
     prompt, hot = prompt_of(20), Sampling(temperature=2.0, max_tokens=1)
-    first = [(await pair.split_from_logits(prompt, hot)).token_ids[0] for _ in range(6)]
+    first = [(await pair.split_from_hidden_state(prompt, hot)).token_ids[0] for _ in range(6)]
     await pair.reset()
     assert len(set(first)) > 1
 
 
 async def test_an_abort_after_the_first_token_leaves_no_blocks(pair: Pair) -> None:
-    work = pair.work(prompt_of(200), awaits_first_token=True, from_logits=True)
+    work = pair.work(prompt_of(200), awaits_first_token=True, from_hidden_state=True)
     reader = pair.decode.decode(work)
     assert isinstance(await anext(reader), Reservation)
-    pair.decode.first_logits(work.transfer_id, bytes(pair.decode.logits_bytes))
+    assert pair.decode.hidden_format is not None
+    state = bytes(pair.decode.hidden_format.nbytes)
+    pair.decode.first_hidden_state(work.transfer_id, state)
     assert isinstance(await anext(reader), DecodeTokens)
     await reader.aclose()
     pair.decode.released(work.transfer_id)
     await pair.reset()
 
 
-async def test_logits_of_another_vocabulary_are_rejected(pair: Pair) -> None:
-    work = pair.work(prompt_of(20), awaits_first_token=True, from_logits=True)
+async def test_a_hidden_state_of_another_size_is_rejected(pair: Pair) -> None:
+    work = pair.work(prompt_of(20), awaits_first_token=True, from_hidden_state=True)
     reader = pair.decode.decode(work)
     await anext(reader)
-    pair.decode.first_logits(work.transfer_id, bytes(40))
+    pair.decode.first_hidden_state(work.transfer_id, bytes(40))
     with pytest.raises(TransferFailed, match="40 bytes"):
         await anext(reader)
     pair.decode.released(work.transfer_id)
@@ -263,5 +265,5 @@ async def test_answers_continue_with_preemption_ranks_and_trained_weights(
     alone = result["alone"]
     assert all(len(answer) == answer_tokens for answer in alone)
     assert result["answers"] == dict.fromkeys(
-        ("continued", "split", "after_first", "from_logits"), alone
+        ("continued", "split", "after_first", "from_hidden_state"), alone
     )

@@ -116,7 +116,7 @@ async def test_the_sums_of_requests_between_uneven_ranks_are_complete(tmp_path: 
     policies = (
         first_token_pb2.FIRST_TOKEN_POLICY_DECODE,
         first_token_pb2.FIRST_TOKEN_POLICY_PREFILL,
-        first_token_pb2.FIRST_TOKEN_POLICY_LOGITS,
+        first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN,
     )
     has_second = 0
     async with suite(tmp_path, **on(CPU), decode_tensor_parallel=2) as it:

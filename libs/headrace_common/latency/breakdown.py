@@ -132,10 +132,10 @@ def _first_token_claims(
             yield Claim(Part.NETWORK, attempt.prefill.sent, at)
             # A task that was cancelled reports only when it made the token.
             yield Claim(Part.PREFILL, attempt.prefill.received, attempt.prefill.sent)
-    elif attempt.first_token_by == FirstTokenBy.LOGITS:
+    elif attempt.first_token_by == FirstTokenBy.HIDDEN:
         if decode is not None:
-            yield Claim(Part.TRANSFER_EXPOSED, _compute_end(attempt), decode.logits_arrived)
-            yield Claim(Part.FIRST_STEP, decode.logits_arrived, decode.sampled)
+            yield Claim(Part.TRANSFER_EXPOSED, _compute_end(attempt), decode.hidden_state_arrived)
+            yield Claim(Part.FIRST_STEP, decode.hidden_state_arrived, decode.sampled)
             yield Claim(Part.NETWORK, decode.sampled, at)
     elif decode is not None:
         if decode.kv_arrived is not None:

@@ -10,11 +10,11 @@ from headrace.prefill.v1 import prefill_pb2
 
 
 class FirstTokenBy(StrEnum):
-    """How the first token is made: by the decode worker, by the prefill worker, or by decode from prefill's logits."""
+    """How the first token is made: by the decode worker, by the prefill worker, or by decode from prefill's state."""
 
     DECODE = "decode"
     PREFILL = "prefill"
-    LOGITS = "logits"
+    HIDDEN = "hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class DecodeSteps:
     received: int
     reserved: int | None = None
     kv_arrived: int | None = None
-    logits_arrived: int | None = None
+    hidden_state_arrived: int | None = None
     sampled: int | None = None
     token_received: int | None = None
     step_start: int | None = None
@@ -96,7 +96,7 @@ def decode_steps(times: decode_pb2.AttemptTimes, received_us: int) -> DecodeStep
         received_us,
         reserved=at(times.reserved_us),
         kv_arrived=at(times.kv_arrived_us),
-        logits_arrived=at(times.logits_arrived_us),
+        hidden_state_arrived=at(times.hidden_state_arrived_us),
         sampled=at(times.sampled_us),
         token_received=at(times.token_received_us),
         step_start=at(times.step_start_us),

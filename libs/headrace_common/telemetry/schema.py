@@ -21,7 +21,7 @@ SPAN_RESERVE: Final = "headrace.reserve"
 SPAN_QUEUE: Final = "headrace.queue"
 # From arrival to the first token.
 SPAN_FIRST_TOKEN: Final = "headrace.first_token"
-# From the first token to the second, where prefill made the first, or decode made it from prefill's logits.
+# From the first token to the second, where prefill made the first, or decode made it from prefill's hidden state.
 SPAN_SECOND_TOKEN: Final = "headrace.second_token"
 # From the first token to the last token, on the router.
 SPAN_STREAM: Final = "headrace.stream"
@@ -45,12 +45,12 @@ SPAN_DECODE_KV_WAIT: Final = "headrace.decode.kv_wait"
 SPAN_TRANSFER: Final = "headrace.transfer"
 # From complete KV to the arrival of the first token that prefill made.
 SPAN_DECODE_TOKEN_WAIT: Final = "headrace.decode.token_wait"
-# From the reservation to the arrival of the logits, where decode makes the first token from them.
-SPAN_DECODE_LOGITS_WAIT: Final = "headrace.decode.logits_wait"
-# From the arrival of the logits to the first token.
+# From the reservation to the arrival of the hidden state, where decode makes the first token from it.
+SPAN_DECODE_HIDDEN_STATE_WAIT: Final = "headrace.decode.hidden_state_wait"
+# From the arrival of the hidden state to the first token.
 SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
-# From complete KV to the first token that decode computes. Where prefill or its logits made the first token, from the
-# later of the two.
+# From complete KV to the first token that decode computes. Where prefill or its hidden state made the first token,
+# from the later of the two.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # From the first token to the last token, on the decode worker.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
@@ -78,7 +78,7 @@ ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 ATTRIBUTE_FINISH_REASON: Final = "gen_ai.response.finish_reasons"
 # Number of the attempt, from 1.
 ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
-# Source of the first token: "decode", "prefill" or "logits" (decode, from prefill's logits). With "decode", the
+# Source of the first token: "decode", "prefill" or "hidden" (decode, from prefill's hidden state). With "decode", the
 # transfer is within headrace.first_token. Otherwise it is within headrace.second_token.
 ATTRIBUTE_FIRST_TOKEN: Final = "headrace.first_token_by"
 # Location of the prefill: "remote" or "local".

@@ -113,7 +113,7 @@ class TraceView:
     """One request.
 
     `parts` add up to `ttft_ns`: the time to the first token, or to the end of a request without one (`answered` is
-    false). `second_parts` add up to the time from the first token to the second, where prefill or its logits made the
+    false). `second_parts` add up to the time from the first token to the second, where prefill or its state made the
     first. `exposed_in_second`: the exposed transfer is in that time. `hidden_ns` is the transfer beside computing.
     """
 

@@ -39,7 +39,7 @@ from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.model import SimModel
-from headrace_engine.sim.model.sampling import logits_bytes
+from headrace_engine.sim.model.sampling import HIDDEN_FORMAT
 from headrace_engine.sim.model.settings import plan_shape
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import (
@@ -115,7 +115,7 @@ class SimEngine(Engine):
         self._shape = plan_shape(config)
         self._clock = clock or SimClock()
         self.model = SimModel(self._shape.settings)
-        self.logits_bytes = logits_bytes(self.model.vocabulary)
+        self.hidden_format = HIDDEN_FORMAT
         self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
         self.steps: StepWatch = StepWatch(config.step_stall_s)
@@ -217,6 +217,7 @@ class SimEngine(Engine):
             credentials=self._config.credentials,
             kill_timer=self._kill_timer,
             host_memory=self._host_memories[rank] if self._host_memories else None,
+            hidden_format=self.hidden_format,
         )
         return RankSender(context, thread=self._sender_thread)
 
@@ -319,13 +320,13 @@ class SimEngine(Engine):
             sequence.first_token_received(token_id, self.model)
             self._requests.update(sequence)
 
-    def first_logits(self, transfer_id: str, logits: bytes) -> None:
+    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
         sequence = self._requests.find(transfer_id)
         if sequence is None or sequence.ended or not sequence.awaits_first_token:
             return
-        sequence.first_logits_received()
+        sequence.first_hidden_state_received()
         try:
-            self._stepper.generate_from_logits(sequence, logits)
+            self._stepper.generate_from_hidden_state(sequence, state)
         except HeadraceError as exc:
             sequence.fail(exc)
         self._requests.update(sequence)

@@ -15,7 +15,7 @@ from headrace_common.errors import (
     TransferTimeout,
     from_reason,
 )
-from headrace_kv.handoff.logits import logits_rank
+from headrace_kv.handoff.hidden_state import hidden_state_rank
 from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvLayout
 
@@ -122,11 +122,11 @@ class Handover:
         for sender in self._senders[first : first + ranks]:
             sender.push(computed)
 
-    def push_logits(self, logits: bytes) -> None:
-        """Sends the last token's logits."""
+    def push_hidden_state(self, state: bytes) -> None:
+        """Sends the last token's hidden state."""
         if not self.failed:
-            sender = self._senders[logits_rank(self._layout)]
-            sender.push_logits(self.target.transfer_id, logits)
+            sender = self._senders[hidden_state_rank(self._layout)]
+            sender.push_hidden_state(self.target.transfer_id, lambda: state)
 
     def finish(self) -> None:
         """Nothing more will be pushed."""

@@ -157,7 +157,7 @@ class Sequence:
         """Whether its prompt needs no KV here once all of it is cached: decode computes the next token."""
         if self.handover is None or self.first_token is not None:
             return False
-        return not self.handover.target.with_logits
+        return not self.handover.target.with_hidden_state
 
     @property
     def prompt(self) -> list[int]:
@@ -318,7 +318,7 @@ class Sequence:
         self.awaits_first_token = False
         self._append(token_id, model)
 
-    def first_logits_received(self) -> None:
+    def first_hidden_state_received(self) -> None:
         """The answer's first token is chosen from a hidden state, and generated here."""
         self.awaits_first_token = False
 

@@ -22,7 +22,7 @@ from headrace_engine.sim.model.sampling import (
     choice_is_complete,
     choose_token,
     digest_of,
-    logits_of,
+    hidden_state_of,
     plain_token,
 )
 from headrace_engine.sim.model.settings import SimSettings, SimShape
@@ -228,10 +228,10 @@ class Stepper:
         if not sequence.pending:
             self._end_prefill(sequence, handover)
 
-    def generate_from_logits(self, sequence: Sequence, logits: bytes) -> None:
-        """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the logits."""
+    def generate_from_hidden_state(self, sequence: Sequence, state: bytes) -> None:
+        """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the state."""
         assert sequence.generation is not None
-        digest = digest_of(logits, self._model.vocabulary)
+        digest = digest_of(state)
         choice = self._choose(sequence, sequence.generation.sampling, digest)
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
@@ -292,8 +292,8 @@ class Stepper:
             choice = self._choose(sequence, first.sampling, self._digest(sequence))
             logprobs = () if choice.logprobs is None else (choice.logprobs,)
             first.on_token(DecodeTokens((choice.token_id,), logprobs))
-        if handover.target.with_logits:
-            handover.push_logits(logits_of(self._digest(sequence), self._model.vocabulary))
+        if handover.target.with_hidden_state:
+            handover.push_hidden_state(hidden_state_of(self._digest(sequence)))
         handover.finish()
 
     def _generate(self, sequence: Sequence) -> None:

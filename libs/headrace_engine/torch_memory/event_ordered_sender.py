@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from headrace_common.errors import QueueFull, TransferFailed
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
@@ -27,7 +27,7 @@ class Sender(Protocol):
 
     def push(self, layer_range: LayerRange) -> None: ...
 
-    def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
+    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None: ...
 
     def finish(self, transfer_id: str) -> None: ...
 
@@ -48,6 +48,27 @@ class _MarkedRange:
     mark: Mark
     deadline_s: float
 
+    @property
+    def transfer_id(self) -> str:
+        return self.layer_range.transfer_id
+
+    def __str__(self) -> str:
+        return f"layer {self.layer_range.layer}"
+
+
+@dataclass(frozen=True, slots=True)
+class _MarkedState:
+    transfer_id: str
+    read: Callable[[], bytes]
+    mark: Mark
+    deadline_s: float
+
+    def __str__(self) -> str:
+        return "the hidden state"
+
+
+_Marked: TypeAlias = _MarkedRange | _MarkedState
+
 
 class EventOrderedSender:
     """A Sender in front of another, for forward passes that only queue work on a device.
@@ -64,7 +85,7 @@ class EventOrderedSender:
         self._mark = mark
         self._limits = limits or OrderingLimits()
         self._changed = threading.Condition()
-        self._waiting: deque[_MarkedRange | str] = deque()
+        self._waiting: deque[_Marked | str] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-order", daemon=True)
         self._thread.start()
@@ -80,9 +101,11 @@ class EventOrderedSender:
         if not self._put(_MarkedRange(layer_range, mark, deadline_s)):
             self._reject(layer_range.transfer_id)
 
-    def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        """Passed on at once: they are in host memory already."""
-        self._sender.push_logits(transfer_id, logits)
+    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None:
+        """The thread that has queued the copy to host memory calls it. `read` is called once that copy is made."""
+        deadline_s = time.monotonic() + self._limits.write_timeout_s
+        if not self._put(_MarkedState(transfer_id, read, self._mark(), deadline_s)):
+            self._reject(transfer_id)
 
     def finish(self, transfer_id: str) -> None:
         """Passed on after the ranges that were pushed before."""
@@ -100,7 +123,7 @@ class EventOrderedSender:
             self._changed.notify_all()
         self._thread.join(self._limits.write_timeout_s)
 
-    def _put(self, item: _MarkedRange | str) -> bool:
+    def _put(self, item: _Marked | str) -> bool:
         with self._changed:
             if self._closed:
                 return True
@@ -120,33 +143,35 @@ class EventOrderedSender:
             try:
                 if isinstance(item, str):
                     self._sender.finish(item)
-                elif self._wait_written(item):
+                elif not self._wait_written(item):
+                    continue
+                elif isinstance(item, _MarkedState):
+                    self._sender.push_hidden_state(item.transfer_id, item.read)
+                else:
                     self._sender.push(replace(item.layer_range, ready_ns=time.monotonic_ns()))
             except Exception:  # noqa: BLE001 - one transfer's bug must not end the sending of all others
                 _log.exception("a layer range was not passed on because of a bug")
 
-    def _next(self) -> _MarkedRange | str | None:
+    def _next(self) -> _Marked | str | None:
         """The next item, as soon as there is one; None at the end."""
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
             return None if self._closed else self._waiting.popleft()
 
-    def _wait_written(self, item: _MarkedRange) -> bool:
-        """Waits for the device. When it does not write the range, fails the transfer and returns False."""
+    def _wait_written(self, item: _Marked) -> bool:
+        """Waits for the device. When it does not write the item, fails the transfer and returns False."""
         failure = ""
         try:
             while not failure and not item.mark.query():
                 if self._closed:
                     return False
                 if time.monotonic() >= item.deadline_s:
-                    failure = f"the device did not write layer {item.layer_range.layer} in time"
+                    failure = f"the device did not write {item} in time"
                 time.sleep(_POLL_S)
         except RuntimeError as error:
-            failure = (
-                f"the device failed before layer {item.layer_range.layer} was written: {error}"
-            )
+            failure = f"the device failed before {item} was written: {error}"
         if failure:
-            _log.error("%s: %s", item.layer_range.transfer_id, failure)
-            self._sender.stop(item.layer_range.transfer_id, TransferFailed.reason, failure)
+            _log.error("%s: %s", item.transfer_id, failure)
+            self._sender.stop(item.transfer_id, TransferFailed.reason, failure)
         return not failure

@@ -1,9 +1,8 @@
 """Functions that depend on vLLM's internals rather than on its connector interface or its documented API.
 
-cache_groups.py, continuation.py, drafts.py, grammar_state.py, stages.py, scheduler/block_holds.py,
-scheduler/block_order.py and service/first_token_grammar.py depend on them as well. tests/vllm/test_contract.py checks
-all that these modules and connector.py use against the installed version. Importing this module imports neither vllm
-nor torch.
+cache_groups.py, continuation.py, drafts.py, stages.py, rank/hidden_states.py, scheduler/paced_scheduler.py and
+service/first_token_sampler.py depend on them as well. tests/vllm/test_contract.py checks all that these modules and
+connector.py use against the installed version. Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.errors import ConfigError
+from headrace_kv.handoff.hidden_state import HiddenFormat
 from headrace_kv.layout.layout import TOKEN_OUTER
 from headrace_kv.prefix.events import Tier
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.sample.metadata import SamplingMetadata
 
     from headrace_engine.vllm.tiers.planner import BlockChange
 
@@ -292,52 +292,65 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
     return found
 
 
-def make_sampler(vllm_config: VllmConfig) -> Sampler:
-    """The sampler of a model runner, with its kernels loaded."""
-    import vllm._custom_ops  # noqa: F401
-    from vllm.v1.sample.sampler import Sampler
-
+def hidden_format(vllm_config: VllmConfig) -> HiddenFormat | None:
+    """The form of the model's hidden states; None where they cannot be sent."""
     model = vllm_config.model_config
-    return Sampler(logprobs_mode=model.logprobs_mode, use_fp64_gumbel=model.use_fp64_gumbel)
+    found = HiddenFormat(str(model.dtype).removeprefix("torch."), model.get_hidden_size())
+    return found if found.is_supported else None
 
 
-def first_batch(
-    vllm_config: VllmConfig, prompt: list[int], sampling_params: SamplingParams
-) -> InputBatch:
-    """A batch of one request on a CPU, as a model runner has it before it samples the first token."""
-    import torch
-    from vllm.sampling_params import SamplingType
-    from vllm.v1.sample.logits_processor import build_logitsprocs
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+class FirstBatch:
+    """A batch of one request, as a model runner has it before it samples the first token.
 
-    cpu = torch.device("cpu")
-    generator = None
-    if sampling_params.sampling_type == SamplingType.RANDOM_SEED:
-        generator = torch.Generator(device=cpu)
-        generator.manual_seed(sampling_params.seed)
-    batch = InputBatch(
-        max_num_reqs=1,
-        max_model_len=len(prompt) + 1,
-        max_num_batched_tokens=1,
-        device=cpu,
-        vocab_size=vocabulary_size(vllm_config),
-        block_sizes=[1],
-        max_num_blocks_per_req=[1],
-        logitsprocs=build_logitsprocs(vllm_config, cpu, False, False),
-    )
-    state = CachedRequestState(
-        req_id="first",
-        prompt_token_ids=prompt,
-        mm_features=[],
-        sampling_params=sampling_params,
-        generator=generator,
-        block_ids=([],),
-        num_computed_tokens=len(prompt),
-        output_token_ids=[],
-    )
-    batch.add_request(state)
-    batch.refresh_metadata()
-    return batch
+    Its request has a random generator of its own in any case: that of the process has one state on all ranks of a
+    stage. Making a batch takes milliseconds, so it is used again.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        from vllm.v1.sample.logits_processor import build_logitsprocs
+        from vllm.v1.worker.gpu_input_batch import InputBatch
+
+        self._device = device
+        self._batch = InputBatch(
+            max_num_reqs=1,
+            max_model_len=vllm_config.model_config.max_model_len + 1,
+            max_num_batched_tokens=1,
+            device=device,
+            vocab_size=vocabulary_size(vllm_config),
+            block_sizes=[1],
+            max_num_blocks_per_req=[1],
+            logitsprocs=build_logitsprocs(vllm_config, device, False, False),
+        )
+
+    def replace(self, prompt: list[int], sampling_params: SamplingParams) -> SamplingMetadata:
+        """Replaces the request, and returns what the sampler needs."""
+        import torch
+        from vllm.sampling_params import SamplingType
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+        generator = None
+        if sampling_params.sampling_type == SamplingType.RANDOM_SEED:
+            generator = torch.Generator(device=self._device)
+            generator.manual_seed(sampling_params.seed)
+        state = CachedRequestState(
+            req_id="first",
+            prompt_token_ids=prompt,
+            mm_features=[],
+            sampling_params=sampling_params,
+            generator=generator,
+            block_ids=([],),
+            num_computed_tokens=len(prompt),
+            output_token_ids=[],
+        )
+        self._batch.remove_request("first")
+        self._batch.add_request(state)
+        if generator is None:
+            unseeded = torch.Generator(device=self._device)
+            unseeded.seed()
+            self._batch.generators.setdefault(0, unseeded)
+        self._batch.condense()
+        self._batch.refresh_metadata()
+        return self._batch.sampling_metadata
 
 
 def runs_on_cpu() -> bool:

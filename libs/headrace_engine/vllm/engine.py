@@ -32,12 +32,11 @@ from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
+    hidden_format,
     max_model_len,
     reset_prefix_cache,
-    runs_on_cpu,
 )
 from headrace_engine.vllm.data_parallel import GroupPlace, coordinator_sentinel, kill_engine
-from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.constraints import ConstraintCheck
@@ -47,6 +46,7 @@ from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.rank_group import RankGroup
+from headrace_engine.vllm.settings import WATCH_METHOD
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
@@ -159,7 +159,7 @@ class VllmEngine(Engine):
         endpoint = events_endpoint(self._link_path, self._place.rank if self._place else 0)
         self._kv_events = KvEventReader(endpoint, self.prefix_events)
         self._kv_events.start()
-        await self._prepare_logits()
+        await self._prepare_hidden_states()
         if self._place is not None:
             await self._join_group(self._place, self._llm)
 
@@ -168,21 +168,26 @@ class VllmEngine(Engine):
         self._group = RankGroup(place, partial(kill_engine, llm), coordinator_sentinel(llm))
         await self._group.join()
 
-    async def _prepare_logits(self) -> None:
-        """For CPUs only: on other devices vLLM samples with other kernels and other random numbers.
-
-        Not with a draft model: vLLM gives no access to its logits then.
-        """
+    async def _prepare_hidden_states(self) -> None:
         from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
 
         assert self._llm is not None
-        if not runs_on_cpu() or draft_model(self._llm.vllm_config) is not None:
+        assert self._link is not None
+        self.hidden_format = hidden_format(self._llm.vllm_config)
+        if self.hidden_format is None:
             return
-        sampler = FirstTokenSampler(self._llm.vllm_config)
-        self.logits_bytes = sampler.logits_bytes
+        if self._config.sends:
+            await self._llm.collective_rpc(WATCH_METHOD)
         if self._config.receives:
+            sampler = FirstTokenSampler(self._llm, self._link, self.hidden_format)
+            try:
+                await sampler.start()
+            except InternalError as error:
+                # A head that takes something else. Requests for it are refused by name.
+                log.warning("no first token is made from hidden states: %s", error.detail)
+                self.hidden_format = None
+                return
             self._first_token_sampler = sampler
-            await sampler.warm()
 
     def _make_link_path(self) -> Path:
         if self._config.link_path:
@@ -269,10 +274,10 @@ class VllmEngine(Engine):
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self._require_started()[1].first_token(transfer_id, token_id)
 
-    def first_logits(self, transfer_id: str, logits: bytes) -> None:
+    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
         request = self._decodes.get(transfer_id)
         if request is not None:
-            request.first_logits(logits)
+            request.first_hidden_state(state)
 
     def released(self, transfer_id: str) -> None:
         request = self._decodes.get(transfer_id)

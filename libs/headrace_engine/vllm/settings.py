@@ -18,8 +18,10 @@ from headrace_kv.transport.networks import parse_networks
 
 PARAMS_KEY = "headrace"
 """In a request's kv_transfer_params."""
-LOGITS_KEY = "headrace_logits"
-"""In SamplingParams.extra_args: id of the transfer that carries the logits before the first token."""
+WATCH_METHOD = "headrace_watch_hidden_states"
+FIRST_TOKEN_METHOD = "headrace_first_token"
+BESIDE_STEPS_METHOD = "headrace_serve_beside_steps"
+"""Of rank/hidden_states.py:HiddenStates."""
 GENERATED_KEY = "headrace_generated"
 """In SamplingParams.extra_args: tokens of the answer that were generated elsewhere."""
 STEP_KEY = "headrace_step"

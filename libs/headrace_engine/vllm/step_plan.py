@@ -65,7 +65,7 @@ class StepPlan:
 
     `opened`: transfers that begin. `ready`: tokens that an earlier step has computed.
     `computed`: tokens that this step's forward pass completes, layer by layer.
-    `final`: transfers that want the logits of their last token, which this step computes.
+    `final`: transfer by request, where it wants the hidden state of its last token, which this step computes.
     `preempted`: transfers with blocks that the step overwrites.
     `overrun`: transfers with states that the step advances beyond their last token.
     `finished_sends`: transfer by request that has ended. Its blocks are freed once the transfer is quiet.
@@ -84,7 +84,7 @@ class StepPlan:
     opened: list[TransferTarget] = field(default_factory=list)
     ready: list[TokenRange] = field(default_factory=list)
     computed: list[TokenRange] = field(default_factory=list)
-    final: list[str] = field(default_factory=list)
+    final: dict[str, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     overrun: list[str] = field(default_factory=list)
     finished_sends: dict[str, str] = field(default_factory=dict)
@@ -97,6 +97,10 @@ class StepPlan:
     moves: list[PoolMove] = field(default_factory=list)
     host_sends: list[HostSend] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+
+    def send_hidden_state(self, request_id: str, transfer_id: str) -> None:
+        """Sends the hidden state of a request's last token, which this step computes."""
+        self.final[request_id] = transfer_id
 
     def free_after_send(self, request_id: str, transfer_id: str) -> None:
         """Frees the blocks of a request that has ended once its transfer is quiet."""

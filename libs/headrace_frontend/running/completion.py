@@ -14,7 +14,7 @@ from headrace_frontend.running.request import AdmittedRequest
 _MAKER_NAMES: Final = {
     first_token_pb2.FIRST_TOKEN_POLICY_DECODE: "decode",
     first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: "prefill",
-    first_token_pb2.FIRST_TOKEN_POLICY_LOGITS: "logits",
+    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: "hidden",
 }
 
 

@@ -19,8 +19,9 @@ class TransferTarget:
     """Where one prompt's KV cache goes.
 
     Tokens [start_token, end_token) are those that decode lacks, which the router has from decode's reservation.
-    The transfer fails at `deadline_s` of the host's monotonic clock. With `with_logits`, the last token's logits are
-    sent too. `ticket` is the router's permission to fill the transfer, empty where there is no router.
+    The transfer fails at `deadline_s` of the host's monotonic clock. With `with_hidden_state`, that
+    of the last token is sent too. `ticket` is the router's permission to fill the transfer, empty where there is
+    no router.
     """
 
     transfer_id: str
@@ -29,7 +30,7 @@ class TransferTarget:
     start_token: int
     end_token: int
     deadline_s: float
-    with_logits: bool = False
+    with_hidden_state: bool = False
     ticket: bytes = b""
 
 

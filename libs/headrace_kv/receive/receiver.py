@@ -29,6 +29,7 @@ from headrace_common.errors import (
 )
 from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets import TicketKey, unauthenticated
+from headrace_kv.handoff.hidden_state import HiddenFormat, format_of
 from headrace_kv.handoff.leases import QuarantinePolicy, Timers
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import HandoffTickets
@@ -156,15 +157,15 @@ class Receiver:
         deadline: Deadline,
         on_free: Callable[[IncomingTransfer], None] | None = None,
         *,
-        logits_bytes: int = 0,
+        hidden_format: HiddenFormat | None = None,
         signer: TicketKey | None = None,
         sender: tuple[WorkerRef, bytes] | None = None,
     ) -> IncomingTransfer:
         """Lets prefill ranks write into the blocks until the transfer is complete or the deadline has passed.
 
-        `on_free` is called when nothing may write into them any more, however the transfer ended. `logits_bytes`
-        bytes of logits are part of the transfer. `signer`: see HandoffTickets. `sender` may fill the transfer with this
-        very ticket, whatever it permits.
+        `on_free` is called when nothing may write into them any more, however the transfer ended. A hidden
+        state of `hidden_format` is part of the transfer, unless None. `signer`: see HandoffTickets. `sender` may fill
+        the transfer with this very ticket, whatever it permits.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
@@ -184,7 +185,7 @@ class Receiver:
             self._layout,
             deadline,
             on_free,
-            logits_bytes=logits_bytes,
+            hidden_format=hidden_format,
             signer=signer,
             sender=sender,
         )
@@ -233,7 +234,7 @@ class Receiver:
         if self._closed:
             raise Draining("the decode worker takes no new streams")
         ref, layout = validate_handshake(hello, self._ref, self._layout)
-        peer = PrefillPeer(ref, hello.rank, layout, send, end)
+        peer = PrefillPeer(ref, hello.rank, layout, send, end, format_of(hello))
         self._peers.add(peer)
         return peer
 
@@ -266,8 +267,8 @@ class Receiver:
                     self._on_layer_done(peer, layer)
             case "open":
                 self._on_open(peer, request.open.transfer_id, request.open.ticket)
-            case "logits":
-                self._on_logits(peer, request.logits)
+            case "hidden_state":
+                self._on_hidden_state(peer, request.hidden_state)
             case "commit":
                 self._on_commit(peer, request.commit)
             case "failed":
@@ -349,12 +350,12 @@ class Receiver:
         except HeadraceError as error:
             self._transfers.fail(transfer, error)
 
-    def _on_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
-        transfer = self._opened(peer, part.transfer_id)
+    def _on_hidden_state(self, peer: PrefillPeer, state: handoff_pb2.HiddenState) -> None:
+        transfer = self._opened(peer, state.transfer_id)
         if transfer is None or not transfer.active:
             return
         try:
-            transfer.land_logits(peer, part)
+            transfer.land_hidden_state(peer, state)
             self._transfers.advance(transfer)
         except HeadraceError as error:
             self._transfers.fail(transfer, error)

@@ -17,8 +17,12 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_common.tickets import TicketKey
+from headrace_kv.handoff.hidden_state import (
+    HiddenFormat,
+    IncomingHiddenState,
+    hidden_state_rank,
+)
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy, TimerHandle, Timers
-from headrace_kv.handoff.logits import IncomingLogits, logits_rank
 from headrace_kv.handoff.messages import Reservation, reservation_fields
 from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.layout.layout import KvLayout, WorkerRef
@@ -33,21 +37,25 @@ from headrace_kv.receive.observer import (
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PrefillPeer:
-    """One prefill rank's stream. `send` queues a message; `end` ends the stream with an error."""
+    """One prefill rank's stream. `send` queues a message; `end` ends the stream with an error.
+
+    `hidden_format` is that of its worker's hidden states, None where it sends none.
+    """
 
     ref: WorkerRef
     rank: int
     layout: KvLayout
     send: Callable[[handoff_pb2.HandoffResponse], None]
     end: Callable[[HeadraceError], None]
+    hidden_format: HiddenFormat | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ref}"
 
     @property
-    def sends_logits(self) -> bool:
-        """Whether this rank sends the logits of its worker's transfers."""
-        return self.rank == logits_rank(self.layout)
+    def sends_hidden_state(self) -> bool:
+        """Whether this rank sends the hidden states of its worker's transfers."""
+        return self.rank == hidden_state_rank(self.layout)
 
     def refuse(self, transfer_id: str, reason: str, detail: str, claim: str = "") -> None:
         """Sends a Cancel: the rank must stop writing for the transfer. `claim`: see Cancel.refused_claim."""
@@ -76,7 +84,7 @@ class IncomingTransfer:
     """A reservation that is being filled. Runs on the receiver's event loop.
 
     Its methods report events; nothing else changes its state. `on_free` is called when its blocks may be reused.
-    Without `logits_bytes` bytes of logits it is not complete.
+    With a `hidden_format`, it is not complete without a hidden state.
     """
 
     def __init__(
@@ -86,7 +94,7 @@ class IncomingTransfer:
         deadline: Deadline,
         on_free: Callable[[IncomingTransfer], None] | None = None,
         *,
-        logits_bytes: int = 0,
+        hidden_format: HiddenFormat | None = None,
         signer: TicketKey | None = None,
         sender: tuple[WorkerRef, bytes] | None = None,
     ) -> None:
@@ -106,7 +114,7 @@ class IncomingTransfer:
         self._writers: set[PrefillPeer] = set()
         self._quarantines: list[Quarantine] = []
         self._observers: list[TransferObserver] = []
-        self._logits = IncomingLogits(reservation.transfer_id, logits_bytes)
+        self._hidden_state = IncomingHiddenState(reservation.transfer_id, hidden_format)
         self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
@@ -182,7 +190,7 @@ class IncomingTransfer:
     @property
     def landed(self) -> bool:
         """Whether everything that prefill sends has landed. Observers may still have pending keys."""
-        return self._ledger is not None and self._ledger.complete and self._logits.complete
+        return self._ledger is not None and self._ledger.complete and self._hidden_state.complete
 
     @property
     def whole(self) -> bool:
@@ -208,11 +216,12 @@ class IncomingTransfer:
             complete_unix_ns=self.entered_unix_ns(TransferState.COMPLETE),
         )
 
-    async def logits(self) -> bytes:
-        """The last token's logits as soon as all of them are here, which may be before the KV. Raises as `wait`."""
-        found = await self._logits.wait()
+    async def hidden_state(self) -> bytes:
+        """The last token's hidden state as soon as it is here, which may be before the KV. Raises as `wait`."""
+        found = await self._hidden_state.wait()
         if found is None:
-            raise self._error or InternalError(f"transfer {self.transfer_id} ended without logits")
+            detail = f"transfer {self.transfer_id} ended without a hidden state"
+            raise self._error or InternalError(detail)
         return found
 
     def entered_unix_ns(self, state: TransferState) -> int:
@@ -236,7 +245,10 @@ class IncomingTransfer:
         return self._prefill == prefill and hmac.compare_digest(self._ticket, ticket)
 
     def add_writer(self, peer: PrefillPeer, ticket: bytes) -> None:
-        """Lets a rank with a valid ticket write. Raises ProtocolViolation when it has no part in the transfer."""
+        """Lets a rank with a valid ticket write.
+
+        Raises ProtocolViolation when it has no part in the transfer, and LayoutMismatch for other hidden states.
+        """
         if self._prefill is not None and self._prefill != peer.ref:
             raise ProtocolViolation(
                 f"transfer {self.transfer_id} is being sent by {self._prefill}, not {peer.ref}"
@@ -247,8 +259,10 @@ class IncomingTransfer:
         if ledger is None:
             ledger = Ledger(self._layout, peer.layout, self._reservation)
         layers_due = peer.rank in ledger.source_ranks and not ledger.source_complete(peer.rank)
-        if not layers_due and not self._owes_logits(peer):
+        if not layers_due and not self._owes_hidden_state(peer):
             raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
+        if peer.sends_hidden_state:
+            self._hidden_state.require_equal(peer.hidden_format)
         if self._prefill is None:
             self._prefill, self._ticket = peer.ref, ticket
         self._ledger = ledger
@@ -298,16 +312,17 @@ class IncomingTransfer:
             for observer in self._observers:
                 observer.on_layer_landed(landed)
 
-    def land_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
-        """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that must not send them."""
-        if not peer.sends_logits:
-            raise ProtocolViolation(f"{peer} is not the one to send logits of {self.transfer_id}")
-        self._logits.receive_part(part, self.digest_seed)
+    def land_hidden_state(self, peer: PrefillPeer, state: handoff_pb2.HiddenState) -> None:
+        """Raises as IncomingHiddenState.receive, and ProtocolViolation for a rank that must not send it."""
+        if not peer.sends_hidden_state:
+            detail = f"{peer} is not the one to send the hidden state of {self.transfer_id}"
+            raise ProtocolViolation(detail)
+        self._hidden_state.receive(state, self.digest_seed)
 
     def require_committed(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank commits before everything of it has landed."""
         ledger = self._ledger
-        if ledger is None or not ledger.source_complete(peer.rank) or self._owes_logits(peer):
+        if ledger is None or not ledger.source_complete(peer.rank) or self._owes_hidden_state(peer):
             raise ProtocolViolation(
                 f"{peer} committed transfer {self.transfer_id} although {self.missing()} are missing"
             )
@@ -322,8 +337,8 @@ class IncomingTransfer:
         if self._ledger is None:
             return "all layers, because no prefill rank opened it"
         parts = [self._ledger.missing(), *(observer.missing() for observer in self._observers)]
-        if not self._logits.complete:
-            parts.append("the logits")
+        if not self._hidden_state.complete:
+            parts.append("the hidden state")
         return "; ".join(part for part in parts if part)
 
     def timeout_error(self) -> TransferTimeout:
@@ -361,11 +376,11 @@ class IncomingTransfer:
         if self._on_free is not None:
             self._on_free(self)
 
-    def _owes_logits(self, peer: PrefillPeer) -> bool:
-        return peer.sends_logits and not self._logits.complete
+    def _owes_hidden_state(self, peer: PrefillPeer) -> bool:
+        return peer.sends_hidden_state and not self._hidden_state.complete
 
     def _end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._logits.end()
+        self._hidden_state.end()
         self._ended.set()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from headrace_common.access.credentials import Credentials
 from headrace_common.deadlines import Deadline
 from headrace_common.process.kill_timer import KillTimer
+from headrace_kv.handoff.hidden_state import HiddenFormat
 from headrace_kv.handoff.leases import Clock
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
@@ -24,6 +25,7 @@ class SenderContext:
 
     `ref` is the prefill worker, `layout` its KV layout, `memory` the rank's part of it, registered with `transport`.
     `host_memory` has blocks of the same layout that the rank keeps below its KV memory, registered too.
+    `hidden_format` is that of the model's hidden states, None where none are sent.
     The streams run on `event_loop` and present `credentials`. A handshake with a decode worker takes
     `handshake_timeout_s` at most. `on_quiet` is called once for each opened transfer, on the sender's thread, when
     nothing of the transfer is or will be written. `kill_timer` ends the process when it writes too late (I1).
@@ -42,3 +44,4 @@ class SenderContext:
     clock: Clock = field(default_factory=Clock)
     kill_timer: KillTimer | None = None
     host_memory: RankMemory | None = None
+    hidden_format: HiddenFormat | None = None

@@ -157,11 +157,11 @@ class SendLoop:
         transfer.range_pushed(layer_range)
         self._scheduler.advance(transfer)
 
-    def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        """Stores an open transfer's logits until they can be sent."""
+    def push_hidden_state(self, transfer_id: str, state: bytes) -> None:
+        """Stores an open transfer's hidden state until it can be sent."""
         transfer = self._table.find_running(transfer_id)
-        if transfer is not None and transfer.logits is not None:
-            transfer.logits.supply(logits)
+        if transfer is not None and transfer.hidden_state is not None:
+            transfer.hidden_state.supply(state)
             self._scheduler.advance(transfer)
 
     def finish(self, transfer_id: str) -> None:

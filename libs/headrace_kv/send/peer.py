@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError
-from headrace_kv.handoff.logits import logits_rank
+from headrace_kv.handoff.hidden_state import hidden_state_rank
 from headrace_kv.handoff.messages import LayerRange
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
@@ -68,9 +68,9 @@ class SenderPeer:
         self._planners: dict[tuple[int, bool], CopyPlanner] = {}
 
     @property
-    def sends_logits(self) -> bool:
-        """Whether this rank sends the logits of its worker's transfers."""
-        return self._context.rank == logits_rank(self._context.layout)
+    def sends_hidden_state(self) -> bool:
+        """Whether this rank sends the hidden states of its worker's transfers."""
+        return self._context.rank == hidden_state_rank(self._context.layout)
 
     def stream_ready(
         self, descriptor: KvDescriptor, observers: tuple[WriteObserver, ...] = ()

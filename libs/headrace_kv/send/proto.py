@@ -60,10 +60,10 @@ def layers_done(layers: list[handoff_pb2.LayerDone]) -> handoff_pb2.HandoffReque
 def batches(
     requests: Iterable[handoff_pb2.HandoffRequest],
 ) -> Iterator[handoff_pb2.HandoffRequest]:
-    """The requests in order, in as few messages as possible. Logits, which are large, stay alone."""
+    """The requests in order, in as few messages as possible. Hidden states, which are large, stay alone."""
     waiting: list[handoff_pb2.HandoffRequest] = []
     for request in requests:
-        alone = request.HasField("logits")
+        alone = request.HasField("hidden_state")
         if waiting and (alone or len(waiting) == _REQUESTS_PER_BATCH):
             yield _batch(waiting)
             waiting = []

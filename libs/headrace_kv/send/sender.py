@@ -6,6 +6,7 @@ import concurrent.futures
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.errors import QueueFull
@@ -160,9 +161,9 @@ class RankSender:
                 layer_range.transfer_id, QueueFull.reason, "too many layer ranges wait to be sent"
             )
 
-    def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        """Queues the logits of the last token, before `finish`, for a target that asks for them."""
-        self._inbox.post(self._loop.push_logits, transfer_id, logits)
+    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None:
+        """Queues the hidden state of the last token, before `finish`, for a target that asks for it. Calls `read`."""
+        self._inbox.post(self._loop.push_hidden_state, transfer_id, read())
 
     def finish(self, transfer_id: str) -> None:
         """The engine pushes no more. The transfer fails if layers are still missing."""

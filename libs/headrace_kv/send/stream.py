@@ -89,6 +89,7 @@ class HandoffStream:
             layout=layout_to_proto(context.layout),
             decode_worker_id=decode.worker_id,
             decode_incarnation=decode.incarnation,
+            hidden_format=context.hidden_format.to_proto() if context.hidden_format else None,
         )
         self._quarantine_s = 0.0
         self._outbox: deque[handoff_pb2.HandoffRequest | handoff_pb2.LayerDone] = deque()

@@ -7,7 +7,7 @@ from collections import deque
 from enum import Enum
 
 from headrace_common.errors import InternalError, TransferTimeout
-from headrace_kv.handoff.logits import OutgoingLogits
+from headrace_kv.handoff.hidden_state import OutgoingHiddenState
 from headrace_kv.handoff.messages import (
     LayerRange,
     Reservation,
@@ -54,8 +54,9 @@ class OutgoingTransfer:
         self.deadline_s = deadline_s
         self.digest_seed = digest_seed(target.ticket)
         """The seed of its digests."""
-        with_logits = target.with_logits and peer.sends_logits
-        self.logits = OutgoingLogits(target.transfer_id, self.digest_seed) if with_logits else None
+        self.hidden_state: OutgoingHiddenState | None = None
+        if target.with_hidden_state and peer.sends_hidden_state:
+            self.hidden_state = OutgoingHiddenState(target.transfer_id, self.digest_seed)
         self._rank = rank
         self._phase = _CONNECTING
         self._plan: WritePlan | None = None
@@ -102,8 +103,10 @@ class OutgoingTransfer:
 
     @property
     def nothing_to_send(self) -> bool:
-        """Whether the plan has neither edges nor logits for this rank."""
-        return self._plan is not None and self._plan.edge_count == 0 and self.logits is None
+        """Whether the plan has neither edges nor a hidden state for this rank."""
+        if self._plan is None or self._plan.edge_count:
+            return False
+        return self.hidden_state is None
 
     @property
     def has_ranges(self) -> bool:
@@ -112,10 +115,10 @@ class OutgoingTransfer:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that this rank must send has landed or, for logits, is sent."""
+        """Whether everything that this rank must send has landed or, for a hidden state, is sent."""
         if self._plan is None or not self._plan.complete:
             return False
-        return self.logits is None or self.logits.sent
+        return self.hidden_state is None or self.hidden_state.sent
 
     @property
     def ended_short(self) -> bool:
@@ -140,8 +143,8 @@ class OutgoingTransfer:
         if self._plan is None or self._phase in (_CONNECTING, _OPENING):
             return "every layer"
         layers = self._plan.missing_layers()
-        if not layers and self.logits is not None and not self.logits.sent:
-            return "the logits"
+        if not layers and self.hidden_state is not None and not self.hidden_state.sent:
+            return "the hidden state"
         named = ", ".join(str(layer) for layer in layers[:_LAYERS_NAMED_MAX])
         more = ", ..." if len(layers) > _LAYERS_NAMED_MAX else ""
         return f"layers {named}{more} ({len(layers)} of {self._plan.layer_count})"

@@ -204,12 +204,12 @@ class WriteScheduler:
         self._queue.remove_peer(peer)
 
     def advance(self, transfer: OutgoingTransfer) -> None:
-        """Sends logits that are ready, then queues the transfer's ranges, commits it, or fails it as too short."""
+        """Sends a hidden state that is ready. Queues the transfer's ranges, commits it, or fails it as too short."""
         if not transfer.sending:
             return
-        if transfer.logits is not None:
-            for part in transfer.logits.take_parts():
-                self._table.send(transfer, part)
+        if transfer.hidden_state is not None:
+            for message in transfer.hidden_state.take_messages():
+                self._table.send(transfer, message)
         if transfer.complete:
             self._table.commit(transfer)
         elif transfer.has_ranges:

@@ -38,7 +38,7 @@ ERROR_MARGIN_SHARE = 0.1
 class Progress(NamedTuple):
     """New tokens, and the end if it was reached.
 
-    `times` come with the first token that was sampled from logits, and with the first one that was computed from KV.
+    `times` come with the first token that was sampled from a hidden state, and with the first one from KV.
     """
 
     tokens: list[DecodeTokens]
@@ -110,13 +110,13 @@ class DecodeAttempt:
         )
 
     async def wait_ready(self) -> None:
-        """Returns once the engine may generate: with the KV cache, or before it if it begins with logits.
+        """Returns once the engine may generate: with the KV cache, or before it if it begins with a hidden state.
 
         Follows `reserve`. Raises HeadraceError.
         """
         if self._waiter is None:
             return
-        if self.work.from_logits:
+        if self.work.from_hidden_state:
             self._waiter.start_forwarding(self._buffer)
         else:
             await self._waiter.wait_complete(self._buffer, self._deadline)
@@ -193,7 +193,7 @@ class DecodeAttempt:
                 first,
                 transfer_deadline(self._deadline),
                 on_transfer_free,
-                logits_bytes=self._engine.logits_bytes if self.work.from_logits else 0,
+                hidden_format=self._engine.hidden_format if self.work.from_hidden_state else None,
                 signer=self._signer,
             )
             self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
@@ -206,7 +206,7 @@ class DecodeAttempt:
 
     def _raise_transfer_error(self) -> None:
         """The transfer's own error is more precise than the engine's, which may come first."""
-        if self.work.from_logits and self._waiter is not None and self._waiter.error:
+        if self.work.from_hidden_state and self._waiter is not None and self._waiter.error:
             raise self._waiter.error from None
 
     def _progress(self, events: list[DecodeEvent]) -> Progress:
@@ -225,18 +225,18 @@ class DecodeAttempt:
         if tokens:
             before = self.generated_tokens
             self._count(count, tokens[-1].step_start_ns)
-            if not before or (before == 1 and self.work.from_logits):
+            if not before or (before == 1 and self.work.from_hidden_state):
                 times = self.timestamps.to_proto()
         return Progress(tokens, None if ended is None else self._finished(ended), times)
 
     def _count(self, token_count: int, step_start_ns: int) -> None:
-        """Only one token, sampled from logits, may come before the KV cache is complete (I3)."""
+        """Only one token, sampled from a hidden state, may come before the KV cache is complete (I3)."""
         self.generated_tokens += token_count
-        from_kv = self.generated_tokens > (1 if self.work.from_logits else 0)
+        from_kv = self.generated_tokens > (1 if self.work.from_hidden_state else 0)
         if from_kv and self._waiter is not None and self._waiter.summary is None:
             self._waiter.require_complete()
         self.timestamps.tokens_generated(
-            sampled=self.work.from_logits, from_kv=from_kv, step_start_ns=step_start_ns
+            sampled=self.work.from_hidden_state, from_kv=from_kv, step_start_ns=step_start_ns
         )
 
     def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
@@ -250,7 +250,9 @@ class DecodeAttempt:
         )
         if self.work.keep is not None:
             finished.kept.CopyFrom(kept_to_proto(ended.kept))
-        if self.reservation is not None and (self.summary is not None or not self.work.from_logits):
+        if self.reservation is not None and (
+            self.summary is not None or not self.work.from_hidden_state
+        ):
             finished.transferred_tokens = self.reservation.end_token - self.reservation.start_token
         if self.summary is not None:
             finished.acknowledgement_count = self.summary.acknowledgement_count

@@ -140,8 +140,8 @@ class Attempts:
             raise self.refusal()
         self._check_incarnation(request.incarnation)
         work = work_from_proto(request, self._engine.adapters)
-        if work.from_logits and not self._engine.logits_bytes:
-            what = f"the engine of {self._ref.worker_id} samples no token from logits"
+        if work.from_hidden_state and not self._engine.hidden_format:
+            what = f"the engine of {self._ref.worker_id} samples no token from hidden states"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
         self._seen.check(work.transfer_id)
         deadline.check("admission")
@@ -163,7 +163,7 @@ class Attempts:
             load=self._load,
         )
         self._live[work.transfer_id] = attempt
-        if work.awaits_first_token and not work.from_logits:
+        if work.awaits_first_token and not work.from_hidden_state:
             self._awaiting[work.transfer_id] = attempt
         return attempt
 

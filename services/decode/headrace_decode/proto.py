@@ -39,8 +39,12 @@ def work_from_proto(
         violations["generated_token_count"] = "must leave a token of token_ids for the prompt"
     if request.sampling.max_tokens <= generated:
         violations["sampling.max_tokens"] = f"must be {generated + 1} or more"
-    from_logits = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
-    by_prefill = from_logits or request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    if request.first_token not in first_token_pb2.FirstTokenPolicy.values():
+        violations["first_token"] = "must be one of the named values"
+    from_hidden_state = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
+    by_prefill = (
+        from_hidden_state or request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    )
     if by_prefill and (generated or not request.remote_prefill):
         violations["first_token"] = "needs remote_prefill and no generated tokens"
     if request.sampling.HasField("prompt_logprobs") and (generated or request.remote_prefill):
@@ -56,7 +60,7 @@ def work_from_proto(
         remote_kv=request.remote_prefill and (by_prefill or len(request.token_ids) > 1),
         generated_tokens=generated,
         awaits_first_token=by_prefill,
-        from_logits=from_logits,
+        from_hidden_state=from_hidden_state,
         cache_salt=request.cache_salt,
         tenant_salt=request.tenant_salt,
         adapter=requested_adapter(request, adapters),

@@ -59,12 +59,17 @@ def record_attempt(
             ready_ns,
             _kv_wait_attributes(attempt),
         )
-    if attempt.work.from_logits:
+    if attempt.work.from_hidden_state:
         if attempt.awaits_kv:
-            step(schema.SPAN_DECODE_LOGITS_WAIT, times.reserved_unix_ns, times.logits_unix_ns, {})
-        if times.logits_unix_ns:
-            step(schema.SPAN_DECODE_SAMPLE, times.logits_unix_ns, times.sampled_unix_ns, {})
-        # An answer can end with the token that was sampled from logits.
+            step(
+                schema.SPAN_DECODE_HIDDEN_STATE_WAIT,
+                times.reserved_unix_ns,
+                times.hidden_state_unix_ns,
+                {},
+            )
+        if times.hidden_state_unix_ns:
+            step(schema.SPAN_DECODE_SAMPLE, times.hidden_state_unix_ns, times.sampled_unix_ns, {})
+        # An answer can end with the token that was sampled from a hidden state.
         over = error is None and not times.first_token_unix_ns
         ready_ns = max(ready_ns, times.sampled_unix_ns) if ready_ns and not over else 0
     elif ready_ns and attempt.work.awaits_first_token:

@@ -16,14 +16,14 @@ class RequestTimestamps:
     All are the start's plus a time by the monotonic clock. So their differences are durations, although the wall clock
     may be set meanwhile. Admission estimates the length of answers from them.
 
-    `sampled_unix_ns` is for a first token that was sampled from logits. `first_token_unix_ns` is for
-    the first token that was computed from KV, and `step_start_unix_ns` for the first step with the request.
+    `sampled_unix_ns` is for a first token that was sampled from a hidden state. `first_token_unix_ns` is
+    for the first token that was computed from KV, and `step_start_unix_ns` for the first step with the request.
     `token_received_unix_ns` is for a first token that the router brought.
     """
 
     start: ClockPair = field(default_factory=clocks_now)
     reserved_unix_ns: int = 0
-    logits_unix_ns: int = 0
+    hidden_state_unix_ns: int = 0
     sampled_unix_ns: int = 0
     arrived_unix_ns: int = 0
     token_received_unix_ns: int = 0
@@ -46,9 +46,9 @@ class RequestTimestamps:
         """The engine holds the request's blocks."""
         self.reserved_unix_ns = self._now_ns()
 
-    def logits_arrived(self) -> None:
-        """The last prompt token's logits are here."""
-        self.logits_unix_ns = self._now_ns()
+    def hidden_state_arrived(self) -> None:
+        """The last prompt token's hidden state is here."""
+        self.hidden_state_unix_ns = self._now_ns()
 
     def kv_arrived(self) -> None:
         """The KV cache is complete."""
@@ -59,7 +59,7 @@ class RequestTimestamps:
         self.token_received_unix_ns = self._now_ns()
 
     def tokens_generated(self, *, sampled: bool, from_kv: bool, step_start_ns: int = 0) -> None:
-        """The engine generated tokens: one sampled from logits among them, or some from KV, or both.
+        """The engine generated tokens: one sampled from a hidden state among them, or some from KV, or both.
 
         Only the first of either kind counts. `step_start_ns` is as in DecodeTokens.
         """
@@ -84,7 +84,7 @@ class RequestTimestamps:
             received_unix_ns=self.start_unix_ns,
             reserved_us=self._after_us(self.reserved_unix_ns),
             kv_arrived_us=self._after_us(self.arrived_unix_ns),
-            logits_arrived_us=self._after_us(self.logits_unix_ns),
+            hidden_state_arrived_us=self._after_us(self.hidden_state_unix_ns),
             sampled_us=self._after_us(self.sampled_unix_ns),
             token_received_us=self._after_us(self.token_received_unix_ns),
             step_start_us=self._after_us(self.step_start_unix_ns),

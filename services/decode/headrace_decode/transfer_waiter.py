@@ -61,16 +61,16 @@ class TransferWaiter:
         self._complete(await self._arrival)
 
     def start_forwarding(self, events: EventBuffer) -> None:
-        """Gives the engine the logits, and later the complete KV cache, while its events are read."""
+        """Gives the engine the hidden state, and later the complete KV cache, while its events are read."""
         self._forwarding = asyncio.create_task(
-            self._forward(events), name=f"logits and KV of {self._transfer.transfer_id}"
+            self._forward(events), name=f"hidden state and KV of {self._transfer.transfer_id}"
         )
 
     async def _forward(self, events: EventBuffer) -> None:
         try:
-            logits = await self._transfer.logits()
-            self._timestamps.logits_arrived()
-            self._engine.first_logits(self._transfer.transfer_id, logits)
+            state = await self._transfer.hidden_state()
+            self._timestamps.hidden_state_arrived()
+            self._engine.first_hidden_state(self._transfer.transfer_id, state)
             await asyncio.wait({self._arrival})
             self._complete(self._arrival.result())
         except HeadraceError as error:

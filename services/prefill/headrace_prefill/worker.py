@@ -187,8 +187,8 @@ class PrefillWorker:
         on_report: Callable[[SendReport], None],
     ) -> PrefillOutcome:
         start_ns = time.monotonic_ns()
-        if work.target.with_logits and not self._engine.logits_bytes:
-            what = f"the engine of {self.ref.worker_id} sends no logits"
+        if work.target.with_hidden_state and not self._engine.hidden_format:
+            what = f"the engine of {self.ref.worker_id} sends no hidden states"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
 
         def forward_first_token(tokens: DecodeTokens) -> None:
@@ -266,8 +266,8 @@ def _work_from_proto(
         violations["token_ids"] = "must hold at least one token"
     if task.start_token >= max(1, len(task.token_ids)):
         violations["start_token"] = f"must be below the {len(task.token_ids)} tokens to compute"
-    if task.send_logits and task.HasField("sampling"):
-        violations["send_logits"] = "excludes sampling: decode chooses the token"
+    if task.send_hidden_state and task.HasField("sampling"):
+        violations["send_hidden_state"] = "excludes sampling: decode chooses the token"
     if violations:
         raise InvalidRequest(violations)
     return PrefillWork(
@@ -279,7 +279,7 @@ def _work_from_proto(
             start_token=task.start_token,
             end_token=len(task.token_ids),
             deadline_s=deadline.monotonic_s,
-            with_logits=task.send_logits,
+            with_hidden_state=task.send_hidden_state,
             ticket=task.handoff_ticket,
         ),
         sampling=sampling_from_proto(task.sampling, task.sampling.stop_token_ids)

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import HeadraceError
+from headrace_kv.handoff.hidden_state import HiddenFormat
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
@@ -39,10 +40,17 @@ def ticket_of(name: str) -> bytes:
     return ROUTER.ticket(name, prefill=PREFILL_REF, decode=REF, layout=LAYOUT)
 
 
+HIDDEN_FORMAT = HiddenFormat("float32", 20)
+
+
 class PrefillRank:
     """Sends the messages of a prefill rank on a handoff stream, without writing bytes."""
 
-    def __init__(self, stub: handoff_pb2_grpc.HandoffServiceAsyncStub) -> None:
+    def __init__(
+        self,
+        stub: handoff_pb2_grpc.HandoffServiceAsyncStub,
+        hidden_format: HiddenFormat | None = HIDDEN_FORMAT,
+    ) -> None:
         self._outgoing: asyncio.Queue[handoff_pb2.HandoffRequest] = asyncio.Queue()
         self._call = stub.Handoff(self._requests())
         hello = handoff_pb2.Hello(
@@ -51,6 +59,7 @@ class PrefillRank:
             layout=layout_to_proto(LAYOUT),
             decode_worker_id=REF.worker_id,
             decode_incarnation=REF.incarnation,
+            hidden_format=hidden_format.to_proto() if hidden_format else None,
         )
         self.send(hello=hello)
 

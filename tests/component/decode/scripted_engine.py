@@ -38,7 +38,7 @@ class ScriptedEngine(Engine):
         self.works: list[DecodeWork] = []
         self.arrived_ids: list[str] = []
         self.first_tokens: list[tuple[str, int]] = []
-        self.first_logits_given: list[tuple[str, bytes]] = []
+        self.first_hidden_state_given: list[tuple[str, bytes]] = []
         self.released_ids: list[str] = []
         self.closed = 0
 
@@ -82,8 +82,8 @@ class ScriptedEngine(Engine):
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self.first_tokens.append((transfer_id, token_id))
 
-    def first_logits(self, transfer_id: str, logits: bytes) -> None:
-        self.first_logits_given.append((transfer_id, logits))
+    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
+        self.first_hidden_state_given.append((transfer_id, state))
 
     def released(self, transfer_id: str) -> None:
         self.released_ids.append(transfer_id)

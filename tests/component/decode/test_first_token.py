@@ -1,4 +1,4 @@
-"""First tokens that need no KV on decode: those of SetFirstToken and those from logits."""
+"""First tokens that need no KV on decode: those of SetFirstToken and those from hidden states."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headrace_common.errors import (
     HeadraceError,
     InternalError,
     InvalidRequest,
+    LayoutMismatch,
     NotFound,
     ProtocolViolation,
     StaleIncarnation,
@@ -23,10 +24,11 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.handoff.logits import logits_parts
+from headrace_kv.handoff.hidden_state import HiddenFormat, hidden_state_message
 from headrace_kv.handoff.tickets import digest_seed
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
+    HIDDEN_FORMAT,
     PIECE_BYTES,
     RESERVATION,
     PrefillRank,
@@ -102,18 +104,18 @@ async def test_a_token_before_the_reservation_is_refused(served: Served) -> None
     assert served.engine.first_tokens == [("x1", 7)]
 
 
-# From logits.
+# From a hidden state.
 
-FROM_LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
-LOGITS = bytes(range(80))
+FROM_HIDDEN_STATE = first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
+STATE = bytes(range(HIDDEN_FORMAT.nbytes))
 
 
-async def reserve_from_logits(served: Served, rank: PrefillRank) -> LinkedCall:
-    served.engine.logits_bytes = len(LOGITS)
-    call = await served.reserve(first_token=FROM_LOGITS)
+async def reserve_from_hidden_state(served: Served, rank: PrefillRank) -> LinkedCall:
+    served.engine.hidden_format = HIDDEN_FORMAT
+    call = await served.reserve(first_token=FROM_HIDDEN_STATE)
     (work,) = served.engine.works
     assert work.awaits_first_token
-    assert work.from_logits
+    assert work.from_hidden_state
     await rank.open()
     return aiter(call)
 
@@ -124,25 +126,24 @@ async def error_of_next(events: LinkedCall) -> HeadraceError:
     return raised.value
 
 
-def send_logits(rank: PrefillRank, logits: bytes) -> None:
+def send_hidden_state(rank: PrefillRank, state: bytes) -> None:
     seed = digest_seed(ticket_of("x1"))
-    for part in logits_parts("x1", logits, seed):
-        rank.send(logits=part.logits)
+    rank.send(hidden_state=hidden_state_message("x1", state, seed).hidden_state)
 
 
-async def give_logits(served: Served, rank: PrefillRank) -> None:
-    """Sends the logits and waits until the engine has them."""
-    send_logits(rank, LOGITS)
-    await until(lambda: bool(served.engine.first_logits_given), what="the logits")
+async def give_state(served: Served, rank: PrefillRank) -> None:
+    """Sends the hidden state and waits until the engine has it."""
+    send_hidden_state(rank, STATE)
+    await until(lambda: bool(served.engine.first_hidden_state_given), what="the state")
 
 
-async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(
+async def test_a_token_from_a_hidden_state_is_sent_before_the_kv_is_complete(
     served: Served, rank: PrefillRank
 ) -> None:
-    call = await reserve_from_logits(served, rank)
+    call = await reserve_from_hidden_state(served, rank)
     assert isinstance(await refusal(served), NotFound)
-    await give_logits(served, rank)
-    assert served.engine.first_logits_given == [("x1", LOGITS)]
+    await give_state(served, rank)
+    assert served.engine.first_hidden_state_given == [("x1", STATE)]
     served.engine.play(DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.land(0)
@@ -155,7 +156,7 @@ async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(
     finished = (await anext(call)).finished
     assert finished.transferred_tokens == 39
     expected = {
-        schema.SPAN_DECODE_LOGITS_WAIT,
+        schema.SPAN_DECODE_HIDDEN_STATE_WAIT,
         schema.SPAN_DECODE_SAMPLE,
         schema.SPAN_DECODE_FIRST_TOKEN,
     }
@@ -165,53 +166,66 @@ async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(
 async def test_a_second_token_before_the_kv_is_complete_is_an_error(
     served: Served, rank: PrefillRank
 ) -> None:
-    call = await reserve_from_logits(served, rank)
-    await give_logits(served, rank)
+    call = await reserve_from_hidden_state(served, rank)
+    await give_state(served, rank)
     served.engine.play(DecodeTokens((5, 6)))
     assert isinstance(await error_of_next(call), InternalError)
 
 
-async def test_kv_without_its_logits_is_incomplete(served: Served, rank: PrefillRank) -> None:
-    call = await reserve_from_logits(served, rank)
+async def test_kv_without_its_hidden_state_is_incomplete(served: Served, rank: PrefillRank) -> None:
+    call = await reserve_from_hidden_state(served, rank)
     rank.land(0, 1)
     await let_a_wrong_step_show()
     assert served.engine.arrived_ids == []
     rank.send(commit=handoff_pb2.Commit(transfer_id="x1", payload_bytes=2 * PIECE_BYTES))
     error = await error_of_next(call)
     assert isinstance(error, ProtocolViolation)
-    assert "the logits" in error.detail
+    assert "the hidden state" in error.detail
     await rank.receive("cancel")
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
     await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
 
 
-async def test_logits_of_a_wrong_size_fail_only_their_request(
+async def test_a_hidden_state_of_a_wrong_size_fails_only_its_request(
     served: Served, rank: PrefillRank
 ) -> None:
-    call = await reserve_from_logits(served, rank)
-    send_logits(rank, LOGITS[:-4])
+    call = await reserve_from_hidden_state(served, rank)
+    send_hidden_state(rank, STATE[:-4])
     assert isinstance(await error_of_next(call), ProtocolViolation)
-    assert served.engine.first_logits_given == []
+    assert served.engine.first_hidden_state_given == []
     cancelled = await rank.receive("cancel")
     assert cancelled.cancel.transfer_id == "x1"
+
+
+async def test_a_worker_with_other_hidden_states_is_refused_when_it_opens_the_transfer(
+    served: Served,
+) -> None:
+    served.engine.hidden_format = HIDDEN_FORMAT
+    await served.reserve(first_token=FROM_HIDDEN_STATE)
+    rank = PrefillRank(served.handoff, HiddenFormat("float16", 40))
+    rank.send(open=handoff_pb2.Open(transfer_id="x1", ticket=ticket_of("x1")))
+    refused = (await rank.receive("cancel")).cancel
+    assert refused.reason == LayoutMismatch.reason
+    assert refused.detail.endswith("of 40 x float16, and decode of 20 x float32")
+    rank.leave()
 
 
 async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
     served: Served, rank: PrefillRank
 ) -> None:
-    call = await reserve_from_logits(served, rank)
-    await give_logits(served, rank)
+    call = await reserve_from_hidden_state(served, rank)
+    await give_state(served, rank)
     served.engine.play(DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.send(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
     assert isinstance(await error_of_next(call), TransferFailed)
 
 
-async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(
+async def test_a_token_from_a_hidden_state_that_ends_the_answer_ends_the_transfer(
     served: Served, rank: PrefillRank
 ) -> None:
-    call = await reserve_from_logits(served, rank)
-    await give_logits(served, rank)
+    call = await reserve_from_hidden_state(served, rank)
+    await give_state(served, rank)
     served.engine.play(DecodeTokens((5,)), DecodeEnded(True, 0))
     events = [event async for event in call]
     assert list(events[0].tokens.token_ids) == [5]
@@ -224,8 +238,8 @@ async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(
     assert served.engine.arrived_ids == []
 
 
-async def test_an_engine_without_logits_is_refused_by_field(served: Served) -> None:
-    error = await failure_of(served.generate(request(first_token=FROM_LOGITS)))
+async def test_an_engine_without_hidden_states_is_refused_by_field(served: Served) -> None:
+    error = await failure_of(served.generate(request(first_token=FROM_HIDDEN_STATE)))
     assert isinstance(error, InvalidRequest)
     assert set(error.violations) == {"first_token"}
     assert served.engine.works == []

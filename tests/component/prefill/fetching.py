@@ -98,7 +98,7 @@ class FetchingWorkers(Generic[EngineT]):
     ) -> AsyncIterator[Reserved]:
         """A request that holds its blocks on the decode worker.
 
-        Its first token is chosen from prefill's logits, which the simulated engine derives from every byte of the KV
+        Its first token is chosen from prefill's state, which the simulated engine derives from every byte of the KV
         cache in prefill's memory: a fetched byte that is wrong makes a wrong answer.
         """
         name = f"x{next(self._names)}"
@@ -110,7 +110,7 @@ class FetchingWorkers(Generic[EngineT]):
             images=images,
             sampling=sampling_pb2.SamplingParams(max_tokens=token_count, temperature=0.0),
             remote_prefill=True,
-            first_token=first_token_pb2.FIRST_TOKEN_POLICY_LOGITS,
+            first_token=first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN,
             ticket_key_id=self.router.key_id,
         )
         async with open_channel(self.decode_endpoint, INSECURE) as channel:
@@ -171,7 +171,7 @@ class Reserved:
             "request_id": "r",
             "token_ids": self.prompt,
             "images": self.images,
-            "send_logits": True,
+            "send_hidden_state": True,
             "start_token": self.reserved.start_token,
             "decode_worker_id": DECODE.worker_id,
             "decode_incarnation": DECODE.incarnation,

@@ -99,13 +99,19 @@ def test_generated_tokens_leave_a_prompt_and_a_token_to_generate() -> None:
     assert set(refused.value.violations) == {"sampling.max_tokens"}
 
 
-@pytest.mark.parametrize("policy_name", ["PREFILL", "LOGITS"])
+def test_the_removed_first_token_policy_of_an_older_router_is_named() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(request(first_token=3))
+    assert set(refused.value.violations) == {"first_token"}
+
+
+@pytest.mark.parametrize("policy_name", ["PREFILL", "HIDDEN"])
 def test_a_first_token_from_prefill_needs_a_transfer_of_the_whole_prompt(policy_name: str) -> None:
     policy = first_token_pb2.FirstTokenPolicy.Value(f"FIRST_TOKEN_POLICY_{policy_name}")
     work = work_from_proto(request(first_token=policy, token_ids=[5]))
     assert work.remote_kv
     assert work.awaits_first_token
-    assert work.from_logits == (policy_name == "LOGITS")
+    assert work.from_hidden_state == (policy_name == "HIDDEN")
     assert work.transferable_tokens == 1
     for changes in ({"remote_prefill": False}, {"generated_token_count": 1}):
         with pytest.raises(InvalidRequest) as refused:

@@ -63,13 +63,13 @@ def test_the_count_is_that_of_all_answers(fields: dict[str, int], count: int) ->
     [
         (first_token_pb2.FIRST_TOKEN_POLICY_DECODE, 1),
         (first_token_pb2.FIRST_TOKEN_POLICY_PREFILL, 2),
-        (first_token_pb2.FIRST_TOKEN_POLICY_LOGITS, 2),
+        (first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN, 2),
     ],
 )
 async def test_others_start_when_a_decode_worker_has_the_kv_cache(
     maker: first_token_pb2.FirstTokenPolicy.ValueType, batches: int
 ) -> None:
-    """A token of prefill, or from its logits, is no proof of that."""
+    """A token of prefill, or from its hidden state, is no proof of that."""
     written = Written()
     sampling = sampling_pb2.SamplingParams(seed=2**63 - 1)
     group = AnswerGroup(request_of(n=3, sampling=sampling), written.write)

@@ -1,7 +1,7 @@
-"""Chooses a token from the digest of a KV cache, or from logits that stand for it. Pure.
+"""Chooses a token from the digest of a KV cache, or from a hidden state that stands for it. Pure.
 
-Structured outputs are texts of which the answer must be one. A token below 256 is a byte of text. Logits are as many as
-those of a real model with the same vocabulary, and every byte of them is checked.
+Structured outputs are texts of which the answer must be one. A token below 256 is a byte of text. A hidden state has as
+many bytes as that of a small real model, and every byte is checked.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from headrace_common.errors import KvCorrupt
 from headrace_engine.interface import Sampling, StructuredOutputs, TokenLogprobs
 from headrace_engine.sim.model.bit_mixer import counted_words, mix_int, mix_words
+from headrace_kv.handoff.hidden_state import HiddenFormat
 
 SUPPORTED_FORMS = ("choice", "json", "json_object")
 _LEVELS_MAX = 16
@@ -152,29 +153,23 @@ def _first_not_prevented(digest: int, vocabulary: int, prevented: frozenset[int]
     return next((token for token in order if token not in prevented), start)
 
 
-_LOGIT_BYTES: Final = 4
+HIDDEN_FORMAT: Final = HiddenFormat("float32", 576)
 _WORD_BYTES: Final = 8
 _SEED: Final = 15
 
 
-def logits_bytes(vocabulary: int) -> int:
-    """Bytes of one position's logits."""
-    return max(_WORD_BYTES, _LOGIT_BYTES * vocabulary)
-
-
-def logits_of(digest: int, vocabulary: int) -> bytes:
+def hidden_state_of(digest: int) -> bytes:
     """The digest, followed by words derived from it."""
-    size = logits_bytes(vocabulary)
-    words = mix_words(counted_words(-(-size // _WORD_BYTES), _SEED) ^ np.uint64(digest))
+    words = mix_words(counted_words(HIDDEN_FORMAT.nbytes // _WORD_BYTES, _SEED) ^ np.uint64(digest))
     words[0] = digest
-    return words.astype("<u8").tobytes()[:size]
+    return words.astype("<u8").tobytes()
 
 
-def digest_of(logits: bytes, vocabulary: int) -> int:
-    """The digest in some logits. Raises KvCorrupt when any byte is wrong."""
-    digest = int.from_bytes(logits[:_WORD_BYTES], "little")
-    if logits != logits_of(digest, vocabulary):
-        raise KvCorrupt("the logits are not those of any KV cache")
+def digest_of(state: bytes) -> int:
+    """The digest in a hidden state. Raises KvCorrupt when any byte is wrong."""
+    digest = int.from_bytes(state[:_WORD_BYTES], "little")
+    if state != hidden_state_of(digest):
+        raise KvCorrupt("the hidden state is not that of any KV cache")
     return digest
 
 

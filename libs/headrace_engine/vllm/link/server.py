@@ -111,6 +111,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         # By rank and update.
         self._admissions: dict[tuple[int, int], asyncio.Future[link_pb2.NetworksAdmitted]] = {}
         self._keeps: dict[int, asyncio.Future[link_pb2.KeepAnswer]] = {}
+        self._samples: dict[int, asyncio.Future[link_pb2.FirstSampled]] = {}
 
     async def start(self) -> None:
         """Serves on the socket. Raises InternalError when it cannot be bound."""
@@ -253,6 +254,20 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         finally:
             del self._keeps[query.query_id]
 
+    async def sample_first(self, request: link_pb2.SampleFirst) -> link_pb2.FirstSampled:
+        """Has the engine's only rank sample a token beside its steps. Raises InternalError when the rank is lost.
+
+        The caller bounds the wait.
+        """
+        request.number = next(self._update_ids)
+        answer: asyncio.Future[link_pb2.FirstSampled]
+        answer = self._samples[request.number] = asyncio.get_running_loop().create_future()
+        self._send(self._ranks.get(0), link_pb2.AttachResponse(sample_first=request))
+        try:
+            return await answer
+        finally:
+            del self._samples[request.number]
+
     def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
             return
@@ -299,6 +314,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._scheduler = None
         elif self._ranks.get(peer.attachment.rank) is peer:
             del self._ranks[peer.attachment.rank]
+            for answer in self._samples.values():
+                if not answer.done():
+                    answer.set_exception(InternalError(f"the engine's {peer.name} has ended"))
         self._report_lost(f"the engine's {peer.name} has ended")
 
     async def _read(self, peer: _Peer, requests: AsyncIterator[link_pb2.AttachRequest]) -> None:
@@ -335,6 +353,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             _settle(self._admissions.get(key), request.networks_admitted)
         elif kind == "keep_answer":
             _settle(self._keeps.get(request.keep_answer.query_id), request.keep_answer)
+        elif kind == "first_sampled":
+            _settle(self._samples.get(request.first_sampled.number), request.first_sampled)
         elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
             query = asyncio.create_task(self._answer(peer, request.descriptor_query))
             peer.queries.add(query)

@@ -23,6 +23,7 @@ from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.stream_order import DeviceOrder
 from headrace_engine.vllm.compat import (
     block_interior,
+    hidden_format,
     request_tile_registers,
     tensor_parallel_rank,
     tensor_parallel_size,
@@ -30,7 +31,7 @@ from headrace_engine.vllm.compat import (
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
-from headrace_engine.vllm.rank.logits_tap import LogitsTap
+from headrace_engine.vllm.rank.hidden_states import listen, sample_beside_steps
 from headrace_engine.vllm.rank.memory import (
     Arena,
     describe_arena,
@@ -43,7 +44,7 @@ from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
 from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.executor import PoolExecutor, TierExecutor
-from headrace_kv.handoff.logits import logits_rank
+from headrace_kv.handoff.hidden_state import hidden_state_rank
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
 from headrace_kv.layout.proto import layout_from_proto, layout_to_proto, rank_memory_to_proto
@@ -82,6 +83,7 @@ class ConnectorWorker:
         self._stage, self._rank_in_stage = stage_of_this_rank(), tensor_parallel_rank()
         self._rank = self._stage * self._tensor_parallel_size + self._rank_in_stage
         self._block_format_of = block_interior(vllm_config)
+        self._hidden_format = hidden_format(vllm_config)
         # Numbers in the stage until `register_kv_caches`, then in the layout.
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
@@ -98,6 +100,7 @@ class ConnectorWorker:
             self._pool = PoolExecutor(self._rank)
         # One thread, which keeps the order of the updates.
         self._admissions = ThreadPoolExecutor(1, "kv-admit")
+        self._samples = ThreadPoolExecutor(1, "first-token")
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service. Raises ConfigError."""
@@ -210,6 +213,7 @@ class ConnectorWorker:
             credentials=self._settings.credentials,
             kill_timer=KillTimer(),
             host_memory=host_memory,
+            hidden_format=self._hidden_format,
         )
         self._sender = RankSender(context)
         self._ordered_sender = order_sender(self._sender, order)
@@ -218,8 +222,8 @@ class ConnectorWorker:
             for layer in layout.layers_of(self._rank)
         }
         self._executor.start(order.fence, self._ordered_sender or self._sender, layers)
-        if self._rank == logits_rank(layout) and self._settings.role != "decode":
-            LogitsTap.listen(self._executor.logits_computed)
+        if self._rank == hidden_state_rank(layout) and self._settings.role != "decode":
+            listen(self._executor.hidden_states_computed)
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         if self._tiers is not None:
@@ -280,6 +284,7 @@ class ConnectorWorker:
         if self._link is not None:
             self._link.close()
         self._admissions.shutdown(wait=True, cancel_futures=True)
+        self._samples.shutdown(wait=True, cancel_futures=True)
         if self._transport is not None:
             self._transport.close()
 
@@ -296,8 +301,15 @@ class ConnectorWorker:
             self._executor.stop(response.stop.transfer_id)
         elif response.HasField("admit_networks"):
             self._admissions.submit(self._admit, response.admit_networks)
+        elif response.HasField("sample_first"):
+            self._samples.submit(self._sample, response.sample_first)
         elif response.HasField("open_pool"):
             self._open_pool(response.open_pool)
+
+    def _sample(self, request: link_pb2.SampleFirst) -> None:
+        sampled = sample_beside_steps(request)
+        if self._link is not None:
+            self._link.send(link_pb2.AttachRequest(first_sampled=sampled))
 
     def _open_pool(self, opened: link_pb2.OpenPool) -> None:
         if self._pool is None or self._copier is None:

@@ -56,7 +56,7 @@ class StepExecutor:
         self._computed: Sequence[TokenRange] = ()
         self._written: set[int] = set()
         self._fence: Callable[[], None] = lambda: None
-        self._final: set[str] = set()
+        self._final: Mapping[str, str] = {}
         self._host_sends: dict[str, list[int]] = {}
         self._ended_host_sends: list[int] = []
 
@@ -123,7 +123,7 @@ class StepExecutor:
         """Before the forward pass."""
         self._plan, self._computed = plan, plan.computed
         self._written.clear()
-        self._final = set(plan.final)
+        self._final = plan.final
         for transfer_id in plan.refused:
             self._refuse(transfer_id, NotFound.reason, "some of the KV is not cached")
         if self._sender is None:
@@ -198,10 +198,22 @@ class StepExecutor:
             ended, self._ended_host_sends = self._ended_host_sends, []
         return ended
 
-    def logits_computed(self, transfer_id: str, read_logits: Callable[[], bytes]) -> None:
-        """The step has logits of a request. Called after `end_step`, and before the next step."""
-        if self._sender is not None and transfer_id in self._final & self._active:
-            self._sender.push_logits(transfer_id, read_logits())
+    def hidden_states_computed(self, reader_of: Callable[[str], Callable[[], bytes]]) -> None:
+        """The step has computed the hidden states of the last positions. Called once, before the next step.
+
+        `reader_of` a request queues the copy of its state to host memory. What it returns gives the copy.
+        """
+        final, self._final = self._final, {}
+        if self._sender is None:
+            return
+        for request_id, transfer_id in final.items():
+            if transfer_id not in self._active:
+                continue
+            try:
+                self._sender.push_hidden_state(transfer_id, reader_of(request_id))
+            except (KeyError, RuntimeError) as error:
+                why = f"the hidden state cannot be read: {error}"
+                self._sender.stop(transfer_id, TransferFailed.reason, why)
 
     def forward_ended(self) -> None:
         """The last forward pass has ended. vLLM has no hook for states, which are final with a transfer's last token.

@@ -121,7 +121,7 @@ class ConnectorScheduler(ABC):
         if request.skip_reading_prefix_cache:
             # vLLM would ignore what is found, and it computes the whole prompt.
             return 0, False
-        # The last token is computed: its logits are needed.
+        # The last token is computed: its hidden state is needed.
         found = self._tiers.find(request.request_id, num_computed_tokens, request.num_tokens - 1)
         if found is None:
             return None, False

@@ -240,8 +240,8 @@ class StepPlanner:
         # Tokens that vLLM found in its prefix cache count as computed by this step: another request of the same step
         # may be the one that computes them.
         self._plan_tokens(plan, send, known_tokens)
-        if send.target.with_logits and known_tokens >= send.target.end_token:
-            plan.final.append(send.target.transfer_id)
+        if send.target.with_hidden_state and known_tokens >= send.target.end_token:
+            plan.send_hidden_state(request.request_id, send.target.transfer_id)
 
     def _plan_cached(self, plan: StepPlan, send: Send, request: ScheduledRequest) -> None:
         """Sends tokens that earlier steps have computed, without the layer hooks, which graphs of decode leave out.

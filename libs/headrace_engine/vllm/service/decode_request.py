@@ -56,7 +56,7 @@ class DecodeRequest:
         max_model_len: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """`prompt`: see engine_prompt. `sampler` chooses the first token of a work with `from_logits`.
+        """`prompt`: see engine_prompt. `sampler` chooses the first token of a work with `from_hidden_state`.
 
         `max_model_len` is the engine's.
         """
@@ -64,7 +64,8 @@ class DecodeRequest:
         self._work = work
         self._sampler = sampler
         self._max_model_len = max_model_len
-        self._logits: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._lora_request = lora_request
+        self._hidden_state: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._reservation: Reservation | None = None
         self._reservation_yielded = False
         self._transfer_failed = False
@@ -101,10 +102,10 @@ class DecodeRequest:
         """The scheduler has planned the first step with the request."""
         self._step_start_ns = monotonic_ns
 
-    def first_logits(self, logits: bytes) -> None:
-        """The logits that the first token is chosen from."""
-        if not self._logits.done():
-            self._logits.set_result(logits)
+    def first_hidden_state(self, state: bytes) -> None:
+        """The hidden state that the first token is chosen from."""
+        if not self._hidden_state.done():
+            self._hidden_state.set_result(state)
 
     def transfer_failed(self) -> None:
         """The KV cache will not arrive: vLLM ends the request with an error."""
@@ -130,7 +131,7 @@ class DecodeRequest:
             cached_tokens = reservation.start_token
             self._reservation_yielded = True
             yield reservation
-        if self._work.from_logits:
+        if self._work.from_hidden_state:
             first = await self._choose_first_token(self._next)
             ended = self._end_after(first.token_ids[0])
             if ended is None:
@@ -165,15 +166,19 @@ class DecodeRequest:
         )
 
     async def _choose_first_token(self, request: asyncio.Task[RequestOutput]) -> DecodeTokens:
-        """The first token, once its logits have arrived. Raises an error when vLLM ends the request before that."""
-        await asyncio.wait({self._logits, request}, return_when=asyncio.FIRST_COMPLETED)
+        """The first token, once its state has arrived. Raises an error when vLLM ends the request before that."""
+        await asyncio.wait({self._hidden_state, request}, return_when=asyncio.FIRST_COMPLETED)
         if self._sampler is None:
-            raise InternalError("this engine chooses no token from logits")
-        if not self._logits.done():
+            raise InternalError("this engine chooses no token from hidden states")
+        if not self._hidden_state.done():
             await self._stopped((await request).outputs[0].finish_reason)
             raise InternalError("vLLM ended a request that waited for its first token")
-        prompt = self._work.token_ids
-        return await self._sampler.choose(self._logits.result(), prompt, self._work.sampling)
+        return await self._sampler.choose(
+            self._hidden_state.result(),
+            prompt=self._work.token_ids,
+            sampling=self._work.sampling,
+            lora_request=self._lora_request,
+        )
 
     def _end_after(self, token_id: int) -> DecodeEnded | None:
         """The end of an answer that ends with this first token, by vLLM's rules. None when it goes on."""

@@ -1,31 +1,37 @@
-"""Chooses the first token of an answer from logits that prefill has sent, as a step of vLLM would.
+"""Chooses the first token of an answer from a hidden state that prefill has sent, as a step of vLLM would.
 
-Batch, sampler and the handling of a request's settings are vLLM's. Only the row of logits is not.
+Head, batch, sampler and the handling of a request's settings are vLLM's. Only the hidden state is not.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from headrace_common.errors import InternalError, TransferFailed
+import msgspec
+
+from headrace.engine.v1 import link_pb2
+from headrace_common.errors import HeadraceError, InternalError, TransferFailed
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
-from headrace_engine.vllm.compat import first_batch, make_sampler, vocabulary_size
 from headrace_engine.vllm.service.sampling import (
     STEP_LIMIT,
     rejected,
     request_errors,
     sampling_params,
 )
+from headrace_engine.vllm.settings import BESIDE_STEPS_METHOD, FIRST_TOKEN_METHOD
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.request import Request
+
+    from headrace_engine.vllm.link.server import LinkServer
+    from headrace_kv.handoff.hidden_state import HiddenFormat
 
 
 _ID = "first"
@@ -41,7 +47,7 @@ class FirstTokenGrammars:
         self._manager = StructuredOutputManager(vllm_config)
 
     async def compile(self, params: SamplingParams) -> Request:
-        """A request with a compiled grammar, for `mask`. Raises ValueError when vLLM rejects its constraint."""
+        """A request with a compiled grammar, for `bitmask`. Raises ValueError when vLLM rejects its constraint."""
         request = await asyncio.to_thread(self._start, params)
         structured = request.structured_output_request
         if structured is None:
@@ -51,18 +57,16 @@ class FirstTokenGrammars:
             await asyncio.wrap_future(compiled)
         return request
 
-    def mask(self, request: Request, row: Tensor) -> None:
-        """Removes the tokens with which the answer cannot begin from a row of logits. Not thread-safe.
+    def bitmask(self, request: Request) -> bytes:
+        """A bit for each token, set where the answer can begin with it, in words of 32 bits. Not thread-safe.
 
         Raises ValueError when a limit of the grammar's library is reached.
         """
-        import torch
-        import xgrammar
-
         bits = self._manager.grammar_bitmask({_ID: request}, [_ID], {})
         if request.structured_output_request.grammar.ll_matcher.is_error():
             raise ValueError(STEP_LIMIT)
-        xgrammar.apply_token_bitmask_inplace(row, torch.from_numpy(bits))
+        found: bytes = bits.tobytes()
+        return found
 
     def close(self) -> None:
         """Ends the compiler's threads."""
@@ -85,101 +89,83 @@ class FirstTokenGrammars:
         return request
 
 
-FLOAT_BYTES = 4
-
-
 class FirstTokenSampler:
-    """Samples one row of logits at a time, on a thread of its own."""
+    """Has the engine's ranks sample first tokens: beside their steps where they can, else between them."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._config = vllm_config
-        self._vocabulary = vocabulary_size(vllm_config)
-        self._sampler = make_sampler(vllm_config)
+    def __init__(self, llm: AsyncLLM, link: LinkServer, hidden_format: HiddenFormat) -> None:
+        self._llm = llm
+        self._link = link
+        self._beside_steps = False
+        self._hidden_format = hidden_format
         self._grammars: FirstTokenGrammars | None = None
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="headrace-first-sample", initializer=_use_one_thread
-        )
-
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of one row."""
-        return FLOAT_BYTES * self._vocabulary
 
     async def choose(
-        self, logits: bytes, prompt: Sequence[int], sampling: Sampling
+        self,
+        state: bytes,
+        *,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        lora_request: LoRARequest | None = None,
     ) -> DecodeTokens:
-        """The token after the prompt. Raises TransferFailed for logits of another vocabulary, else InternalError."""
-        if len(logits) != self.logits_bytes:
+        """The token after the prompt. Raises TransferFailed for a state of another model, else InternalError."""
+        if len(state) != self._hidden_format.nbytes:
             raise TransferFailed(
-                f"{len(logits)} bytes of logits have arrived, but those of this model have {self.logits_bytes}"
+                f"a hidden state of {len(state)} bytes has arrived, but that of this model is {self._hidden_format}"
             )
-        loop = asyncio.get_running_loop()
         params = sampling_params(sampling, None)
+        adapter: tuple[Any, ...] = ()
+        if lora_request is not None:
+            adapter = (lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path)
         try:
-            request = await self._compile(params) if params.structured_outputs else None
-            choose = partial(self._choose, logits, list(prompt), sampling, params, request)
-            return await loop.run_in_executor(self._thread, choose)
+            bitmask = await self._bitmask(params) if params.structured_outputs else b""
+            # The ranks get its effect.
+            params.structured_outputs = None
+            encoded = msgspec.msgpack.encode(params)
+            sample = self._sample_beside_steps if self._beside_steps else self._sample
+            token_id, ids, logprobs = await sample(state, list(prompt), encoded, bitmask, adapter)
+        except HeadraceError:
+            raise
         except request_errors() as exc:
             raise rejected(exc, sampling) from exc
-        except RuntimeError as exc:
+        except Exception as exc:
             raise InternalError(f"vLLM could not sample: {exc}") from exc
+        if sampling.logprobs is None:
+            return DecodeTokens((token_id,))
+        count = sampling.logprobs + 1
+        others = tuple(zip(ids[1:count], logprobs[1:count], strict=True))
+        return DecodeTokens((token_id,), (TokenLogprobs(logprobs[0], others),))
 
-    async def _compile(self, params: SamplingParams) -> Request:
-        if self._grammars is None:
-            self._grammars = FirstTokenGrammars(self._config)
-        return await self._grammars.compile(params)
-
-    async def warm(self) -> None:
+    async def start(self) -> None:
         """Samples once by each code path, since the first use of each is slow."""
-        logits = bytes(self.logits_bytes)
+        answers = await self._llm.collective_rpc(BESIDE_STEPS_METHOD)
+        self._beside_steps = all(answers)
+        state = bytes(self._hidden_format.nbytes)
         seeded = Sampling(top_p=0.9, top_k=2, min_p=0.1, seed=1, presence_penalty=1.0, logprobs=1)
         for sampling in (Sampling(temperature=0.0), Sampling(), seeded):
-            await self.choose(logits, (0,), sampling)
+            await self.choose(state, prompt=(0,), sampling=sampling)
 
     def close(self) -> None:
-        """Ends the thread after the current row."""
-        self._thread.shutdown(cancel_futures=True)
+        """Ends the compiler's threads."""
         if self._grammars is not None:
             self._grammars.close()
 
-    def _choose(
-        self,
-        logits: bytes,
-        prompt: list[int],
-        sampling: Sampling,
-        params: SamplingParams,
-        constrained: Request | None,
-    ) -> DecodeTokens:
-        import torch
+    async def _sample(self, *args: Any) -> Sequence[Any]:
+        """As HiddenStates.headrace_first_token."""
+        # A step that waits for KV would delay it.
+        self._link.request_coming()
+        results = await self._llm.collective_rpc(FIRST_TOKEN_METHOD, args=args)
+        return next(result for result in results if result is not None)
 
-        batch = first_batch(self._config, prompt, params)
-        # Copied, because sampling writes into the row.
-        row = torch.frombuffer(bytearray(logits), dtype=torch.float32).unsqueeze(0)
-        with torch.inference_mode():
-            if constrained is not None and self._grammars is not None:
-                self._grammars.mask(constrained, row)
-            output = self._sampler(row, batch.sampling_metadata)
-        token_id = int(output.sampled_token_ids[0, 0])
-        if output.logprobs_tensors is None or sampling.logprobs is None:
-            return DecodeTokens((token_id,))
-        found = output.logprobs_tensors
-        return DecodeTokens(
-            (token_id,),
-            (_logprobs(found.logprob_token_ids[0], found.logprobs[0], sampling.logprobs),),
-        )
+    async def _sample_beside_steps(
+        self, state: bytes, prompt: list[int], params: bytes, bitmask: bytes, _: object
+    ) -> Sequence[Any]:
+        request = link_pb2.SampleFirst(state=state, prompt=prompt, params=params, bitmask=bitmask)
+        sampled = await self._link.sample_first(request)
+        if sampled.detail:
+            raise InternalError(f"vLLM could not sample: {sampled.detail}")
+        return sampled.token_id, sampled.ranked_ids, sampled.logprobs
 
-
-def _use_one_thread() -> None:
-    """One row is little work, and OpenMP threads would spin after it."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _logprobs(token_ids: Tensor, logprobs: Tensor, count: int) -> TokenLogprobs:
-    """From a row that has the chosen token first, then the likeliest ones."""
-    ids: list[Any] = token_ids.tolist()
-    values: list[float] = logprobs.tolist()
-    return TokenLogprobs(
-        values[0], tuple(zip(ids[1 : count + 1], values[1 : count + 1], strict=True))
-    )
+    async def _bitmask(self, params: SamplingParams) -> bytes:
+        if self._grammars is None:
+            self._grammars = FirstTokenGrammars(self._llm.vllm_config)
+        return self._grammars.bitmask(await self._grammars.compile(params))

@@ -127,7 +127,7 @@ FIT_TO_MEMORY = -1
 _SCHEDULERS = "headrace_engine.vllm.scheduler.paced_scheduler"
 PACED_SCHEDULER = f"{_SCHEDULERS}.PacedScheduler"
 PACED_ASYNC_SCHEDULER = f"{_SCHEDULERS}.PacedAsyncScheduler"
-LOGITS_TAP = "headrace_engine.vllm.rank.logits_tap:LogitsTap"
+WORKER_EXTENSION = "headrace_engine.vllm.rank.hidden_states.HiddenStates"
 MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 
 
@@ -371,8 +371,7 @@ def _engine_args(
         structured_outputs_config={"backend": "guidance"},
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        # vLLM has no processors of logits beside drafts.
-        logits_processors=[LOGITS_TAP] if config.sends and runs_on_cpu() and not draft else None,
+        worker_extension_cls=WORKER_EXTENSION,
         kv_transfer_config=_transfer_config(config, settings, offloading),
     )
     lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())

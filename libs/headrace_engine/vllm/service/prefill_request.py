@@ -153,12 +153,10 @@ class PrefillRequest:
         sampling = GREEDY_ONE_TOKEN
         if self._work.sampling is not None:
             sampling = replace(self._work.sampling, max_tokens=1)
-        logits_for = target.transfer_id if target.with_logits else ""
         ours = send_params(target, prefix, cached_only=self._work.cached_only)
         params = sampling_params(
             sampling,
             ours,
-            logits_for=logits_for,
             priority=self._work.priority,
             bounds=self._work.bounds,
         )

@@ -20,7 +20,6 @@ from headrace_engine.vllm.settings import (
     BOUNDS_KEY,
     GENERATED_KEY,
     KEEP_KEY,
-    LOGITS_KEY,
     PRIORITY_KEY,
     STEP_KEY,
 )
@@ -35,7 +34,6 @@ def sampling_params(
     sampling: Sampling,
     kv_transfer_params: Mapping[str, Any] | None,
     generated: Sequence[int] = (),
-    logits_for: str = "",
     step_of: str = "",
     priority: Priority = Priority.NORMAL,
     bounds: TokenBounds = NO_BOUNDS,
@@ -43,7 +41,6 @@ def sampling_params(
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
-    `logits_for`: id of the transfer that carries the logits before the first token, empty for none.
     `step_of`: id under which the scheduler reports the first step, empty for no report. `priority`, `bounds`: see
     PrefillWork. `keep`: see DecodeWork. Raises InvalidRequest when vLLM rejects them.
     """
@@ -54,8 +51,6 @@ def sampling_params(
         extra["kv_transfer_params"] = dict(kv_transfer_params)
     if generated:
         extra[GENERATED_KEY] = list(generated)
-    if logits_for:
-        extra[LOGITS_KEY] = logits_for
     if step_of:
         extra[STEP_KEY] = step_of
     if priority is not Priority.NORMAL:

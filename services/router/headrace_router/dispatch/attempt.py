@@ -30,7 +30,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.decode_call import DecodeCall
-from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
+from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_HIDDEN_STATE, Policy
 from headrace_router.dispatch.messages import decode_request, prefill_task
 from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
@@ -296,9 +296,9 @@ class Attempt:
                 raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
 
     async def _add_batch(self, tokens: decode_pb2.Tokens) -> None:
-        if self._first_token_by == FROM_LOGITS and not self._response.started:
-            await self._response.add_first_tokens(tokens, FROM_LOGITS)
-            # The token from logits alone does not prove that prefill has succeeded.
+        if self._first_token_by == FROM_HIDDEN_STATE and not self._response.started:
+            await self._response.add_first_tokens(tokens, FROM_HIDDEN_STATE)
+            # The token from a hidden state alone does not prove that prefill has succeeded.
             self._decode_generated = len(tokens.token_ids) > 1
         else:
             self._decode_generated = True

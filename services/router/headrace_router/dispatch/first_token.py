@@ -13,7 +13,7 @@ Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
 
 BY_DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 BY_PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
-FROM_LOGITS: Final = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+FROM_HIDDEN_STATE: Final = first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
 
 
 def first_token_maker(
@@ -26,9 +26,12 @@ def first_token_maker(
     """The maker of the first token in attempt number `attempt`, from 1. The client's choice overrides the policy.
 
     Decode makes it after a local prefill, and continues a response that has tokens already. Only the first attempt
-    uses logits: a later attempt must not depend on what was lost once.
+    uses a hidden state: a later attempt must not depend on what was lost once.
     """
     if not decision.remote or generated_tokens:
         return BY_DECODE
     wanted = request.first_token or policy.first_token or BY_DECODE
-    return BY_DECODE if wanted == FROM_LOGITS and attempt > 1 else wanted
+    if wanted == BY_PREFILL or (wanted == FROM_HIDDEN_STATE and attempt == 1):
+        return wanted
+    # Also for a value of another release, which a stored policy may have.
+    return BY_DECODE

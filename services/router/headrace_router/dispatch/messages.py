@@ -7,7 +7,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_frontend.request.decode_request import decode_request as base_request
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
+from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_HIDDEN_STATE, Policy
 from headrace_router.placement import Decision
 
 
@@ -60,7 +60,7 @@ def prefill_task(
         decode_endpoint=worker.endpoint,
         traceparent=traceparent,
         sampling=sampling,
-        send_logits=first_token == FROM_LOGITS,
+        send_hidden_state=first_token == FROM_HIDDEN_STATE,
         cache_salt=request.cache_salt,
         adapter=request.adapter if request.HasField("adapter") else None,
         bounds=request.bounds if request.HasField("bounds") else None,

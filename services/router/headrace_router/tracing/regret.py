@@ -32,7 +32,7 @@ class Regret:
 def regret_of(decision: Decision | None, steps: RequestSteps) -> Regret | None:
     """The regret of a request by its only decision. None without an estimate.
 
-    There is none after a second attempt, and where the prefill worker or its logits made the first token.
+    There is none after a second attempt, and where the prefill worker or its hidden state made the first token.
     """
     if decision is None or not decision.others or len(steps.attempts) != 1:
         return None

@@ -217,8 +217,8 @@ class _Maker(SpanMaker):
         intervals = (
             (schema.SPAN_DECODE_RESERVE, decode.received, decode.reserved),
             (schema.SPAN_DECODE_KV_WAIT, decode.reserved, decode.kv_arrived),
-            (schema.SPAN_DECODE_LOGITS_WAIT, decode.reserved, decode.logits_arrived),
-            (schema.SPAN_DECODE_SAMPLE, decode.logits_arrived, decode.sampled),
+            (schema.SPAN_DECODE_HIDDEN_STATE_WAIT, decode.reserved, decode.hidden_state_arrived),
+            (schema.SPAN_DECODE_SAMPLE, decode.hidden_state_arrived, decode.sampled),
             (schema.SPAN_DECODE_TOKEN_WAIT, decode.kv_arrived, decode.token_received),
             (schema.SPAN_DECODE_FIRST_TOKEN, ready, decode.first_token),
             (schema.SPAN_DECODE_GENERATE, decode.first_token, facts.end),

@@ -28,7 +28,7 @@ from headrace_router.tracing.worker_clocks import ClockDifference, WorkerClocks,
 
 _MAKERS: Final = {
     first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: FirstTokenBy.PREFILL,
-    first_token_pb2.FIRST_TOKEN_POLICY_LOGITS: FirstTokenBy.LOGITS,
+    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: FirstTokenBy.HIDDEN,
 }
 
 

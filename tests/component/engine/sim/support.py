@@ -126,7 +126,7 @@ def decode_work(
     remote_kv: bool = False,
     generated: tuple[int, ...] = (),
     awaits_first_token: bool = False,
-    from_logits: bool = False,
+    from_hidden_state: bool = False,
     cache_salt: str = "",
     adapter: Adapter | None = None,
 ) -> DecodeWork:
@@ -138,7 +138,7 @@ def decode_work(
         remote_kv,
         generated_tokens=len(generated),
         awaits_first_token=awaits_first_token,
-        from_logits=from_logits,
+        from_hidden_state=from_hidden_state,
         cache_salt=cache_salt,
         adapter=adapter,
     )
@@ -262,7 +262,7 @@ class Pair:
         transfer = self.receiver.reserve(
             reservation,
             Deadline.after(timeout_s),
-            logits_bytes=self.decode.logits_bytes if work.from_logits else 0,
+            hidden_format=self.decode.hidden_format if work.from_hidden_state else None,
         )
         # As the router sends it to the prefill worker.
         target = TransferTarget(
@@ -272,7 +272,7 @@ class Pair:
             start_token=reservation.start_token,
             end_token=reservation.end_token,
             deadline_s=time.monotonic() + timeout_s,
-            with_logits=work.from_logits,
+            with_hidden_state=work.from_hidden_state,
         )
         prefill = PrefillWork(
             work.token_ids[: work.transferable_tokens],

@@ -1,4 +1,4 @@
-"""Answers that another worker began, or that start with prefill's first token or logits."""
+"""Answers that another worker began, or that start with prefill's first token or hidden state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from headrace_common.errors import KvCorrupt, TransferFailed
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Sampling
 from headrace_engine.sim.handover import Handover
-from headrace_engine.sim.model.sampling import logits_of
+from headrace_engine.sim.model.sampling import hidden_state_of
 from tests.component.engine.sim.support import (
     GREEDY,
     Pair,
@@ -74,7 +74,11 @@ async def test_a_stop_token_ends_a_continued_answer() -> None:
 
 
 def first_token_work(
-    prompt: list[int], sampling: Sampling, transfer_id: str = "x1", *, from_logits: bool = False
+    prompt: list[int],
+    sampling: Sampling,
+    transfer_id: str = "x1",
+    *,
+    from_hidden_state: bool = False,
 ) -> DecodeWork:
     return decode_work(
         prompt,
@@ -82,7 +86,7 @@ def first_token_work(
         transfer_id=transfer_id,
         remote_kv=True,
         awaits_first_token=True,
-        from_logits=from_logits,
+        from_hidden_state=from_hidden_state,
     )
 
 
@@ -114,14 +118,14 @@ async def first_by_prefill(
     return await read_rest(both, work, first, started.reader)
 
 
-async def first_from_logits(
+async def first_from_hidden_state(
     both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str = "x1"
 ) -> DecodeEnded:
-    """One request with a first token from logits, which decode must yield before the KV has arrived."""
+    """One request with a first token from a hidden state, which decode must yield before the KV has arrived."""
     free = both.decode.free_block_count()
-    work = first_token_work(prompt, sampling, transfer_id, from_logits=True)
+    work = first_token_work(prompt, sampling, transfer_id, from_hidden_state=True)
     started = await both.start(work)
-    both.decode.first_logits(transfer_id, await started.transfer.logits())
+    both.decode.first_hidden_state(transfer_id, await started.transfer.hidden_state())
     first = await anext(started.reader)
     assert isinstance(first, DecodeTokens)
     assert len(first.token_ids) == 1
@@ -147,7 +151,7 @@ async def read_rest(
 SOURCES: dict[str, Callable[..., Awaitable[DecodeEnded]]] = {
     "prefill": first_by_prefill,
     "prefill, late": partial(first_by_prefill, late=True),
-    "logits": first_from_logits,
+    "hidden": first_from_hidden_state,
 }
 
 
@@ -162,13 +166,13 @@ async def test_the_answer_after_a_first_token_equals_the_closed_form(
             assert not end.stopped
 
 
-@pytest.mark.parametrize("source", ["prefill", "logits"])
+@pytest.mark.parametrize("source", ["prefill", "hidden"])
 @pytest.mark.parametrize(("ranks", "stages"), [((2, 1), 1), ((1, 2), 1), ((4, 1), 1), ((2, 1), 3)])
 @pytest.mark.parametrize("model", MODELS)
 async def test_first_tokens_come_from_one_of_several_ranks(
     model: str, ranks: tuple[int, int], stages: int, source: str
 ) -> None:
-    """Of four ranks with two heads, some copies send no KV at all. Only the last stage has logits."""
+    """Of four ranks with two heads, some copies send no KV at all. Only the last stage has a hidden state."""
     async with pair(
         model=model,
         prefill={"tensor_parallel_size": ranks[0], "model": f"{model},stages={stages}"},
@@ -190,7 +194,7 @@ async def test_an_abort_before_the_first_token_frees_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("ends", ["max_tokens", "stop", "context"])
-async def test_a_token_from_logits_that_ends_the_answer(ends: str) -> None:
+async def test_a_token_from_hidden_state_that_ends_the_answer(ends: str) -> None:
     async with pair() as both:
         prompt = prompt_of(both.decode.max_model_len - 1 if ends == "context" else 40)
         sampling = replace(GREEDY, max_tokens=1)
@@ -199,32 +203,32 @@ async def test_a_token_from_logits_that_ends_the_answer(ends: str) -> None:
             sampling = replace(GREEDY, stop_token_ids=stop)
         elif ends == "context":
             sampling = GREEDY
-        end = await first_from_logits(both, prompt, sampling)
+        end = await first_from_hidden_state(both, prompt, sampling)
         assert end.stopped == (ends == "stop")
 
 
-async def test_missing_logits_fail_the_transfer_and_free_its_blocks(
+async def test_a_missing_hidden_state_fails_the_transfer_and_frees_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Handover, "push_logits", lambda *_: None)
+    monkeypatch.setattr(Handover, "push_hidden_state", lambda *_: None)
     async with pair() as both:
         free = both.decode.free_block_count()
-        started = await both.start(first_token_work(prompt_of(40), GREEDY, from_logits=True))
-        for failing in (started.prefill, started.transfer.logits(), started.transfer.wait()):
-            with pytest.raises(TransferFailed, match="the logits"):
+        started = await both.start(first_token_work(prompt_of(40), GREEDY, from_hidden_state=True))
+        for failing in (started.prefill, started.transfer.hidden_state(), started.transfer.wait()):
+            with pytest.raises(TransferFailed, match="the hidden state"):
                 await failing
         with pytest.raises(TransferFailed):
             await anext(started.reader)
         await until(lambda: both.decode.free_block_count() == free)
 
 
-async def test_one_wrong_byte_of_the_logits_is_an_error() -> None:
+async def test_one_wrong_byte_of_the_hidden_state_is_an_error() -> None:
     async with decode_engine() as engine:
-        reader = engine.decode(first_token_work(prompt_of(40), GREEDY, from_logits=True))
+        reader = engine.decode(first_token_work(prompt_of(40), GREEDY, from_hidden_state=True))
         await reserve(reader)
-        logits = bytearray(logits_of(12345, engine.model.vocabulary))
-        logits[-1] ^= 1
-        engine.first_logits("x1", bytes(logits))
+        state = bytearray(hidden_state_of(12345))
+        state[-1] ^= 1
+        engine.first_hidden_state("x1", bytes(state))
         with pytest.raises(KvCorrupt):
             await anext(reader)
         engine.released("x1")

@@ -109,10 +109,10 @@ def whole_transfer(rig: Rig, name: str) -> list[handoff_pb2.HandoffRequest]:
         )
         for layer in range(layout.layer_count)
     ]
-    logits = handoff_pb2.LogitsPart(transfer_id=name, total_bytes=8, data=bytes(8), digest=0)
+    state = handoff_pb2.HiddenState(transfer_id=name, data=bytes(8), digest=0)
     return [
         layers_done(*layers),
-        handoff_pb2.HandoffRequest(logits=logits),
+        handoff_pb2.HandoffRequest(hidden_state=state),
         *(message(kind, name) for kind in ("commit", "failed", "quiesced")),
     ]
 

@@ -1,4 +1,4 @@
-"""First tokens from prefill workers or from their logits, through a real router to scripted workers."""
+"""First tokens from prefill workers or from their hidden states, through a real router to scripted workers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.waiting import forever, until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
-LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+HIDDEN = first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
 
 
 def sampling(count: int, **fields: Any) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(max_tokens=count, seed=7, **fields)
 
 
-def from_logits(text: str) -> Any:
+def from_hidden_state(text: str) -> Any:
     """Sends the first letter at once, and the others after the KV cache."""
 
     async def script(worker: FakeDecode, request: Any) -> Any:
@@ -52,9 +52,9 @@ def from_logits(text: str) -> Any:
     ("policy", "decode_script", "prefill_script"),
     [
         (PREFILL, reply("aris", after_first_token=True), send_first_token("P", stall)),
-        (LOGITS, from_logits("Paris"), stall),
+        (HIDDEN, from_hidden_state("Paris"), stall),
     ],
-    ids=["prefill", "logits"],
+    ids=["prefill", "hidden"],
 )
 async def test_the_first_token_is_sent_before_the_transfer_is_complete(
     rig: Rig, policy: Any, decode_script: Any, prefill_script: Any
@@ -71,7 +71,7 @@ async def test_the_first_token_is_sent_before_the_transfer_is_complete(
     (task,), (received,) = prefill.tasks, decode.requests
     assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
     assert received.first_token == policy
-    assert task.send_logits is (policy == LOGITS)
+    assert task.send_hidden_state is (policy == HIDDEN)
     if policy == PREFILL:
         assert task.sampling == received.sampling
         await until(lambda: bool(decode.first_tokens))
@@ -120,7 +120,7 @@ async def break_decode(worker: FakeDecode, request: Any) -> Any:
         yield reserved(request)
         await worker.first_token_set.wait()
         await worker.die()
-    elif request.first_token == LOGITS:
+    elif request.first_token == HIDDEN:
         yield reserved(request)
         earlier = worker.read_tokens.count
         yield tokens("P")
@@ -131,26 +131,26 @@ async def break_decode(worker: FakeDecode, request: Any) -> Any:
         yield event
 
 
-async def fail_after_token_from_logits(worker: FakePrefill, task: Any) -> None:
+async def fail_after_token_from_hidden_state(worker: FakePrefill, task: Any) -> None:
     await worker.handoff.of("P read").wait()
     await fail(TransferFailed.reason)(worker, task)
 
 
-# A token from logits does not prove that the transfer succeeds, so the router still watches the prefill worker.
+# A token from a hidden state does not prove that the transfer succeeds, so the router still watches the prefill worker.
 @pytest.mark.parametrize(
     ("policy", "behaviour"),
     [
         (PREFILL, send_first_token("P", fail(TransferFailed.reason))),
         (PREFILL, send_first_token("P", stall)),
-        (LOGITS, fail_after_token_from_logits),
+        (HIDDEN, fail_after_token_from_hidden_state),
     ],
-    ids=["transfer", "decode", "transfer after logits"],
+    ids=["transfer", "decode", "transfer after hidden"],
 )
 async def test_another_attempt_continues_after_the_first_token(
     rig: Rig, policy: Any, behaviour: Any
 ) -> None:
     async def prefill(worker: FakePrefill, task: Any) -> None:
-        makes_token = task.HasField("sampling") or task.send_logits
+        makes_token = task.HasField("sampling") or task.send_hidden_state
         await (behaviour if makes_token else hand_over)(worker, task)
 
     for _ in range(2):

@@ -45,11 +45,11 @@ def parts(one: Sum | None) -> dict[str, int]:
     return {part.label: duration for part, duration in one.parts_us.items()}
 
 
-def test_a_first_token_from_logits() -> None:
+def test_a_first_token_from_hidden_state() -> None:
     attempt = replace(
         REMOTE,
-        first_token_by=FirstTokenBy.LOGITS,
-        decode=replace(DECODE, logits_arrived=350, sampled=370),
+        first_token_by=FirstTokenBy.HIDDEN,
+        decode=replace(DECODE, hidden_state_arrived=350, sampled=370),
     )
     steps = replace(
         request(attempt), first_token=(380, 0), first_message=380, second_token=(460, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -73,8 +73,8 @@ class Recorder:
         if piece.layer == 99:
             raise KeyError("a bug")
 
-    def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        self._record(f"logits {transfer_id} {logits.decode()}")
+    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None:
+        self._record(f"hidden {transfer_id} {read().decode()}")
 
     def finish(self, transfer_id: str) -> None:
         self._record(f"finish {transfer_id}")
@@ -125,6 +125,20 @@ def test_ranges_are_sent_in_order_as_the_device_writes_them(rig: Rig) -> None:
         # Ready is the time at which the device had written it, not that of the push.
         assert before_ns <= rig.recorder.pieces[layer].ready_ns <= time.monotonic_ns()
     assert rig.recorder.wait(4)[-1] == "finish a"
+
+
+def test_a_hidden_state_is_read_once_the_device_has_copied_it(rig: Rig) -> None:
+    copied: list[bytes] = []
+    rig.push(0)
+    rig.sender.push_hidden_state("a", lambda: copied[0])
+    rig.sender.finish("a")
+    rig.device.done = 1
+    rig.recorder.wait(1)
+    rig.device.await_poll()
+    assert rig.recorder.events == ["push a 0"]
+    copied.append(b"row")
+    rig.device.done = 2
+    assert rig.recorder.wait(3) == ["push a 0", "hidden a row", "finish a"]
 
 
 def test_blocks_of_main_memory_wait_for_no_kernel_and_keep_their_place(rig: Rig) -> None:

@@ -162,7 +162,7 @@ def test_only_these_modules_import_vllm() -> None:
         "data_parallel.py",
         "offload_connector.py",
         "drafts.py",
-        "rank/logits_tap.py",
+        "rank/hidden_states.py",
         "scheduler/paced_scheduler.py",
         "service/adapters.py",
         "service/engine_args.py",

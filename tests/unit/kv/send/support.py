@@ -37,7 +37,7 @@ async def no_descriptor(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
     raise AssertionError("a stream that is not started asks for no descriptor")
 
 
-def make_transfer(name: str, *, with_logits: bool = False) -> OutgoingTransfer:
+def make_transfer(name: str, *, with_hidden_state: bool = False) -> OutgoingTransfer:
     """A transfer to a decode worker of the same name. Its stream is never started; its deadline is at 0."""
     context = SenderContext(
         ref=WorkerRef("p", "1"),
@@ -51,7 +51,7 @@ def make_transfer(name: str, *, with_logits: bool = False) -> OutgoingTransfer:
     )
     decode = WorkerRef(name, "1")
     stream = HandoffStream(context, decode, "", cast("Any", None))
-    target = TransferTarget(name, decode, "", 0, 2 * BLOCK_TOKENS, 0.0, with_logits)
+    target = TransferTarget(name, decode, "", 0, 2 * BLOCK_TOKENS, 0.0, with_hidden_state)
     return OutgoingTransfer(target, SenderPeer(context, stream), 0, 0.0)
 
 

@@ -18,9 +18,9 @@ RESERVATION = Reservation("a", (0, 1), 0, TOKENS)
 LANDED = WriteResult("in_memory", "direct", 1)
 
 
-def sending(*, with_logits: bool = False) -> OutgoingTransfer:
+def sending(*, with_hidden_state: bool = False) -> OutgoingTransfer:
     """A transfer of two layers that has its reservation."""
-    transfer = make_transfer("a", with_logits=with_logits)
+    transfer = make_transfer("a", with_hidden_state=with_hidden_state)
     transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))
     transfer.open_sent(1.0)
     transfer.reservation_received(RESERVATION)
@@ -38,7 +38,7 @@ def land(transfer: OutgoingTransfer, layer: int) -> None:
 
 
 async def test_timeout_errors_name_the_awaited_event() -> None:
-    transfer = make_transfer("a", with_logits=True)
+    transfer = make_transfer("a", with_hidden_state=True)
     named = [transfer.timeout_error().detail]
     transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))
     transfer.open_sent(1.0)
@@ -54,22 +54,22 @@ async def test_timeout_errors_name_the_awaited_event() -> None:
         "the reservation of a@1",
         "layers 0, 1 (2 of 2)",
         "layers 0 (1 of 2)",
-        "the logits",
+        "the hidden state",
     ]
 
 
-async def test_it_is_complete_when_every_layer_landed_and_the_logits_are_sent() -> None:
-    transfer = sending(with_logits=True)
+async def test_it_is_complete_when_every_layer_landed_and_the_hidden_state_is_sent() -> None:
+    transfer = sending(with_hidden_state=True)
     complete = [transfer.complete]
     for layer in range(2):
         land(transfer, layer)
         complete.append(transfer.complete)
-    assert transfer.logits is not None
-    assert not list(transfer.logits.take_parts())
-    transfer.logits.supply(b"logits")
-    (part,) = transfer.logits.take_parts()
-    assert part.logits.data == b"logits"
-    assert not list(transfer.logits.take_parts())
+    assert transfer.hidden_state is not None
+    assert not list(transfer.hidden_state.take_messages())
+    transfer.hidden_state.supply(b"state")
+    (message,) = transfer.hidden_state.take_messages()
+    assert message.hidden_state.data == b"state"
+    assert not list(transfer.hidden_state.take_messages())
     assert [*complete, transfer.complete] == [False, False, False, True]
     assert transfer.payload_bytes == 200
     assert [sent.layer for sent in transfer.report().layers] == [0, 1]

@@ -185,6 +185,26 @@ async def test_the_scheduler_answers_what_becomes_of_a_promise(tmp_path: Path) -
         assert await asyncio.wait_for(unknown, 5) is None
 
 
+async def test_a_rank_answers_each_sample_or_is_lost(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        await ends.server.wait_attached(2, timeout_s=10)
+        sampling = [
+            asyncio.create_task(ends.server.sample_first(link_pb2.SampleFirst(state=b"row")))
+            for _ in range(2)
+        ]
+        await until(lambda: ends.received["rank 0"] == ["sample_first"] * 2)
+        assert ends.received["rank 1"] == []
+        # The second answer is for a call that has ended, or was never made.
+        for number in (2, 9):
+            sampled = link_pb2.FirstSampled(number=number, token_id=5)
+            ends.links["rank 0"].send(link_pb2.AttachRequest(first_sampled=sampled))
+        assert (await asyncio.wait_for(sampling[1], 5)).token_id == 5
+        assert not sampling[0].done()
+        ends.links["rank 0"].close()
+        with pytest.raises(InternalError, match="rank 0 has ended"):
+            await asyncio.wait_for(sampling[0], 5)
+
+
 async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
         descriptor = await ends.server.wait_attached(2, timeout_s=10)

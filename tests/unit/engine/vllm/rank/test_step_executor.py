@@ -145,30 +145,44 @@ def test_received_kv_that_cannot_be_fenced_has_failed() -> None:
     assert executor.end_step() == (set(), {"r"}, {"r"})
 
 
-def test_only_the_logits_of_a_last_token_are_read_and_sent() -> None:
+def read_state(request_id: str) -> Callable[[], bytes]:
+    return f"state of {request_id}".encode
+
+
+def test_only_the_hidden_state_of_a_last_token_is_sent() -> None:
     executor, sender, _ = started()
-
-    def never() -> bytes:
-        raise AssertionError("these logits were not wanted")
-
     executor.begin_step(StepPlan(opened=[TARGET], computed=[FIRST]))
     executor.end_step()
-    executor.logits_computed("x1", never)
-    executor.begin_step(StepPlan(computed=[TAIL], final=["x1", "x2"]))
+    executor.hidden_states_computed(read_state)
+    # The second transfer is not open.
+    executor.begin_step(StepPlan(computed=[TAIL], final={"r1": "x1", "r2": "x2"}))
     executor.end_step()
-    executor.logits_computed("x2", never)
-    executor.logits_computed("x1", lambda: b"row")
-    assert sender.events[-1] == "logits x1 row"
+    # vLLM computes further logits in a step when a client wants those of the prompt.
+    for _ in range(2):
+        executor.hidden_states_computed(read_state)
     executor.begin_step(StepPlan())
-    executor.logits_computed("x1", never)
+    executor.hidden_states_computed(read_state)
+    states = [event for event in sender.events if event.startswith("hidden")]
+    assert states == ["hidden x1 state of r1"]
 
 
-def test_logits_of_a_stopped_transfer_are_not_read() -> None:
+def test_a_hidden_state_that_cannot_be_read_fails_its_transfer_only() -> None:
     executor, sender, _ = started()
-    executor.begin_step(StepPlan(opened=[TARGET], computed=[FIRST], final=["x1"]))
+
+    def unknown(request_id: str) -> Callable[[], bytes]:
+        raise KeyError(request_id)
+
+    executor.begin_step(StepPlan(opened=[TARGET], computed=[FIRST], final={"r1": "x1"}))
+    executor.hidden_states_computed(unknown)
+    assert sender.stops == [("x1", TransferFailed.reason, "the hidden state cannot be read: 'r1'")]
+
+
+def test_the_hidden_state_of_a_stopped_transfer_is_not_sent() -> None:
+    executor, sender, _ = started()
+    executor.begin_step(StepPlan(opened=[TARGET], computed=[FIRST], final={"r1": "x1"}))
     quiet(executor)
-    executor.logits_computed("x1", lambda: b"row")
-    assert not any(event.startswith("logits") for event in sender.events)
+    executor.hidden_states_computed(read_state)
+    assert not any(event.startswith("hidden") for event in sender.events)
 
 
 def test_blocks_of_main_memory_are_reported_once_nothing_reads_them() -> None:

@@ -123,13 +123,13 @@ def test_an_aborted_request_waits_for_its_transfer_to_settle() -> None:
     assert planner.plan_step([], ()).received == ["r"]
 
 
-def test_the_step_of_the_last_token_names_the_transfers_that_want_its_logits() -> None:
+def test_the_step_of_the_last_token_names_the_transfers_that_want_its_hidden_state() -> None:
     planner, _ = new_planner()
     admit_send(planner, target_of(0, 150), "r")
-    admit_send(planner, replace(target_of(0, 150, "x2"), with_logits=True), "s")
+    admit_send(planner, replace(target_of(0, 150, "x2"), with_hidden_state=True), "s")
     first = planner.plan_step([step("r", 0, 70, (1,), new=True), step("s", 0, 70, (2,), True)], ())
     last = planner.plan_step([step("r", 70, 80), step("s", 70, 80)], ())
-    assert (first.final, last.final) == ([], ["x2"])
+    assert (first.final, last.final) == ({}, {"s": "x2"})
 
 
 def test_a_finished_send_keeps_its_blocks_until_the_ranks_are_quiet() -> None:

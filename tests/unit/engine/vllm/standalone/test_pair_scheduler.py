@@ -320,7 +320,7 @@ def test_a_remaining_time_does_not_depend_on_the_wall_clock(
         ({"deadline_unix_s": float("nan")}, "deadline_unix_s"),
         ({"remaining_s": "5"}, "remaining_s"),
         ({"do_remote_decode": True}, "do_remote_prefill"),
-        ({"first_token": "logits"}, "first_token"),
+        ({"first_token": "hidden"}, "first_token"),
     ],
 )
 def test_wrong_parameters_are_named(change: dict[str, Any], field: str) -> None:
