@@ -106,6 +106,16 @@ def prefix_faults(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def distrust_lines(rows: Sequence[Row]) -> list[str]:
+    """A line for each pair of workers that hands over nothing any more."""
+    return [
+        f"{row.member.worker_id} accepts no KV from {one.worker_id}: {one.detail}"
+        for row in rows
+        if row.status is not None
+        for one in row.status.distrusted_workers
+    ]
+
+
 def version_notes(members: Sequence[registry_pb2.Member]) -> list[str]:
     """A line that lists the members of each version, where there are several."""
     by_version: dict[str, list[str]] = {}
@@ -138,6 +148,7 @@ def workers_view(rows: Sequence[Row], console: Console) -> RenderableType:
     table, left_out = fitted_table(console, COLUMNS, [_cells(row) for row in rows])
     lines = [Text(str(fault)) for fault in pairs_apart(rows)]
     lines += map(Text, prefix_faults(rows))
+    lines += map(Text, distrust_lines(rows))
     lines += map(Text, version_notes([row.member for row in rows]))
     if left_out:
         note = f"left out: {', '.join(reversed(left_out))} (--json has them)"

@@ -239,6 +239,25 @@ DecodeEvent = Reservation | DecodeTokens | DecodeEnded
 
 
 @dataclass(frozen=True, slots=True)
+class ReceivedBlock:
+    """A block of the layout's first group that a transfer has filled. `token_ids` end with its last token."""
+
+    block_id: int
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
+    """As in PrefillWork."""
+    adapter: Adapter | None = None
+    """As in PrefillWork."""
+
+
+BlockErrors: TypeAlias = Mapping[tuple[int, int], float]
+"""By layer and head: the difference of two blocks, relative to their values.
+
+0 for equal blocks, about 1.4 for unrelated ones.
+"""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineUsage:
     """The requests of an engine, and the KV blocks that they hold."""
 
@@ -269,6 +288,8 @@ class Engine(ABC):
     """The LoRA adapters that requests may name; set by `start`. Several may have one name."""
     steps: StepWatch | None = None
     """Whether it steps. None for an engine that does not report its steps."""
+    compares_blocks: bool = False
+    """Whether it can compute a received block again; set by `start`."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -333,6 +354,14 @@ class Engine(ABC):
         """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.
 
         Call it after `start`. `close` ends it.
+        """
+        return None
+
+    async def compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
+        """Computes a received block again, after the blocks before it, and returns how the received one differs.
+
+        Call it where `compares_blocks`, when the block's request has ended. None when the block or one before is not
+        cached any more. Raises HeadraceError.
         """
         return None
 

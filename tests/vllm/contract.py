@@ -65,6 +65,8 @@ CALLS = {
     "vllm.v1.core.block_pool.BlockPool.touch": "blocks",
     "vllm.v1.core.block_pool.BlockPool.free_blocks": "ordered_blocks",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.get_block_ids": "request_id",
+    "vllm.v1.core.kv_cache_utils.get_block_hash": "key",
     "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": "hash_bytes",
     "vllm.v1.request.Request.append_output_token_ids": "token_ids",
     "vllm.sampling_params.SamplingParams.verify": (
@@ -129,10 +131,11 @@ FIELDS = {
     f"{OUTPUT}.NewRequestData": "req_id num_computed_tokens block_ids",
     f"{OUTPUT}.CachedRequestData": "req_ids resumed_req_ids num_computed_tokens new_block_ids",
     "vllm.v1.core.block_pool.BlockPool": "num_gpu_blocks blocks",
-    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id is_null",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id is_null block_hash",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool",
     "vllm.v1.request.Request": (
         "request_id kv_transfer_params num_prompt_tokens num_computed_tokens num_tokens "
+        "block_hashes "
         "prompt_token_ids prompt_embeds lora_request mm_features status sampling_params "
         "structured_output_request prefill_stats num_output_placeholders"
     ),

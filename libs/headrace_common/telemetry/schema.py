@@ -47,6 +47,8 @@ SPAN_TRANSFER: Final = "headrace.transfer"
 SPAN_DECODE_TOKEN_WAIT: Final = "headrace.decode.token_wait"
 # From the reservation to the arrival of the hidden state, where decode makes the first token from it.
 SPAN_DECODE_HIDDEN_STATE_WAIT: Final = "headrace.decode.hidden_state_wait"
+# The worker computes blocks of the prompt again and compares them with what it received. After the request.
+SPAN_DECODE_CANARY: Final = "headrace.decode.canary"
 # From the arrival of the hidden state to the first token.
 SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
 # From complete KV to the first token that decode computes. Where prefill or its hidden state made the first token,
@@ -237,6 +239,17 @@ ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
 # Worker of a metric. A process may have several workers.
 ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
+# "same", "different", "quarantined" (the second difference of a pair), or "dropped": no block was cached any more, or
+# the worker got a request.
+ATTRIBUTE_CANARY_OUTCOME: Final = "headrace.canary.outcome"
+# First layer that differs; empty for none.
+ATTRIBUTE_CANARY_LAYER: Final = "headrace.canary.layer"
+# Head of that layer that differs most; empty for none.
+ATTRIBUTE_CANARY_HEAD: Final = "headrace.canary.head"
+# Blocks that were compared.
+ATTRIBUTE_CANARY_BLOCKS: Final = "headrace.canary.blocks"
+# Difference of that head, relative to its values: 0 for equal KV, about 1.4 for unrelated KV. Absent for none.
+ATTRIBUTE_CANARY_ERROR: Final = "headrace.canary.error"
 # Part of a ticket that was refused: "missing", "signature", "key_id" or another claim.
 ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 # What the predicted time is of: "step" or "handover".
@@ -370,6 +383,8 @@ METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
 METRIC_CLOCK_OFFSET: Final = "headrace.clock.offset"
 # Calls that a client listener refused and connections that it closed, beyond the bounds on each caller, by refusal.
 METRIC_CALLERS_REFUSED: Final = "headrace.callers.refused"
+# Requests of which a decode worker computed blocks again, by worker, prefill worker, outcome, layer and head.
+METRIC_CANARY_COMPARISONS: Final = "headrace.decode.canary_comparisons"
 # Tickets that a decode worker refused, by worker and by part of the ticket.
 METRIC_TICKET_REFUSALS: Final = "headrace.tickets.refused"
 # Spans that the router's trace store dropped, by the bound that they exceeded.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.request import Request
     from vllm.v1.sample.metadata import SamplingMetadata
 
     from headrace_engine.vllm.tiers.planner import BlockChange
@@ -184,6 +185,18 @@ def block_counts(kv_cache_manager: KVCacheManager) -> tuple[int, int]:
     pool = kv_cache_manager.block_pool
     total: int = pool.num_gpu_blocks - 1
     return total - pool.get_num_free_blocks(), total
+
+
+def caches_block(
+    kv_cache_manager: KVCacheManager, block_id: int, request: Request, number: int
+) -> bool:
+    """Whether a block is cached with the tokens of a request's whole block `number`, and those before them."""
+    from vllm.v1.core.kv_cache_utils import get_block_hash
+
+    if block_id >= len(kv_cache_manager.block_pool.blocks) or number >= len(request.block_hashes):
+        return False
+    cached = kv_cache_manager.block_pool.blocks[block_id].block_hash
+    return cached is not None and bool(get_block_hash(cached) == request.block_hashes[number])
 
 
 def tier_event(change: BlockChange) -> KVCacheEvent:

@@ -20,6 +20,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
+    BlockErrors,
     DecodeEvent,
     DecodeTokens,
     DecodeWork,
@@ -27,18 +28,15 @@ from headrace_engine.interface import (
     EngineUsage,
     PrefillOutcome,
     PrefillWork,
+    ReceivedBlock,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
-from headrace_engine.vllm.compat import (
-    end_llm,
-    hidden_format,
-    max_model_len,
-    reset_prefix_cache,
-)
+from headrace_engine.vllm.compat import end_llm, hidden_format, max_model_len, reset_prefix_cache
 from headrace_engine.vllm.data_parallel import GroupPlace, coordinator_sentinel, kill_engine
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_engine.vllm.service.adapters import EngineAdapters
+from headrace_engine.vllm.service.comparisons import BlockComparisons, can_compare
 from headrace_engine.vllm.service.constraints import ConstraintCheck
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
@@ -87,6 +85,7 @@ class VllmEngine(Engine):
         self._link_path = Path(config.link_path)
         self._first_token_sampler: FirstTokenSampler | None = None
         self._constraints = ConstraintCheck(config.constraint_cpu_s)
+        self._comparisons = BlockComparisons(config.rank_count)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         # By rank: KV memory that this process maps.
         self._rank_memories: Mapping[int, MappedMemory] = {}
@@ -133,11 +132,13 @@ class VllmEngine(Engine):
                 self._request_failed,
                 self._step_started,
                 self.steps.report,
+                self._comparisons.reported,
             ),
             self._descriptors,
         )
         await self._link.start()
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
+        self.compares_blocks = can_compare(self.descriptor.layout)
         self._rank_memories = self._link.shared_memories()
         if self._config.role == "decode" and self._config.local_broadcast:
             self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._rank_memories)
@@ -290,6 +291,11 @@ class VllmEngine(Engine):
 
     def landed_memory(self, rank: int) -> Memory | None:
         return self._rank_memories.get(rank)
+
+    async def compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
+        llm, _ = self._require_started()
+        assert self._adapters is not None
+        return await self._comparisons.run(llm, self._adapters, block)
 
     async def admit_transfer_peers(self, networks: Networks) -> None:
         await self._require_started()[1].admit_networks(networks)

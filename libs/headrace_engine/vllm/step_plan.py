@@ -59,6 +59,15 @@ class PoolMove:
     shard_counts: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class BlockComparison:
+    """A received block of the layout's first group, and the block with the same tokens that the step computes."""
+
+    comparison_id: str
+    received_block: int
+    computed_block: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Request ids are vLLM's, transfer ids ours.
@@ -79,6 +88,7 @@ class StepPlan:
     `moves`: blocks that go to a remote pool or come from it, once the copies before are made.
     `host_sends`: blocks in main memory that transfers send, which `opened` has or had. In the order of `copies_before`.
     `refused`: transfers of cached KV, of which some is not cached.
+    `comparisons`: blocks that the step computes again.
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
@@ -97,6 +107,7 @@ class StepPlan:
     moves: list[PoolMove] = field(default_factory=list)
     host_sends: list[HostSend] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    comparisons: list[BlockComparison] = field(default_factory=list)
 
     def send_hidden_state(self, request_id: str, transfer_id: str) -> None:
         """Sends the hidden state of a request's last token, which this step computes."""
@@ -119,6 +130,10 @@ class StepPlan:
     def plan_host_sends(self, sends: list[HostSend]) -> None:
         """Adds blocks in main memory that transfers send from there."""
         self.host_sends = sends
+
+    def compare(self, comparisons: list[BlockComparison]) -> None:
+        """Compares blocks after the forward pass."""
+        self.comparisons = comparisons
 
     def send_computed(self, target: TransferTarget, tokens: TokenRange) -> None:
         """Opens a transfer of tokens that an earlier step has computed."""

@@ -96,6 +96,14 @@ class WorkerMetrics:
             schema.METRIC_PREFIX_FETCHES, worker, schema.ATTRIBUTE_END_REASON
         )
         self._fetched_tokens = store.counter(schema.METRIC_PREFIX_FETCHED_TOKENS, worker)
+        self._comparisons = store.counter(
+            schema.METRIC_CANARY_COMPARISONS,
+            worker,
+            schema.ATTRIBUTE_PREFILL_WORKER_ID,
+            schema.ATTRIBUTE_CANARY_OUTCOME,
+            schema.ATTRIBUTE_CANARY_LAYER,
+            schema.ATTRIBUTE_CANARY_HEAD,
+        )
         self._active = store.gauge(schema.METRIC_TRANSFERS_ACTIVE, worker)
         self._requests = store.gauge(
             schema.METRIC_WORKER_REQUESTS, worker, schema.ATTRIBUTE_WORKER_STATE
@@ -206,6 +214,18 @@ class WorkerMetrics:
         self._prefix_fetches.add(1, worker_id, reason or _DONE)
         if not reason:
             self._fetched_tokens.add(token_count, worker_id)
+
+    def blocks_compared(
+        self,
+        worker_id: str,
+        prefill_worker_id: str,
+        outcome: str,
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> None:
+        """A decode worker has compared KV of a prefill worker. `layer` and `head` are the first that differ."""
+        place = ("", "") if layer is None else (str(layer), str(head))
+        self._comparisons.add(1, worker_id, prefill_worker_id, outcome, *place)
 
     def ticket_refused(self, worker_id: str, part: str) -> None:
         """A worker has refused a ticket. `part` is the part of the ticket."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from typing import Final, Protocol, TypeVar
@@ -167,9 +167,9 @@ class ReceiverFeature:
     """Whether it copies between the decode ranks of one host, as KvLayout.broadcast_width requires."""
 
     @property
-    def rejected_senders(self) -> tuple[WorkerRef, ...]:
-        """Prefill workers that may not write here any more."""
-        return ()
+    def rejected_senders(self) -> Mapping[WorkerRef, str]:
+        """Prefill workers that may not write here any more, and why."""
+        return {}
 
     def require_accepted(self, sender: WorkerRef) -> None:
         """Raises HeadraceError for a rejected sender."""

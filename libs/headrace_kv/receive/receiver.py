@@ -6,7 +6,8 @@ Runs on one event loop; nothing here blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.kv.v1 import handoff_pb2
@@ -137,9 +138,9 @@ class Receiver:
         )
 
     @property
-    def rejected_senders(self) -> tuple[WorkerRef, ...]:
-        """Prefill workers that may not write here any more."""
-        return tuple(ref for feature in self._features for ref in feature.rejected_senders)
+    def rejected_senders(self) -> Mapping[WorkerRef, str]:
+        """Prefill workers that may not write here any more, and why."""
+        return dict(ChainMap(*(dict(feature.rejected_senders) for feature in self._features)))
 
     def welcome(self) -> handoff_pb2.Welcome:
         """The answer to a Hello."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace.kv.v1 import handoff_pb2
@@ -44,26 +44,28 @@ class CorruptSenderTracker:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._counts: OrderedDict[WorkerRef, int] = OrderedDict()
+        self._rejected: dict[WorkerRef, str] = {}
 
     @property
-    def rejected(self) -> tuple[WorkerRef, ...]:
-        """The rejected workers."""
-        return tuple(ref for ref, count in self._counts.items() if count >= self._limit)
+    def rejected(self) -> Mapping[WorkerRef, str]:
+        """The rejected workers, and why."""
+        return self._rejected
 
-    def record(self, ref: WorkerRef) -> None:
-        """Counts one corrupt transfer."""
+    def record(self, ref: WorkerRef, detail: str) -> None:
+        """Counts one corrupt transfer. `detail` is the reason if the worker is rejected for it."""
         count = self._counts[ref] = self._counts.pop(ref, 0) + 1
         if count == self._limit:
-            _log.error("rejecting KV from %s: too many of its transfers arrived corrupt", ref)
+            self._rejected[ref] = detail
+            _log.error("rejecting KV from %s: %s", ref, detail)
         if len(self._counts) > _TRACKED_LIMIT:
-            self._counts.popitem(last=False)
+            self._rejected.pop(self._counts.popitem(last=False)[0], None)
 
     def require_accepted(self, ref: WorkerRef) -> None:
         """Raises TransferFailed for a rejected worker: another one can send."""
-        if self._counts.get(ref, 0) >= self._limit:
+        detail = self._rejected.get(ref)
+        if detail is not None:
             raise TransferFailed(
-                f"too many transfers from {ref} arrived corrupt here",
-                metadata={"prefill": str(ref)},
+                f"no KV of {ref} is accepted here: {detail}", metadata={"prefill": str(ref)}
             )
 
 
@@ -94,7 +96,7 @@ class DigestChecks(ReceiverFeature):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
     @property
-    def rejected_senders(self) -> tuple[WorkerRef, ...]:
+    def rejected_senders(self) -> Mapping[WorkerRef, str]:
         return self._corrupt_senders.rejected
 
     def require_accepted(self, sender: WorkerRef) -> None:
@@ -102,7 +104,7 @@ class DigestChecks(ReceiverFeature):
 
     def record_corrupt(self, sender: WorkerRef) -> None:
         """Counts a corrupt transfer against its prefill worker."""
-        self._corrupt_senders.record(sender)
+        self._corrupt_senders.record(sender, "too many of its transfers arrived corrupt")
 
     def extend_welcome(self, welcome: handoff_pb2.Welcome) -> None:
         welcome.digest_share = self.share

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from opentelemetry.trace import Span
+
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import keep_pb2
 from headrace_common.deadlines import Deadline
@@ -62,6 +64,7 @@ class Attempts:
         self._closing: set[asyncio.Task[None]] = set()
         self._load = LoopLoad()
         self._on_room: Callable[[], None] = lambda: None
+        self._on_closed: Callable[[DecodeAttempt, Span], None] = lambda attempt, span: None
         self._draining = False
         self._notice = Deadline.after(0.0)
         self._idle = asyncio.Event()
@@ -79,6 +82,15 @@ class Attempts:
     def notify_room(self, on_room: Callable[[], None]) -> None:
         """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
         self._on_room = on_room
+
+    def notify_closed(self, on_closed: Callable[[DecodeAttempt, Span], None]) -> None:
+        """From now on calls `on_closed` with every attempt that has given back its resources, and its span."""
+        self._on_closed = on_closed
+
+    @property
+    def idle(self) -> bool:
+        """Whether no attempt is left."""
+        return self._idle.is_set()
 
     async def start(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline
@@ -210,6 +222,7 @@ class Attempts:
             log.exception("closing %s failed", attempt.work.transfer_id)
         finally:
             record_attempt(self._telemetry, running.span, attempt, error)
+        self._on_closed(attempt, running.span)
 
     def admit_sending(self, transfer_id: str, token_count: int) -> None:
         """Raises unless cached KV of an attempt may be sent now: once, and while blocks for so many tokens are free.

@@ -34,6 +34,13 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
         description='Whether received bytes are compared with the sender\'s digest: "off", "sampled" (a sixteenth of '
         'all layers) or "on". Needs KV memory of processors.',
     )
+    canary_interval_requests: int = Field(
+        500,
+        ge=0,
+        description="Of so many handed-over prompts from a prefill worker, it computes blocks of one again while it is "
+        "idle, and compares them with what it received. 0: of none. Engine vllm, for models in which all layers "
+        "keep all tokens.",
+    )
     constraint_cpu_s: PositiveSeconds = Field(
         CONSTRAINT_CPU_S,
         description="Seconds of processor time for compiling the constraint of an answer, such as a JSON Schema. A "

@@ -18,11 +18,14 @@ from headrace_common.extras import require_extra
 from headrace_common.limits import message_bytes_max
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
+from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKeys
 from headrace_decode.admission.admission import BlockAdmission, Capacity
+from headrace_decode.canary.canary import Canary, Comparison
 from headrace_decode.config import DecodeConfig
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
+from headrace_decode.spans import record_comparison
 from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
@@ -79,18 +82,21 @@ class DecodeServer(RoleServer):
         """Raises ConfigError when the settings do not fit the engine."""
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.descriptor = engine.descriptor
+        self._engine = engine
         self.ticket_keys = keys = TicketKeys()
         self.status_signal: StatusSignal = StatusSignal()
         signal = self.status_signal
         self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)
+        telemetry = host.telemetry.for_worker(ref.worker_id)
+        self._canary = canary = self._new_canary(host, hosted, telemetry)
         self.receiving = KvReceiving(
             host,
             hosted,
             keys,
             senders=self.senders,
-            features=tuple(filter(None, (engine.broadcast, checks))),
+            features=tuple(filter(None, (engine.broadcast, checks, canary))),
         )
         self.incoming = receiver = self.receiving.receiver
         self.capacity = capacity = self.own_capacity(_capacity(config, engine))
@@ -99,10 +105,13 @@ class DecodeServer(RoleServer):
             engine=engine,
             receiver=receiver,
             admission=BlockAdmission(capacity, on_admitted=signal.notify),
-            telemetry=host.telemetry.for_worker(ref.worker_id),
+            telemetry=telemetry,
             request_timeout_s=config.request_timeout_s,
             ticket_keys=keys,
         )
+        if canary is not None:
+            canary.watch(self._is_idle)
+            self._service.attempts.notify_closed(canary.attempt_closed)
         self._prefixes = PrefixServicer(
             engine, self._service.attempts, self.receiving.tickets, host.prefill_endpoint
         )
@@ -117,6 +126,31 @@ class DecodeServer(RoleServer):
         """Called with the live routers."""
         if self._door is not None:
             self._door.prefills.update(routers)
+
+    def _is_idle(self) -> bool:
+        usage = self._engine.usage()
+        return self._service.attempts.idle and not (usage.running_requests + usage.waiting_requests)
+
+    def _new_canary(
+        self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], telemetry: Telemetry
+    ) -> Canary | None:
+        interval_requests = hosted.config.canary_interval_requests
+        if not interval_requests or not hosted.engine.compares_blocks:
+            return None
+
+        def on_compared(comparison: Comparison) -> None:
+            record_comparison(telemetry, comparison)
+            difference = comparison.difference
+            host.metrics.blocks_compared(
+                hosted.ref.worker_id,
+                comparison.prefill.worker_id,
+                comparison.outcome,
+                *(() if difference is None else (difference.layer, difference.head)),
+            )
+            if comparison.quarantined:
+                self.status_signal.notify()
+
+        return Canary(hosted.engine, interval_requests, on_compared=on_compared)
 
     def _new_door(
         self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], capacity: Capacity
@@ -156,6 +190,8 @@ class DecodeServer(RoleServer):
         await self.receiving.receiver.drain(min(QUIESCE_WAIT_S, self._drain_grace_s))
 
     async def close(self) -> None:
+        if self._canary is not None:
+            await self._canary.close()
         await self.receiving.close()
         if self._door is not None:
             await self._door.stop()

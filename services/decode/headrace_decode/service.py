@@ -114,7 +114,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             active_transfers=self._receiver.active_count,
             used_blocks=usage.used_blocks,
             distrusted_workers=[
-                worker_pb2.DistrustedWorker(worker_id=one.worker_id, incarnation=one.incarnation)
-                for one in self._receiver.rejected_senders
+                worker_pb2.DistrustedWorker(
+                    worker_id=one.worker_id, incarnation=one.incarnation, detail=detail
+                )
+                for one, detail in self._receiver.rejected_senders.items()
             ],
         )

@@ -9,6 +9,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import DecodeAttempt
+from headrace_decode.canary.canary import Comparison
 from headrace_engine.interface import DecodeWork
 from headrace_engine.worker.metrics import tier_attributes
 from headrace_kv.layout.layout import WorkerRef
@@ -119,6 +120,31 @@ def record_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer
             )
             for state, unix_ns in transitions
         ],
+    )
+
+
+def record_comparison(telemetry: Telemetry, comparison: Comparison) -> None:
+    """Records a comparison in the trace of its request. The spans of the request have ended."""
+    if not comparison.span.get_span_context().trace_flags.sampled or not comparison.block_count:
+        return
+    attributes: dict[str, str | int | float] = {
+        schema.ATTRIBUTE_TRANSFER_ID: comparison.transfer_id,
+        schema.ATTRIBUTE_PREFILL_WORKER_ID: comparison.prefill.worker_id,
+        schema.ATTRIBUTE_CANARY_BLOCKS: comparison.block_count,
+        schema.ATTRIBUTE_CANARY_OUTCOME: comparison.outcome,
+    }
+    difference = comparison.difference
+    if difference is not None:
+        attributes[schema.ATTRIBUTE_CANARY_LAYER] = str(difference.layer)
+        attributes[schema.ATTRIBUTE_CANARY_HEAD] = str(difference.head)
+        attributes[schema.ATTRIBUTE_CANARY_ERROR] = difference.error
+    telemetry.record_span(
+        schema.SPAN_DECODE_CANARY,
+        comparison.span,
+        comparison.start_unix_ns,
+        comparison.end_unix_ns,
+        attributes,
+        error="" if difference is None else str(difference),
     )
 
 

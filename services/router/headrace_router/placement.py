@@ -8,8 +8,8 @@ cheapest of the fit workers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
@@ -150,6 +150,28 @@ class Decision:
     """The best other decision of each kind, where this was decided by times."""
     reachable: bool = True
     """False when every worker that may be chosen is unreachable."""
+
+    def without_distrusted(
+        self, pulling: Collection[WorkerRef], distrusted: Mapping[WorkerRef, str]
+    ) -> Decision:
+        """The same decode worker, which computes the prompt itself if it accepts no KV from any worker that pulls.
+
+        `distrusted`: those that it accepts none from, and why.
+        """
+        if not self.remote or not distrusted:
+            return self
+        if not distrusted.keys() >= set(pulling) - {self.worker.ref}:
+            trusted = self.prefill not in distrusted
+            return self if trusted else replace(self, prefill=None)
+        why = "; ".join(
+            f"{ref.worker_id}: {why}" for ref, why in distrusted.items() if ref in pulling
+        )
+        return replace(
+            self,
+            remote=False,
+            prefill=None,
+            explanation=f"local prefill: the worker accepts no KV ({why}); {self.explanation}",
+        )
 
 
 class Placement(ABC):

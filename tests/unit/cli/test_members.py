@@ -137,3 +137,16 @@ def test_a_stalled_worker_is_shown_with_the_age_of_its_step() -> None:
     assert state_of(status) == "serving"
     status.stall.age.FromSeconds(12)
     assert state_of(status) == "stalled 12 s"
+
+
+def test_a_pair_that_hands_over_nothing_any_more_is_named_with_the_reason() -> None:
+    decode = worker("decode-0")
+    assert decode.status is not None
+    decode.status.distrusted_workers.add(
+        worker_id="prefill-0", incarnation="a" * 16, detail="layer 3, head 1 differ by 0.9"
+    )
+    line = "decode-0 accepts no KV from prefill-0: layer 3, head 1 differ by 0.9"
+    assert line in shown([decode], 300)
+    (member,) = json.loads(json_text(workers_object("r:1", [decode])))["members"]
+    (named,) = member["status"]["distrusted_workers"]
+    assert named["detail"] == "layer 3, head 1 differ by 0.9"

@@ -216,3 +216,22 @@ def test_of_one_name_the_adapter_of_most_workers_is_served() -> None:
 
     assert table(first, second, second).adapters == {"poet": second}
     assert table(second, first).adapters == {"poet": first}
+
+
+def test_a_pair_that_is_quarantined_leads_to_a_local_prefill() -> None:
+    decision = _choose({"d0": _REACHABLE})
+    other = WorkerRef("p1", "b")
+    assert decision.remote
+    assert decision.without_distrusted({_PREFILL}, {}) is decision
+    assert decision.without_distrusted({_PREFILL}, {other: "why"}) is decision
+    assert decision.without_distrusted({_PREFILL, other}, {_PREFILL: "layer 3"}) is decision
+    planned = replace(decision, prefill=_PREFILL)
+    assert planned.without_distrusted({_PREFILL, other}, {_PREFILL: "layer 3"}).prefill is None
+    local = planned.without_distrusted({_PREFILL}, {_PREFILL: "layer 3", other: "layer 4"})
+    assert (local.worker, local.remote, local.prefill) == (decision.worker, False, None)
+    assert local.explanation.startswith(
+        "local prefill: the worker accepts no KV (p0: layer 3); remote prefill: policy"
+    )
+    # A worker of both roles hands nothing over to itself.
+    both = planned.without_distrusted({_PREFILL, decision.worker.ref}, {_PREFILL: "layer 3"})
+    assert not both.remote

@@ -59,6 +59,7 @@ Answer = TypeVar("Answer")
 
 UNSENT_MAX = 65_536
 QUERIES_MAX = 1024
+_ANSWERS = {"networks_admitted", "keep_answer", "first_sampled"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class LinkEvents:
     `lost` gets the reason why a connector's stream has ended before `begin_close`. `tier_loaded` gets a rank's load.
     `request_failed` gets the transfer id of a request that has ended with an error, and whether a load from a tier is
     the cause.
+    `blocks_compared` gets what a rank has found, or nothing from the scheduler: see link.proto.
     `step_started` gets a transfer id, and when its request's first step was planned, by the host's monotonic clock.
     """
 
@@ -79,6 +81,7 @@ class LinkEvents:
     request_failed: Callable[[str, bool], None] = lambda transfer_id, load_failed: None
     step_started: Callable[[str, int], None] = lambda transfer_id, monotonic_ns: None
     steps: Callable[[EngineSteps], None] = lambda steps: None
+    blocks_compared: Callable[[link_pb2.BlocksCompared], None] = lambda compared: None
 
 
 @dataclass(slots=True)
@@ -341,6 +344,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.load(load_from_proto(request.load))
         elif kind == "steps":
             self._events.steps(steps_from_proto(request.steps))
+        elif kind == "blocks_compared":
+            self._events.blocks_compared(request.blocks_compared)
         elif kind == "tier_loaded":
             self._events.tier_loaded(
                 peer.attachment.rank, tier_load_from_proto(request.tier_loaded)
@@ -348,19 +353,23 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         elif kind == "request_failed":
             failed = request.request_failed
             self._events.request_failed(failed.transfer_id, failed.load_failed)
-        elif kind == "networks_admitted":
-            key = (peer.attachment.rank, request.networks_admitted.update_id)
-            _settle(self._admissions.get(key), request.networks_admitted)
-        elif kind == "keep_answer":
-            _settle(self._keeps.get(request.keep_answer.query_id), request.keep_answer)
-        elif kind == "first_sampled":
-            _settle(self._samples.get(request.first_sampled.number), request.first_sampled)
+        elif kind in _ANSWERS:
+            self._settle(peer, request)
         elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
             query = asyncio.create_task(self._answer(peer, request.descriptor_query))
             peer.queries.add(query)
             query.add_done_callback(peer.queries.discard)
         else:
             log.error("%s of the engine sent %s out of order", peer.name, kind)
+
+    def _settle(self, peer: _Peer, answer: link_pb2.AttachRequest) -> None:
+        if answer.HasField("networks_admitted"):
+            key = (peer.attachment.rank, answer.networks_admitted.update_id)
+            _settle(self._admissions.get(key), answer.networks_admitted)
+        elif answer.HasField("keep_answer"):
+            _settle(self._keeps.get(answer.keep_answer.query_id), answer.keep_answer)
+        else:
+            _settle(self._samples.get(answer.first_sampled.number), answer.first_sampled)
 
     async def _answer(self, peer: _Peer, query: link_pb2.DescriptorQuery) -> None:
         answer = link_pb2.DescriptorAnswer(query_id=query.query_id)

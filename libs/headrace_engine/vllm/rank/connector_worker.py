@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from headrace_engine.vllm.compat import (
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
+from headrace_engine.vllm.rank.comparison import BlockComparer
 from headrace_engine.vllm.rank.hidden_states import listen, sample_beside_steps
 from headrace_engine.vllm.rank.memory import (
     Arena,
@@ -42,13 +43,14 @@ from headrace_engine.vllm.rank.memory import (
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
-from headrace_engine.vllm.step_plan import StepPlan
+from headrace_engine.vllm.step_plan import BlockComparison, StepPlan
 from headrace_engine.vllm.tiers.executor import PoolExecutor, TierExecutor
 from headrace_kv.handoff.hidden_state import hidden_state_rank
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
 from headrace_kv.layout.proto import layout_from_proto, layout_to_proto, rank_memory_to_proto
 from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.pool.engine_blocks import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
@@ -84,6 +86,7 @@ class ConnectorWorker:
         self._rank = self._stage * self._tensor_parallel_size + self._rank_in_stage
         self._block_format_of = block_interior(vllm_config)
         self._hidden_format = hidden_format(vllm_config)
+        self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
         # Numbers in the stage until `register_kv_caches`, then in the layout.
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
@@ -93,6 +96,8 @@ class ConnectorWorker:
         self._start_sending_later: Callable[[], None] | None = None
         self._link: EngineLink | None = None
         self._executor = StepExecutor(self._rank, self._send_report)
+        self._comparer: BlockComparer | None = None
+        self._comparisons: Sequence[BlockComparison] = ()
         self._tiers: TierExecutor | None = None
         self._copier: TierCopier | None = None
         self._pool: PoolExecutor | None = None
@@ -121,6 +126,8 @@ class ConnectorWorker:
         )
         first = stages.stage_starts[self._stage]
         self._layer_numbers = {name: first + number for name, number in self._layer_numbers.items()}
+        if self._settings.role != "prefill":
+            self._comparer = self._open_comparer(kv_caches)
         memory_descriptor = self._share(arena, next(iter(kv_caches.values())))
         admitted = self._settings.admitted
         self._transport, order = open_tensor_transport(
@@ -164,6 +171,12 @@ class ConnectorWorker:
             self._start_sending_later = start_sending
         else:
             start_sending()
+
+    def _open_comparer(self, kv_caches: Mapping[str, Tensor]) -> BlockComparer:
+        group = self._groups[0]
+        heads = heads_held(self._rank_in_stage, self._tensor_parallel_size, group.head_count)
+        layers = [(self._layer_numbers[name], name) for _, name in group.layers]
+        return BlockComparer(kv_caches, layers, heads.start, self._cache_dtype)
 
     def _share(self, arena: Arena, tensor: Tensor) -> int:
         """The descriptor with which the service maps what decode receives, 0 where it does not."""
@@ -236,6 +249,7 @@ class ConnectorWorker:
             self._send_from_now_on(self._start_sending_later)
         # Opens the transfers that the tiers send blocks of.
         self._executor.begin_step(plan)
+        self._comparisons = plan.comparisons
         if self._tiers is not None:
             self._tiers.begin_step(plan)
 
@@ -253,6 +267,16 @@ class ConnectorWorker:
     def wait_for_save(self) -> None:
         """After the last forward pass. Does not wait: blocks are freed only when their transfer is quiet."""
         self._executor.forward_ended()
+        self._compare()
+
+    def _compare(self) -> None:
+        """The compared blocks stay until the step's results are handled."""
+        comparisons, self._comparisons = self._comparisons, ()
+        for one in comparisons:
+            if self._comparer is not None and self._link is not None:
+                layers = self._comparer.compare(one.received_block, one.computed_block)
+                compared = link_pb2.BlocksCompared(comparison_id=one.comparison_id, layers=layers)
+                self._link.send(link_pb2.AttachRequest(blocks_compared=compared))
 
     def get_transfer_results(self) -> tuple[set[str], set[str], set[str]]:
         """After the model's forward pass. See StepExecutor.end_step."""

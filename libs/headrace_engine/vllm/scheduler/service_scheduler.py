@@ -27,7 +27,11 @@ from headrace_engine.vllm.link.messages import (
     steps_to_proto,
     terms_from_proto,
 )
-from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.scheduler.comparisons import ComparisonPlanner
+from headrace_engine.vllm.scheduler.connector_scheduler import (
+    ConnectorScheduler,
+    scheduled_requests,
+)
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
 from headrace_engine.vllm.settings import (
     PRIORITY_KEY,
@@ -213,6 +217,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._pool: RemotePool | None = None
         self._load = LoadMeter(tiers.promises.counts)
         self._starts = StepStarts(self._send_step_started)
+        self._comparisons = ComparisonPlanner(groups[0], self._send_dropped)
         self._link = EngineLink(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
             report_changes(self._load, self._send_load, self._send_steps), self._link.loop
@@ -231,6 +236,10 @@ class ServiceConnectorScheduler(ConnectorScheduler):
     def _send_step_started(self, transfer_id: str, monotonic_ns: int) -> None:
         started = link_pb2.StepStarted(transfer_id=transfer_id, monotonic_ns=monotonic_ns)
         self._link.send(link_pb2.AttachRequest(step_started=started))
+
+    def _send_dropped(self, comparison_id: str) -> None:
+        dropped = link_pb2.BlocksCompared(comparison_id=comparison_id)
+        self._link.send(link_pb2.AttachRequest(blocks_compared=dropped))
 
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("arrived"):
@@ -259,18 +268,28 @@ class ServiceConnectorScheduler(ConnectorScheduler):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._load.bind(lambda: block_counts(kv_cache_manager))
+        self._comparisons.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         self._load.request_added(request.request_id)
         extra = getattr(request.sampling_params, "extra_args", None) or {}
         self._starts.request_added(request.request_id, extra.get(STEP_KEY, ""))
+        self._comparisons.request_added(request)
         continuation.add_generated_tokens(request)
         priority = Priority(extra.get(PRIORITY_KEY, Priority.NORMAL))
         self._tiers.request_added(request.request_id, request.block_hashes, priority)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if not self._comparisons.may_run(request.request_id, num_computed_tokens):
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._starts.step_planned(scheduler_output.num_scheduled_tokens)
         plan = super().build_connector_meta(scheduler_output)
+        plan.compare(self._comparisons.plan(scheduled_requests(scheduler_output)))
         self._load.step_planned(scheduler_output, self._planner.sending)
         return plan
 
@@ -287,6 +306,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._load.request_finished(request.request_id)
+        self._comparisons.request_finished(request.request_id)
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)

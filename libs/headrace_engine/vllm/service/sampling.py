@@ -18,6 +18,7 @@ from headrace_engine.interface import (
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.vllm.settings import (
     BOUNDS_KEY,
+    COMPARISON_KEY,
     GENERATED_KEY,
     KEEP_KEY,
     PRIORITY_KEY,
@@ -38,11 +39,13 @@ def sampling_params(
     priority: Priority = Priority.NORMAL,
     bounds: TokenBounds = NO_BOUNDS,
     keep: KeepTerms | None = None,
+    compares: tuple[str, int] | None = None,
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
     `step_of`: id under which the scheduler reports the first step, empty for no report. `priority`, `bounds`: see
-    PrefillWork. `keep`: see DecodeWork. Raises InvalidRequest when vLLM rejects them.
+    PrefillWork. `keep`: see DecodeWork. `compares`: a comparison and its received block. Raises InvalidRequest when
+    vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -59,6 +62,8 @@ def sampling_params(
         extra[BOUNDS_KEY] = list(astuple(bounds))
     if keep is not None:
         extra[KEEP_KEY] = list(astuple(keep))
+    if compares is not None:
+        extra[COMPARISON_KEY] = list(compares)
     try:
         params = SamplingParams(
             temperature=sampling.temperature,

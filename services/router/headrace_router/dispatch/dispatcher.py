@@ -215,7 +215,7 @@ class RequestDispatcher:
         return TaskTerms(
             deadline_s=deadline.monotonic_s,
             # A worker of both roles has no KV to hand over to itself.
-            avoid=avoid | self._workers.distrusted(worker.ref) | {worker.ref},
+            avoid=avoid | self._workers.distrusted(worker.ref).keys() | {worker.ref},
             cached=cached,
             returns_max=self._budget,
             front=front,
@@ -273,15 +273,20 @@ class RequestDispatcher:
         retries: RetryState,
         targets: TokenTargets,
     ) -> Decision:
+        candidates = self._candidates(request, token_ids)
         try:
             decision = self._placement.choose(
-                self._placement_request(request, token_ids, deadline, retries, targets),
-                self._candidates(request, token_ids),
+                self._placement_request(request, token_ids, deadline, retries, targets), candidates
             )
         except NoDecodeWorker as error:
             timeline.facts.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
+        chosen = decision.worker
+        decision = decision.without_distrusted(
+            candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
+            self._workers.distrusted(chosen.ref),
+        )
         timeline.facts.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.

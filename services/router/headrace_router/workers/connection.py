@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -181,10 +181,10 @@ class WorkerConnection:
         )
 
     @property
-    def distrusted(self) -> frozenset[WorkerRef]:
-        """Prefill workers from which the worker rejects transfers."""
+    def distrusted(self) -> Mapping[WorkerRef, str]:
+        """Prefill workers from which the worker rejects transfers, and why."""
         reported = self._status.distrusted_workers if self._status is not None else ()
-        return frozenset(WorkerRef(one.worker_id, one.incarnation) for one in reported)
+        return {WorkerRef(one.worker_id, one.incarnation): one.detail for one in reported}
 
     def replace_worker(self, worker: Worker) -> None:
         """The same incarnation at the same endpoint has registered other limits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -195,10 +195,10 @@ class WorkerDirectory:
             return None
         return connection.channel
 
-    def distrusted(self, ref: WorkerRef) -> frozenset[WorkerRef]:
-        """Prefill workers from which a decode worker rejects transfers."""
+    def distrusted(self, ref: WorkerRef) -> Mapping[WorkerRef, str]:
+        """Prefill workers from which a decode worker rejects transfers, and why."""
         connection = self._connections.get(ref)
-        return frozenset() if connection is None else connection.distrusted
+        return {} if connection is None else connection.distrusted
 
     def clock_offsets_s(self) -> dict[str, float]:
         """By worker id, how far the worker's wall clock is ahead of this router's."""

@@ -58,6 +58,22 @@ def test_links_count_by_workers_kind_and_transport() -> None:
     }
 
 
+def test_comparisons_count_by_workers_outcome_and_place() -> None:
+    telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
+    try:
+        metrics = WorkerMetrics(telemetry.metrics)
+        metrics.blocks_compared("decode-0", "prefill-0", "same")
+        metrics.blocks_compared("decode-0", "prefill-0", "same")
+        metrics.blocks_compared("decode-0", "prefill-0", "quarantined", 3, 0)
+        points = {one.name: one.points for one in telemetry.metrics.store.collect()}
+    finally:
+        telemetry.shutdown()
+    assert points[schema.METRIC_CANARY_COMPARISONS] == {
+        ("decode-0", "prefill-0", "same", "", ""): 2,
+        ("decode-0", "prefill-0", "quarantined", "3", "0"): 1,
+    }
+
+
 class _Incoming:
     lease_count = 3
 

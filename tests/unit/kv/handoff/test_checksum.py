@@ -64,14 +64,14 @@ def test_sampling_selects_its_share_and_the_same_pairs_on_both_sides() -> None:
 def test_distrust_needs_repeats_and_ends_with_the_incarnation() -> None:
     distrust = CorruptSenderTracker(2)
     bad, reborn = WorkerRef("prefill-0", "a" * 16), WorkerRef("prefill-0", "b" * 16)
-    distrust.record(bad)
+    distrust.record(bad, "arrived corrupt")
     distrust.require_accepted(bad)
     assert not distrust.rejected
-    distrust.record(bad)
+    distrust.record(bad, "arrived corrupt")
     with pytest.raises(TransferFailed, match="arrived corrupt"):
         distrust.require_accepted(bad)
     assert list(distrust.rejected) == [bad]
     distrust.require_accepted(reborn)
     for number in range(3000):
-        distrust.record(WorkerRef("other", str(number)))
+        distrust.record(WorkerRef("other", str(number)), "")
     assert len(distrust.rejected) <= 1
