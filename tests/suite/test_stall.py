@@ -68,8 +68,11 @@ async def test_streams_leave_a_decode_worker_with_a_step_that_does_not_end(tmp_p
             await it.wait_empty(name)
         assert await state_of(it, victim) == "serving"
 
+        # New prompts: a repeated one goes to the worker that has it.
+        seeds = itertools.count(51)
+
         async def serves() -> bool:
-            outcome = await it.generate(prompt_of(40, 51), 2)
+            outcome = await it.generate(prompt_of(40, next(seeds)), 2)
             return outcome.last.timing.decode_worker_id == victim
 
         await until(serves)
