@@ -146,7 +146,7 @@ async def received(
 
 
 def has_root(spans: list[Span]) -> bool:
-    """Whether the root has arrived, with the spans of the workers of all its attempts."""
+    """Whether the root has arrived, with the spans of the workers of all its attempts, and every span's parent."""
     names = Counter(span.name for span in spans)
     attempts = [span for span in spans if span.name == schema.SPAN_ATTEMPT]
     prefills = sum(
@@ -155,6 +155,7 @@ def has_root(spans: list[Span]) -> bool:
     roots = sum(not span.parent_span_id for span in spans)
     return (
         roots == 1
+        and {span.parent_span_id for span in spans} - {b""} <= {span.span_id for span in spans}
         and names[schema.SPAN_DECODE] >= len(attempts)
         and names[schema.SPAN_PREFILL] >= prefills
     )
