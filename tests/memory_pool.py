@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.pool.memory import OWN_SHARD, Mapping, PoolMemory, Slots
+from headrace_kv.pool.memory import Mapping, PoolMemory, Slots
 from headrace_kv.pool.process import BlockClient
 from headrace_kv.pool.remote import RemotePool, refused
 from headrace_kv.pool.store import ABSENT, PRESENT, STORED, MooncakeStore
@@ -118,15 +118,9 @@ class InMemoryPool(RemotePool):
         return self._start(partial(self._client.exists, keys), len(keys), timeout_s)
 
     def get(
-        self,
-        memory: int,
-        keys: Sequence[str],
-        slots: Sequence[int],
-        timeout_s: float,
-        shard: int = OWN_SHARD,
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
-        call = partial(self._client.get, memory, keys, slots, shard)
-        return self._start(call, len(keys), timeout_s)
+        return self._start(partial(self._client.get, memory, keys, slots), len(keys), timeout_s)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float

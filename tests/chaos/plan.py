@@ -341,7 +341,7 @@ def _pool_plan(seed: int, requests: int, wire: WireFaults) -> ChaosPlan:
             wire=wire,
             kinds=frozenset(),
             prefill_tensor_parallel=(1,),
-            decode_tensor_parallel=(1, 2),
+            decode_tensor_parallel=(1, 1),
             routers=1,
             gap_max_s=4.0,
             freezes_s=(0.5, 3.0),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_kv.pool import process
-from headrace_kv.pool.memory import OWN_SHARD, SEAL_BYTES
+from headrace_kv.pool.memory import SEAL_BYTES
 from headrace_kv.pool.process import BlockClient
 from headrace_kv.pool.store import MooncakeStore
 
@@ -46,13 +46,9 @@ class Blocks:
             return codes
 
         def counted_get(
-            client: BlockClient,
-            memory: int,
-            keys: Sequence[str],
-            slots: Sequence[int],
-            shard: int = OWN_SHARD,
+            client: BlockClient, memory: int, keys: Sequence[str], slots: Sequence[int]
         ) -> list[bool]:
-            done = get(client, memory, keys, slots, shard)
+            done = get(client, memory, keys, slots)
             self._count("blocks from the pool", sum(done))
             return done
 

@@ -48,18 +48,13 @@ class Result:
     cached_without: list[int] = field(default_factory=list)
 
 
-async def shared(
-    model: str, prefill_size: int, decode_size: int, block_bytes: int, stages: int
-) -> Result:
+async def shared(model: str, size: int, block_bytes: int, stages: int) -> Result:
     """Prefill stores prompts in a pool, and both engines load them from there. Then the store is killed.
 
-    `prefill_size`, `decode_size`: tensor-parallel sizes. `block_bytes`: of one block on all ranks. Both engines have
-    `stages`.
+    Both engines have the tensor-parallel size `size`, and `stages`. `block_bytes`: of one block on all ranks.
     """
 
-    def settings(
-        address: str, size: int, host_blocks: int, *, publishes: bool
-    ) -> dict[str, object]:
+    def settings(address: str, host_blocks: int, *, publishes: bool) -> dict[str, object]:
         return {
             "model": model,
             "tensor_parallel_size": size,
@@ -79,8 +74,8 @@ async def shared(
         try:
             await store.wait()
             async with running_pair(
-                prefill=settings(store.address, prefill_size, PREFILL_HOST_BLOCKS, publishes=True),
-                decode=settings(store.address, decode_size, DECODE_HOST_BLOCKS, publishes=False),
+                prefill=settings(store.address, PREFILL_HOST_BLOCKS, publishes=True),
+                decode=settings(store.address, DECODE_HOST_BLOCKS, publishes=False),
             ) as pair:
                 return await _shared(pair, store)
         finally:

@@ -1,4 +1,4 @@
-"""KV that a prefill worker has computed comes from a remote pool to any worker, and is not computed again."""
+"""KV that a prefill worker has computed comes from a remote pool to workers of the same layout."""
 
 from __future__ import annotations
 
@@ -13,27 +13,20 @@ WHOLE = PROMPT_TOKENS - 1
 
 
 @pytest.mark.parametrize(
-    ("model", "prefill_size", "decode_size", "block_bytes", "stages"),
+    ("model", "size", "block_bytes", "stages"),
     [
-        ("tiny-llama-deep", 1, 1, 393_216, 1),
-        ("tiny-llama", 2, 2, 131_072, 1),
-        ("tiny-llama", 1, 2, 131_072, 1),
-        ("tiny-llama", 1, 1, 131_072, 2),
+        ("tiny-llama-deep", 1, 393_216, 1),
+        ("tiny-llama", 2, 131_072, 1),
+        ("tiny-llama", 1, 131_072, 2),
     ],
 )
 def test_evicted_prompts_return_from_the_pool_and_a_killed_store_costs_no_answer(
-    run_job: RunJob,
-    model: str,
-    prefill_size: int,
-    decode_size: int,
-    block_bytes: int,
-    stages: int,
+    run_job: RunJob, model: str, size: int, block_bytes: int, stages: int
 ) -> None:
     found = run_job(
         "tests.vllm.pool:shared",
         model=model,
-        prefill_size=prefill_size,
-        decode_size=decode_size,
+        size=size,
         block_bytes=block_bytes,
         stages=stages,
     )

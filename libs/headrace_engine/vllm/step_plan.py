@@ -47,8 +47,7 @@ class HostSend:
 class PoolMove:
     """Blocks of the fastest lower tier that every rank fetches from a remote pool (`fetches`), or stores there.
 
-    What a rank has not moved in `timeout_s` counts as missing. `shard_counts`: in how many shards each fetched block
-    was saved.
+    What a rank has not moved in `timeout_s` counts as missing.
     """
 
     number: int
@@ -56,7 +55,6 @@ class PoolMove:
     prefixes: tuple[int, ...]
     block_ids: tuple[int, ...]
     timeout_s: float
-    shard_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

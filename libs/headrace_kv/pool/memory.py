@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.plan.saved_shards import StridedCopy
 from headrace_kv.transport.memory import require_available
 
 SEAL_BYTES: Final = 64
@@ -105,32 +104,17 @@ class SharedArena:
         self.descriptor = -1
 
 
-OWN_SHARD: Final = 0
-"""The shard of a block that a rank stores, and reads straight into its slots."""
-STEP_BYTES: Final = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSource:
-    """Blocks of another shard: their size in the store, and what a rank copies out of one into a slot."""
-
-    object_bytes: int
-    copies: tuple[StridedCopy, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
     """One rank's slots for blocks, in shared memory. Slot i starts at i * `slot_bytes`.
 
-    The first `object_bytes` of a slot are stored. The last SEAL_BYTES of these belong to the pool. `others`: further
-    shards that the rank reads. Shard i is the i-th of them, from 1 on.
+    The first `object_bytes` of a slot are stored. The last SEAL_BYTES of these belong to the pool.
     """
 
     descriptor: int
     slot_bytes: int
     slot_count: int
     object_bytes: int
-    others: tuple[ShardSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +125,6 @@ class Slots:
     slot_bytes: int
     slot_count: int
     object_bytes: int
-    others: tuple[ShardSource, ...] = ()
 
     def object_at(self, slot: int) -> int:
         """The address of a slot. Raises TransferFailed for a number that no slot has."""
@@ -173,40 +156,7 @@ class Mapping:
             memory.slot_bytes,
             memory.slot_count,
             memory.object_bytes,
-            memory.others,
         )
-
-
-class ShardMemory:
-    """STEP_BYTES, or one block of the largest of `sources` where that is more."""
-
-    def __init__(self, sources: Iterable[ShardSource]) -> None:
-        self._nbytes = max(STEP_BYTES, *(source.object_bytes for source in sources))
-        self._memory = mmap.mmap(-1, self._nbytes)
-        self._address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
-
-    def whole(self) -> Slots:
-        """All of it as one slot."""
-        return Slots(self._address, self._nbytes, 1, self._nbytes)
-
-    def slots_of(self, source: ShardSource) -> Slots:
-        """As many slots for blocks of a shard as there is room for."""
-        size = source.object_bytes
-        return Slots(self._address, size, self._nbytes // size, size)
-
-
-def copy_heads(
-    source_address: int, destination_address: int, copies: Iterable[StridedCopy]
-) -> None:
-    """Makes the copies between two blocks in this process."""
-    for one in copies:
-        source, destination = source_address + one.source, destination_address + one.destination
-        for piece in range(one.count):
-            ctypes.memmove(
-                destination + piece * one.destination_stride,
-                source + piece * one.source_stride,
-                one.nbytes,
-            )
 
 
 PACKET_BYTES_MAX: Final = 192 * 1024
@@ -240,7 +190,6 @@ class PoolCall:
     keys: tuple[str, ...]
     memory: int = 0
     slots: tuple[int, ...] = ()
-    shard: int = OWN_SHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,18 +213,10 @@ def setup_to_packet(setup: PoolSetup) -> bytes:
 def setup_from_packet(packet: bytes) -> PoolSetup:
     values = json.loads(packet)
     values["secret"] = bytes.fromhex(values["secret"])
-    values["memories"] = tuple(_memory(one) for one in values["memories"])
+    values["memories"] = tuple(PoolMemory(**one) for one in values["memories"])
     if values["admitted"] is not None:
         values["admitted"] = tuple(values["admitted"])
     return PoolSetup(**values)
-
-
-def _memory(values: dict[str, Any]) -> PoolMemory:
-    others = (
-        ShardSource(other["object_bytes"], tuple(StridedCopy(**one) for one in other["copies"]))
-        for other in values["others"]
-    )
-    return PoolMemory(**{**values, "others": tuple(others)})
 
 
 def call_to_packet(call: PoolCall) -> bytes:

@@ -18,17 +18,13 @@ from typing import Final
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_common.tasks import lower_priority
 from headrace_kv.pool.memory import (
-    OWN_SHARD,
     PACKET_BYTES_MAX,
     READY,
-    STEP_BYTES,
     Mapping,
     PoolCall,
     PoolReply,
-    ShardMemory,
     Slots,
     call_from_packet,
-    copy_heads,
     is_sealed,
     reply_to_packet,
     seal_of,
@@ -41,6 +37,7 @@ _EXIT_LOST: Final = 3
 _LOST: Final = range(-999, -799)
 """Transfers and calls that failed: the store itself is lost, not a block."""
 _STEP_BLOCKS: Final = 64
+_STEP_BYTES: Final = 32 << 20
 
 
 class BlockClient:
@@ -53,7 +50,6 @@ class BlockClient:
         self._store = store
         self._memories = memories
         self._secret = secret
-        self._shard_memory: ShardMemory | None = None
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether the store has each key."""
@@ -64,21 +60,12 @@ class BlockClient:
             raise TransferFailed(f"the store cannot be asked (code {min(found)})")
         return [code == 1 for code in found]
 
-    def get(
-        self, memory: int, keys: Sequence[str], slots: Sequence[int], shard: int = OWN_SHARD
-    ) -> list[bool]:
+    def get(self, memory: int, keys: Sequence[str], slots: Sequence[int]) -> list[bool]:
         """Reads blocks. Blocks after the first one that is missing are not read: a prefix needs all before it."""
         target = self._memories[memory]
-        source = target if shard == OWN_SHARD else self._memory_of(target, shard)
         read: list[bool] = []
-        for part, places in self._steps(source, keys, slots):
-            landed = places if shard == OWN_SHARD else list(range(len(part)))
-            whole = self._read(source, part, landed)
-            if shard != OWN_SHARD:
-                copies = target.others[shard - 1].copies
-                for slot, place, good in zip(landed, places, whole, strict=True):
-                    if good:
-                        copy_heads(source.object_at(slot), target.object_at(place), copies)
+        for part, places in self._steps(target, keys, slots):
+            whole = self._read(target, part, places)
             read += whole
             if not all(whole):
                 break
@@ -121,14 +108,6 @@ class BlockClient:
             self._store.remove(refused)
         return whole
 
-    def _memory_of(self, target: Slots, shard: int) -> Slots:
-        """Slots for blocks of another shard. The memory is made when it is needed first."""
-        if self._shard_memory is None:
-            sources = [source for memory in self._memories for source in memory.others]
-            self._shard_memory = ShardMemory(sources)
-            self._store.register([self._shard_memory.whole()])
-        return self._shard_memory.slots_of(target.others[shard - 1])
-
     def _has_seal(self, memory: Slots, key: str, slot: int) -> bool:
         return is_sealed(self._secret, key, memory.content_of(slot), bytes(memory.seal_of(slot)))
 
@@ -136,7 +115,7 @@ class BlockClient:
     def _steps(
         memory: Slots, keys: Sequence[str], slots: Sequence[int]
     ) -> Iterator[tuple[list[str], list[int]]]:
-        step = max(1, min(_STEP_BLOCKS, STEP_BYTES // memory.object_bytes))
+        step = max(1, min(_STEP_BLOCKS, _STEP_BYTES // memory.object_bytes))
         for start in range(0, len(keys), step):
             yield list(keys[start : start + step]), list(slots[start : start + step])
 
@@ -205,7 +184,7 @@ class PoolProcess:
         if call.operation == "exists":
             return self._client.exists(call.keys)
         if call.operation == "get":
-            return self._client.get(call.memory, call.keys, call.slots, call.shard)
+            return self._client.get(call.memory, call.keys, call.slots)
         return self._client.put(call.memory, call.keys, call.slots)
 
     def _send(self, reply: PoolReply) -> None:

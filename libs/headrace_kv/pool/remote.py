@@ -20,7 +20,6 @@ from typing import Final, TypeAlias
 
 from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.pool.memory import (
-    OWN_SHARD,
     PACKET_BYTES_MAX,
     Operation,
     PoolCall,
@@ -103,18 +102,10 @@ class RemotePool:
         return self._begin("exists", keys, timeout_s)
 
     def get(
-        self,
-        memory: int,
-        keys: Sequence[str],
-        slots: Sequence[int],
-        timeout_s: float,
-        shard: int = OWN_SHARD,
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
-        """Reads blocks into slots of a memory. True for those with the bytes that were stored for exactly that key.
-
-        Of another shard than OWN_SHARD, it writes those bytes of the slots that this shard has.
-        """
-        return self._begin("get", keys, timeout_s, memory, slots, shard)
+        """Reads blocks into slots of a memory. True for those with the bytes that were stored for exactly that key."""
+        return self._begin("get", keys, timeout_s, memory, slots)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
@@ -139,14 +130,13 @@ class RemotePool:
         timeout_s: float,
         memory: int = 0,
         slots: Sequence[int] = (),
-        shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
         if len(keys) > BATCH_BLOCKS_MAX:
             return refused(len(keys))
         with self._lock:
             if self._child is None or self._closing.is_set() or len(self._calls) >= CALLS_MAX:
                 return refused(len(keys))
-            call = PoolCall(self._next_id, operation, tuple(keys), memory, tuple(slots), shard)
+            call = PoolCall(self._next_id, operation, tuple(keys), memory, tuple(slots))
             if not self._child.send(call):
                 return refused(len(keys))
             future: Future[list[bool]] = Future()

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from headrace_common.errors import ConfigError
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
-from headrace_kv.plan.saved_shards import plan_shard_read, readable_shards, shard_block_bytes
 from headrace_kv.plan.shard_map import WHOLE_BLOCKS, PlacedRegions, place_regions
-from headrace_kv.pool.memory import SEAL_BYTES, PoolMemory, ShardSource, SharedArena
+from headrace_kv.pool.memory import SEAL_BYTES, PoolMemory, SharedArena
 from headrace_kv.transport.memory import (
     PAGE_BYTES,
     Bytes,
@@ -51,7 +50,6 @@ class HostStorage:
                 self.block_bytes,
                 block_count,
                 _sealed_bytes(one.arena_bytes),
-                _other_shards(layout, rank),
             )
         # Memory gets its pages here, and not beside a forward pass. Padding is written to disk too. It must not be what
         # this process had in that memory.
@@ -82,17 +80,6 @@ class HostStorage:
         """Ends the sharing. The memory is freed with this object."""
         if self._shared is not None:
             self._shared.close()
-
-
-def _other_shards(layout: KvLayout, rank: int) -> tuple[ShardSource, ...]:
-    """What the rank may read besides blocks of its own shard, in the order of `readable_shards`."""
-    return tuple(
-        ShardSource(
-            _sealed_bytes(shard_block_bytes(layout, rank, heads)),
-            plan_shard_read(layout, rank, heads),
-        )
-        for heads in readable_shards(layout, rank)[1:]
-    )
 
 
 def _sealed_bytes(content_bytes: int) -> int:

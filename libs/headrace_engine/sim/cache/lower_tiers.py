@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -114,27 +114,25 @@ class SimRemoteBlocks:
         self._fetches.update(dict.fromkeys(mine, task))
         try:
             found = self._lookup.find(wanted, due_s - loop.time())
-            shard_counts = await asyncio.wrap_future(found) if found is not None else ()
-            if shard_counts:
-                saved = dict(zip(wanted, shard_counts, strict=False))
-                await self._move(saved, due_s, on_fetched)
+            count = await asyncio.wrap_future(found) if found is not None else 0
+            if count:
+                await self._move(wanted[:count], due_s, on_fetched)
         finally:
             self._tiers.release(hit)
             for prefix in mine:
                 del self._fetches[prefix]
 
-    async def _move(self, saved: Mapping[int, int], due_s: float, on_fetched: Report) -> None:
-        """Fetches consecutive prefixes. `saved`: in how many shards each was saved."""
-        blocks, plan = self._tiers.reserve(saved)
+    async def _move(self, found: Sequence[int], due_s: float, on_fetched: Report) -> None:
+        """Fetches consecutive prefixes."""
+        blocks, plan = self._tiers.reserve(found)
         self._carry_out(plan)
-        shard_counts = [saved[prefix] for prefix in blocks.prefixes]
         whole = 0
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         try:
             left_s = due_s - start_s
             reads = [
-                _result(rank.fetch(blocks.prefixes, blocks.block_ids, shard_counts, left_s))
+                _result(rank.fetch(blocks.prefixes, blocks.block_ids, left_s))
                 for rank in self._ranks
             ]
             whole = min(leading(read) for read in await asyncio.gather(*reads))

@@ -44,11 +44,8 @@ class PoolExecutor:
             self.refuse(move)
             return
         _, blocks = self._opened
-        moved = (
-            blocks.fetch(move.prefixes, move.block_ids, move.shard_counts, move.timeout_s)
-            if move.fetches
-            else blocks.store(move.prefixes, move.block_ids, move.timeout_s)
-        )
+        begin = blocks.fetch if move.fetches else blocks.store
+        moved = begin(move.prefixes, move.block_ids, move.timeout_s)
         moved.add_done_callback(partial(self._end, move.number))
 
     def refuse(self, move: PoolMove) -> None:

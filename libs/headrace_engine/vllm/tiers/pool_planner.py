@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -27,11 +27,7 @@ FETCH_BLOCKS_MAX: Final = 512
 class PoolLookup(Protocol):
     """Asks the store which blocks it has."""
 
-    @property
-    def own_shard_count(self) -> int:
-        """In how many shards this worker saves a block."""
-
-    def find(self, prefixes: Sequence[int], timeout_s: float) -> Future[tuple[int, ...]] | None:
+    def find(self, prefixes: Sequence[int], timeout_s: float) -> Future[int] | None:
         """See BlockLookup.find."""
 
 
@@ -65,7 +61,7 @@ class _Fetch:
     """A request's blocks, which are looked up, then fetched, until `due_s`."""
 
     prefixes: Sequence[int]
-    found: Future[tuple[int, ...]]
+    found: Future[int]
     due_s: float
     moving: bool = False
     ended: bool = False
@@ -102,8 +98,6 @@ class PoolPlanner:
         self._idle_steps_until_s = 0.0
         # Prefixes that this worker has stored, the least recently used first.
         self._published: OrderedDict[int, None] = OrderedDict()
-        # Prefixes that workers of another tensor-parallel size have stored, the oldest first.
-        self._stored_elsewhere: OrderedDict[int, None] = OrderedDict()
         self._is_lost = threading.Event()
 
     @property
@@ -153,7 +147,7 @@ class PoolPlanner:
         """Publishes computed blocks that the fastest tier has, as far as the pool keeps up.
 
         `plan` has stored those that no tier had, perhaps because the pool has lost them too. Others are published
-        unless this worker has stored them in the pool before, or has fetched them in other shards than its own.
+        unless this worker has stored them in the pool before.
         """
         if not self._use.publishes or self._lookup is None:
             return
@@ -167,7 +161,7 @@ class PoolPlanner:
         wanted = [
             prefix
             for prefix in prefixes
-            if prefix not in self._publishing and (prefix in new or not self._is_stored(prefix))
+            if prefix not in self._publishing and (prefix in new or prefix not in self._published)
         ]
         for start in range(0, len(wanted), _BATCH_BLOCKS):
             if len(self._publishing) >= UNPUBLISHED_MAX:
@@ -188,7 +182,6 @@ class PoolPlanner:
         """Adds the moves that begin with the next step, after its copies."""
         if self._is_lost.is_set():
             self._is_lost.clear()
-            self._stored_elsewhere.clear()
             self._withdraw(len(self._published))
         plan.plan_moves(self._moves)
         self._moves = []
@@ -205,9 +198,6 @@ class PoolPlanner:
                 move.fetch.end()
             else:
                 self._end_publication(move)
-
-    def _is_stored(self, prefix: int) -> bool:
-        return prefix in self._published or prefix in self._stored_elsewhere
 
     def _end_publication(self, move: _Move) -> None:
         self._publishing.difference_update(move.blocks.prefixes)
@@ -227,48 +217,24 @@ class PoolPlanner:
         if gone:
             self._carry_out(TierPlan(changes=[TierChange(Tier.REMOTE, False, gone)]))
 
-    def _begin(self, fetch: _Fetch, shard_counts: Sequence[int]) -> None:
+    def _begin(self, fetch: _Fetch, found: int) -> None:
         left_s = fetch.due_s - time.monotonic()
         if left_s <= 0:
             fetch.end()
             return
-        known = dict(zip(fetch.prefixes, shard_counts, strict=False))
-        self._note_elsewhere(known)
-        blocks, plan = self._tiers.reserve(known)
+        blocks, plan = self._tiers.reserve(fetch.prefixes[:found])
         self._carry_out(plan)
         fetch.begin()
         if not blocks:
             fetch.end()
             return
-        self._move(blocks, left_s, fetch, tuple(known[prefix] for prefix in blocks.prefixes))
+        self._move(blocks, left_s, fetch)
 
-    def _note_elsewhere(self, shard_counts: Mapping[int, int]) -> None:
-        if self._lookup is None:
-            return
-        own = self._lookup.own_shard_count
-        found = (prefix for prefix, count in shard_counts.items() if count != own)
-        self._stored_elsewhere.update(dict.fromkeys(found))
-        while len(self._stored_elsewhere) > ANNOUNCED_MAX:
-            self._stored_elsewhere.popitem(last=False)
-
-    def _move(
-        self,
-        blocks: PoolBlocks,
-        timeout_s: float,
-        fetch: _Fetch | None = None,
-        shard_counts: tuple[int, ...] = (),
-    ) -> None:
+    def _move(self, blocks: PoolBlocks, timeout_s: float, fetch: _Fetch | None = None) -> None:
         number = self._next_number
         self._next_number += 1
         self._idle_steps_until_s = time.monotonic() + IDLE_STEPS_S
         self._under_way[number] = _Move(blocks, self._use.rank_count, len(blocks), fetch)
         self._moves.append(
-            PoolMove(
-                number,
-                fetch is not None,
-                blocks.prefixes,
-                blocks.block_ids,
-                timeout_s,
-                shard_counts,
-            )
+            PoolMove(number, fetch is not None, blocks.prefixes, blocks.block_ids, timeout_s)
         )

@@ -1,15 +1,15 @@
-"""Workers of any tensor-parallel size that share blocks of one model, with bytes that differ by place."""
+"""Workers that share blocks of one model, with bytes that differ by place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace_kv.layout.layout import KvLayout
-from headrace_kv.plan.saved_shards import heads_of_rank
+from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, RankBlocks, pool_secret
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.remote import RemotePool, leading
@@ -75,16 +75,16 @@ class Worker:
         for calls in [rank.store(prefixes, slots, LONG_S) for rank in self._ranks]:
             assert calls.result(LONG_S) == [True] * len(prefixes)
 
-    def find(self, *prefixes: int) -> tuple[int, ...]:
-        """The shard counts of the first blocks that the pool has."""
+    def find(self, *prefixes: int) -> int:
+        """How many first blocks the pool has."""
         found = BlockLookup(self.pool, self.keys).find(prefixes, LONG_S)
         assert found is not None
         return found.result(LONG_S)
 
-    def load(self, prefixes: Sequence[int], shard_counts: Sequence[int]) -> int:
+    def load(self, *prefixes: int) -> int:
         """Fetches blocks on all ranks. Returns how many first ones are whole, which have the right bytes."""
         slots = list(reversed(range(len(prefixes))))
-        reads = [rank.fetch(prefixes, slots, shard_counts, LONG_S) for rank in self._ranks]
+        reads = [rank.fetch(prefixes, slots, LONG_S) for rank in self._ranks]
         whole = min(leading(read.result(LONG_S)) for read in reads)
         for rank, storage in enumerate(self._storages):
             for slot, prefix in list(zip(slots, prefixes, strict=True))[:whole]:
@@ -93,7 +93,8 @@ class Worker:
 
     def expected(self, rank: int, prefix: int) -> NDArray[np.uint8]:
         """The bytes of a rank's block: each shows its block, layer, part, head, token and place."""
-        heads = heads_of_rank(self._layout, rank)
+        size = self._layout.tensor_parallel_size
+        heads = heads_held(rank % size, size, self._layout.kv_head_count)
         values = [
             hash((prefix, layer, part, head, token, byte)) % 251
             for layer in self._layout.layers_of(rank)

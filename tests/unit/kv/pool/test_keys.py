@@ -19,17 +19,15 @@ LAYOUT = KvLayout.attention(
 )
 
 
-HEADS = range(2)
-
-
 def name(
     layout: KvLayout = LAYOUT,
-    heads: range = HEADS,
     prefix: int = 7,
     secret: bytes = SECRET,
     stage: int = 0,
+    shard: int = 0,
 ) -> str:
-    (found,) = PoolKeys(secret, layout).of_shard(stage, heads, [prefix])
+    keys = PoolKeys(secret, layout)
+    (found,) = keys.of_shard(stage, keys.shards[shard], [prefix])
     return found
 
 
@@ -40,8 +38,9 @@ def test_whatever_changes_the_bytes_of_a_block_changes_its_name() -> None:
         name(replace(LAYOUT, stage_starts=(0, 1))),
         name(replace(LAYOUT, groups=(replace(group, block_tokens=32),))),
         name(replace(LAYOUT, groups=(replace(group, head_count=8),))),
-        name(heads=range(2, 4)),
-        name(heads=range(4)),
+        name(replace(LAYOUT, tensor_parallel_size=1)),
+        name(replace(LAYOUT, tensor_parallel_size=4)),
+        name(shard=1),
         name(stage=1),
         name(prefix=8),
         name(secret=pool_secret(1)),
@@ -54,17 +53,21 @@ def test_prefill_and_decode_use_the_same_names() -> None:
     assert name(replace(LAYOUT, broadcast_width=2)) == name()
 
 
-def test_workers_of_all_sizes_use_the_same_names_for_the_same_heads() -> None:
-    assert name(replace(LAYOUT, tensor_parallel_size=4)) == name()
+def test_workers_of_unlike_sizes_use_other_names_for_the_same_heads() -> None:
+    layout = replace(LAYOUT, groups=(replace(LAYOUT.groups[0], head_count=1),))
+    sizes = (1, 2, 4)
+    names = {name(replace(layout, tensor_parallel_size=size)) for size in sizes}
+    assert len(names) == len(sizes)
 
 
 def test_the_names_of_blocks_are_those_of_each_shard_in_each_stage() -> None:
     keys = PoolKeys(SECRET, replace(LAYOUT, stage_starts=(0, 1)))
     prefixes = [1, 2**255]
-    shards = [(stage, heads) for stage in range(2) for heads in (range(2), range(2, 4))]
-    expected = [one for stage, heads in shards for one in keys.of_shard(stage, heads, prefixes)]
-    assert keys.of_blocks(2, prefixes) == expected
-    assert keys.objects_of(2) == len(shards)
+    places = [(stage, shard) for stage in range(2) for shard in keys.shards]
+    assert [shard.heads for _, shard in places] == 2 * [range(2), range(2, 4)]
+    expected = [one for stage, shard in places for one in keys.of_shard(stage, shard, prefixes)]
+    assert keys.of_blocks(prefixes) == expected
+    assert keys.objects_per_block == len(places)
 
 
 def test_a_name_does_not_show_the_hash_of_the_prefix() -> None:

@@ -11,7 +11,6 @@ import pytest
 from headrace_engine.vllm.step_plan import PoolMove
 from headrace_engine.vllm.tiers.executor import PoolExecutor
 from headrace_kv.pool.engine_blocks import PoolKeys
-from headrace_kv.pool.memory import OWN_SHARD
 from headrace_kv.pool.remote import RemotePool
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
 
@@ -24,7 +23,6 @@ class Pool(RemotePool):
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str], list[int], Future[list[bool]]]] = []
         self.timeouts: list[float] = []
-        self.shards: list[int] = []
         self.opened = True
 
     @property
@@ -35,14 +33,8 @@ class Pool(RemotePool):
         return self._call("exists", keys, (), timeout_s)
 
     def get(
-        self,
-        memory: int,
-        keys: Sequence[str],
-        slots: Sequence[int],
-        timeout_s: float,
-        shard: int = OWN_SHARD,
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
-        self.shards.append(shard)
         return self._call("get", keys, slots, timeout_s)
 
     def put(
@@ -65,12 +57,12 @@ class Pool(RemotePool):
 def test_moves_end_with_the_number_of_whole_blocks() -> None:
     pool, executor = Pool(), PoolExecutor(1)
     executor.attach(pool, KEYS)
-    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0, (2, 2, 2)))
+    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0))
     executor.begin(PoolMove(8, False, (1,), (4,), 9.0))
     assert executor.take_ended() == []
     (get, keys, slots, read), (put, _, _, written) = pool.calls
     assert (get, put) == ("get", "put")
-    assert (keys, slots) == (KEYS.of_shard(0, range(2, 4), [1, 2, 3]), [4, 5, 6])
+    assert (keys, slots) == (KEYS.of_shard(0, KEYS.shards[1], [1, 2, 3]), [4, 5, 6])
     assert pool.timeouts == [3.0, 9.0]
     read.set_result([True, False, True])
     written.set_result([True])
@@ -93,7 +85,7 @@ def test_ranks_with_the_same_heads_store_each_block_once(prefixes: tuple[int, ..
         for _, names, places, _ in pool.calls
         for name, slot in zip(names, places, strict=True)
     ]
-    assert sorted(stored) == sorted(zip(keys.of_blocks(4, prefixes), 4 * slots, strict=True))
+    assert sorted(stored) == sorted(zip(keys.of_blocks(prefixes), 4 * slots, strict=True))
     for _, names, _, future in pool.calls:
         future.set_result([True] * len(names))
     assert all(executor.take_ended() == [(7, len(prefixes))] for executor in executors)

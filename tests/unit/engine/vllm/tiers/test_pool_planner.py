@@ -18,21 +18,15 @@ BLOCK = 4
 LONG_S = 1e6
 
 
-OWN = (4,)
-"""Of a block that was saved in as many shards as this worker saves it in."""
-
-
 class Lookup:
     """A store that has the first blocks of every prompt, once the test lets it answer."""
 
-    own_shard_count = OWN[0]
-
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []
-        self.answers: list[Future[tuple[int, ...]]] = []
+        self.answers: list[Future[int]] = []
         self.is_open = True
 
-    def find(self, prefixes: Sequence[int], timeout_s: float) -> Future[tuple[int, ...]] | None:
+    def find(self, prefixes: Sequence[int], timeout_s: float) -> Future[int] | None:
         if not self.is_open:
             return None
         self.asked.append(tuple(prefixes))
@@ -81,7 +75,7 @@ def test_a_fetch_counts_what_every_rank_has(lookup: Lookup) -> None:
     tiers = planner(lookup, ranks=2)
     tiers.request_added("r", hashes(1, 2, 3))
     assert tiers.find("r", 0, 12) is None
-    lookup.answers[0].set_result(3 * OWN)
+    lookup.answers[0].set_result(3)
     assert tiers.find("r", 0, 12) is None
     (move,) = moves_of(tiers)
     tiers.pool.moves_ended([(move.number, 3)])
@@ -95,7 +89,7 @@ def test_a_request_runs_without_blocks_that_do_not_come(lookup: Lookup, found: i
     tiers = planner(lookup)
     tiers.request_added("r", hashes(1, 2))
     assert tiers.find("r", 0, 8) is None
-    lookup.answers[0].set_result(found * OWN)
+    lookup.answers[0].set_result(found)
     if found:
         assert tiers.find("r", 0, 8) is None
         tiers.pool.moves_ended([(move.number, 0) for move in moves_of(tiers)])
@@ -168,7 +162,7 @@ def test_an_answer_after_the_time_of_its_request_moves_nothing(lookup: Lookup) -
     tiers = planner(lookup, timeout_s=0.0)
     tiers.request_added("r", hashes(1))
     assert tiers.find("r", 0, 4) is None
-    lookup.answers[0].set_result(1 * OWN)
+    lookup.answers[0].set_result(1)
     assert tiers.find("r", 0, 4) == 0
     assert moves_of(tiers) == []
 
