@@ -14,7 +14,8 @@ from google.protobuf.message import Message
 from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
 from headrace_frontend.openai.block_apis.anthropic_bodies import BlockBody, MessagesBody
 from headrace_frontend.openai.block_apis.responses_bodies import ItemBody, ResponsesBody
-from headrace_frontend.openai.messages import Body, MessageBody
+from headrace_frontend.openai.body import Body
+from headrace_frontend.openai.messages import MessageBody
 from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody, TokenizeBody
 
 TEXTS: Final = (

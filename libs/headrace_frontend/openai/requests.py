@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from headrace_common.limits import (
     ALLOWED_TOKENS_MAX,
@@ -19,8 +19,8 @@ from headrace_common.limits import (
     REQUEST_TIMEOUT_MAX_S,
     TOKEN_TARGET_MAX_S,
 )
-from headrace_frontend.openai.errors import invalid_body
-from headrace_frontend.openai.messages import Body, Messages, ToolChoice, Tools
+from headrace_frontend.openai.body import Body
+from headrace_frontend.openai.messages import Messages, ToolChoice, Tools
 
 PROMPTS_MAX = 64
 _STOPS_MAX = 64
@@ -396,22 +396,3 @@ class DetokenizeBody(Body):
 
     model: str = ""
     tokens: TokenList
-
-
-BodyKind = TypeVar("BodyKind", bound=Body)
-
-
-def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
-    """The body in `data`. Raises InvalidRequest that names the wrong fields."""
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        raise invalid_body(error) from None
-
-
-def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
-    """As `parse_body`, of a body that another API's body asks for."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise invalid_body(error) from None

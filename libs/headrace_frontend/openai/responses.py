@@ -12,22 +12,22 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.latency.breakdown import breakdown_object
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, whole_message
 from headrace_frontend.openai.requests import Includes
-from headrace_frontend.openai.tokens import PromptOffsets, TextOffsets, TokenNames, tokens_within
+from headrace_frontend.openai.tokens import TokenNames, tokens_within
 from headrace_frontend.promises import kept_field
 from headrace_text.codec import TextCodec
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
-_FINISH_REASONS: Final = {
+FINISH_REASONS: Final = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
 }
 _ALL_CONTENT: Final = AnswerRules()
-_CHOICES_ALONE: Final = Includes()
+CHOICES_ALONE: Final = Includes()
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
-_quote = json.encoder.encode_basestring_ascii
+quote = json.encoder.encode_basestring_ascii
 # A text that occurs nowhere else in an event: a request's id and a model's name have no such characters.
 _MARK: Final = "\x00\x01"
-_QUOTED_MARK: Final = _quote(_MARK).encode()
+_QUOTED_MARK: Final = quote(_MARK).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class ResponseFormat(ABC):
     """See TokenNames."""
 
     def __init__(
-        self, head: ResponseHead, codec: TextCodec, *, includes: Includes = _CHOICES_ALONE
+        self, head: ResponseHead, codec: TextCodec, *, includes: Includes = CHOICES_ALONE
     ) -> None:
         self._head = head
         self._codec = codec
@@ -127,8 +127,8 @@ class ResponseFormat(ABC):
         self._prompt_texts: list[str] = []
         """Their texts, too."""
         self._prefix = (
-            f'data: {{"id": {_quote(head.id)}, "object": "{self.chunk_kind}", "created": {head.created}, '
-            f'"model": {_quote(head.model)}, "system_fingerprint": {json.dumps(head.system_fingerprint)}, '
+            f'data: {{"id": {quote(head.id)}, "object": "{self.chunk_kind}", "created": {head.created}, '
+            f'"model": {quote(head.model)}, "system_fingerprint": {json.dumps(head.system_fingerprint)}, '
             '"choices": ['
         )
         self._suffix = '], "usage": null}\n\n' if includes.usage else "]}\n\n"
@@ -149,7 +149,7 @@ class ResponseFormat(ABC):
         """The JSON field that has the text of an event. None: there is nothing to send yet."""
 
     def _finish_reason(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> str | None:
-        return _FINISH_REASONS.get(reason)
+        return FINISH_REASONS.get(reason)
 
     @abstractmethod
     def _logprobs(
@@ -214,7 +214,7 @@ class ResponseFormat(ABC):
             head, _, tail = whole.partition(_QUOTED_MARK)
             template = self._templates[index] = (head, tail)
         head, tail = template
-        return b"%b%b%b" % (head, _quote(text).encode(), tail)
+        return b"%b%b%b" % (head, quote(text).encode(), tail)
 
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         """The end of the stream, after the event of the usage if that is wanted, or has a promise."""
@@ -279,7 +279,7 @@ class ChatFormat(ResponseFormat):
         head: ResponseHead,
         codec: TextCodec,
         *,
-        includes: Includes = _CHOICES_ALONE,
+        includes: Includes = CHOICES_ALONE,
         rules: AnswerRules = _ALL_CONTENT,
     ) -> None:
         super().__init__(head, codec, includes=includes)
@@ -302,7 +302,7 @@ class ChatFormat(ResponseFormat):
     def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
         if not self._rules.divides:
             text = message.text
-            return f'"delta": {{"content": {_quote(text)}}}' if text else '"delta": {}'
+            return f'"delta": {{"content": {quote(text)}}}' if text else '"delta": {}'
         answer = self._answers.get(index)
         if answer is None:
             answer = self._answers[index] = ChatAnswer(self._rules)
@@ -326,7 +326,7 @@ class ChatFormat(ResponseFormat):
         # As OpenAI, a call of the function that the request names ends with stop.
         if called and reason == sampling_pb2.FINISH_REASON_STOP and not self._rules.required:
             return "function_call" if self._rules.calls_one_function else "tool_calls"
-        return _FINISH_REASONS.get(reason)
+        return FINISH_REASONS.get(reason)
 
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
         message = whole_message(choice.text, self._rules)
@@ -352,104 +352,6 @@ class ChatFormat(ResponseFormat):
         return {**ids, **self._prompt_logprobs(choices)}
 
 
-class CompletionFormat(ResponseFormat):
-    """The responses of /v1/completions."""
-
-    kind = "text_completion"
-    chunk_kind = "text_completion"
-    lists_beside_top = True
-
-    def __init__(
-        self,
-        head: ResponseHead,
-        codec: TextCodec,
-        *,
-        includes: Includes = _CHOICES_ALONE,
-        skip_special_tokens: bool = True,
-        alternatives: int = 0,
-    ) -> None:
-        """`alternatives`: the number of them that the logprobs have beside each token."""
-        super().__init__(head, codec, includes=includes)
-        self._skip_special_tokens = skip_special_tokens
-        self._alternatives = alternatives
-        self._offsets: dict[int, TextOffsets] = {}
-        self._prompt_offsets: dict[int, PromptOffsets] = {}
-        self._begun: set[int] = set()
-
-    def first_event(self, index: int) -> bytes:
-        text = self._prompt_text(index)
-        return self.event(index, inference_pb2.GenerateResponse(text=text)) if text else b""
-
-    def _prompt_text(self, index: int) -> str:
-        """The text of the prompt, where it begins that of the choice."""
-        return self._prompt_texts[index] if self._includes.prompt_text else ""
-
-    def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
-        return f'"text": {_quote(message.text)}'
-
-    def _extensions(self, index: int, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        extensions = super()._extensions(index, message)
-        if self._includes.token_ids and index not in self._begun:
-            self._begun.add(index)
-            extensions["prompt_token_ids"] = list(self._prompts[index])
-        return extensions
-
-    def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
-        logprobs = None
-        before = self._prompt_text(index)
-        if choice.tokens or (choice.prompt_token_ids and self._includes.prompt_text):
-            offsets = self._new_offsets().extend(choice.token_ids, choice.text)
-            end = len(choice.text)
-            logprobs = _completion_logprobs(
-                self._echoed(choice.prompt_token_ids, choice.prompt_logprobs) + choice.tokens,
-                self._echoed_offsets(index, choice.prompt_token_ids)
-                + [len(before) + min(end, at) for at in offsets],
-            )
-        found = {
-            "index": index,
-            "text": before + choice.text,
-            "logprobs": logprobs,
-            "finish_reason": _FINISH_REASONS.get(choice.reason),
-        }
-        found |= self._prompt_logprobs((choice,))
-        if self._includes.token_ids:
-            found["prompt_token_ids"] = list(self._prompts[index])
-        return found
-
-    def _logprobs(
-        self, index: int, tokens: list[dict[str, Any]], message: inference_pb2.GenerateResponse
-    ) -> dict[str, Any]:
-        if message.prompt_token_ids:
-            echoed = self._echoed(message.prompt_token_ids, message.prompt_logprobs)
-            return _completion_logprobs(
-                echoed, self._echoed_offsets(index, message.prompt_token_ids)
-            )
-        if index not in self._offsets:
-            self._offsets[index] = self._new_offsets()
-        offsets = self._offsets[index].extend(message.token_ids, message.text)
-        before = len(self._prompt_text(index))
-        return _completion_logprobs(tokens, [before + at for at in offsets])
-
-    def _echoed(
-        self, token_ids: Sequence[int], entries: Sequence[sampling_pb2.TokenLogprobs]
-    ) -> list[dict[str, Any]]:
-        """The next tokens of a prompt, where the logprobs have them."""
-        if not self._includes.prompt_text:
-            return []
-        return self._names.prompt_tokens_of(token_ids, entries, self._alternatives)
-
-    def _echoed_offsets(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """As `_echoed`: where they begin."""
-        if not self._includes.prompt_text:
-            return []
-        if index not in self._prompt_offsets:
-            self._prompt_offsets[index] = PromptOffsets(self._codec, self._prompt_text(index))
-        return self._prompt_offsets[index].extend(token_ids)
-
-    def _new_offsets(self) -> TextOffsets:
-        return TextOffsets(self._codec, skip_special_tokens=self._skip_special_tokens)
-
-
 def reasoning_details(
     codec: TextCodec, rules: AnswerRules, choices: Iterable[CollectedChoice]
 ) -> dict[str, Any]:
@@ -465,24 +367,6 @@ def reasoning_details(
 
 def _chat_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": tokens, "refusal": None}
-
-
-def _completion_logprobs(tokens: list[dict[str, Any]], offsets: list[int]) -> dict[str, Any]:
-    return {
-        "tokens": [token["token"] for token in tokens],
-        "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": [
-            {
-                **{other["token"]: other["logprob"] for other in token["top_logprobs"]},
-                # Parts of characters have equal names.
-                token["token"]: token["logprob"],
-            }
-            if token["top_logprobs"] is not None
-            else None
-            for token in tokens
-        ],
-        "text_offset": offsets,
-    }
 
 
 def _latency_of(message: inference_pb2.GenerateResponse) -> dict[str, Any] | None:
@@ -507,22 +391,4 @@ def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[st
             "cached_tokens": sum(usage.decode_cached_tokens for usage in prompt_usages)
         },
         **kept_field(usages[0]),
-    }
-
-
-def models_object(models: Iterable[inference_pb2.Model], created: int) -> dict[str, Any]:
-    """The response of /v1/models. `created` is when this router started."""
-    return {"object": "list", "data": [model_object(model, created) for model in models]}
-
-
-def model_object(model: inference_pb2.Model, created: int) -> dict[str, Any]:
-    """One model, or one adapter, which has a parent."""
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "headrace",
-        "root": model.parent or model.name,
-        "parent": model.parent or None,
-        "max_model_len": model.max_model_len,
     }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
-from headrace_frontend.openai.messages import Body
+from headrace_frontend.openai.body import Body
 
 _BLOCKS_MAX: Final = 1_024
 _STOPS_MAX: Final = 64

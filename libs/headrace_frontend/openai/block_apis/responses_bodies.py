@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
-from headrace_frontend.openai.messages import Body, MessageBody
+from headrace_frontend.openai.body import Body
+from headrace_frontend.openai.messages import MessageBody
 
 _PARTS_MAX: Final = 1_024
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

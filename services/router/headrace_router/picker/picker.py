@@ -16,13 +16,14 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, InvalidRequest, NoDecodeWorker
 from headrace_common.rpc.trace_context import context_from_traceparent
+from headrace_frontend.openai.body import parse_body
 from headrace_frontend.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
 )
 from headrace_frontend.openai.image_fetch import has_remote_images
-from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody, parse_body
+from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import (

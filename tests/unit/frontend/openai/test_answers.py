@@ -11,7 +11,8 @@ import pytest
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, ModelParsers, rules_of
-from headrace_frontend.openai.requests import ChatCompletionBody, Includes, parse_body
+from headrace_frontend.openai.body import parse_body
+from headrace_frontend.openai.requests import ChatCompletionBody, Includes
 from headrace_frontend.openai.responses import (
     DONE_EVENT,
     ChatFormat,

@@ -19,7 +19,8 @@ from headrace_frontend.openai.block_apis.anthropic_bodies import MessagesBody
 from headrace_frontend.openai.block_apis.blocks import BlockFormat
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
 from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
-from headrace_frontend.openai.requests import ChatCompletionBody, checked_body, parse_body
+from headrace_frontend.openai.body import checked_body, parse_body
+from headrace_frontend.openai.requests import ChatCompletionBody
 from headrace_frontend.openai.responses import CollectedChoice, ResponseHead
 from headrace_text.load import ByteCodec
 

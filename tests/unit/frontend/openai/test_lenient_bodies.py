@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import InvalidRequest
+from headrace_frontend.openai.body import UnknownFields
 from headrace_frontend.openai.conversion import chat_request, completion_requests
-from headrace_frontend.openai.messages import UnknownFields
 from headrace_frontend.request.validation import request_violations
 from tests.unit.frontend.openai.test_requests import USER, WEATHER, chat, completion
 

@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types.responses import response_create_params
 
-from headrace_frontend.openai.messages import Body
+from headrace_frontend.openai.body import Body
 from headrace_frontend.openai.requests import DetokenizeBody, TokenizeBody
 from tests.unit.frontend.openai.local_app import LocalApp, Reply
 from tests.unit.frontend.openai.test_schemas import (

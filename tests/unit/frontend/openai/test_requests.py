@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.inference.v1 import sampling_pb2, tools_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_frontend.openai.body import checked_body, parse_body
 from headrace_frontend.openai.conversion import (
     chat_request,
     completion_requests,
@@ -22,8 +23,6 @@ from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
     TokenizeBody,
-    checked_body,
-    parse_body,
 )
 from headrace_frontend.request.validation import request_violations
 

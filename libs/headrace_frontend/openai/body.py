@@ -1,0 +1,106 @@
+"""The bodies of requests as JSON objects, of which unknown fields are found."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from headrace_common.errors import InvalidRequest
+from headrace_frontend.openai.errors import invalid_body
+
+_LOG = logging.getLogger(__name__)
+_UNKNOWN_MAX = 16
+_LOGGED_MAX = 1_000
+_NAME_CHARACTERS_MAX = 128
+_NO_NAME_CHARACTER = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class Body(BaseModel):
+    """A JSON object. A field that is null counts as left out. Unknown fields are kept for `unknown_fields`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, populate_by_name=True)
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that never change an answer. They are dropped."""
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that would change an answer, with the values that do not. Other values are rejected."""
+
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields with older names and forms replaced. Raises ValueError with "FIELD: remedy"."""
+        return fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kept = {
+            name: item
+            for name, item in value.items()
+            if item is not None and name not in cls.without_effect
+        }
+        for name in cls.neutral.keys() & kept.keys():
+            if kept.pop(name) not in cls.neutral[name]:
+                raise ValueError(f"{name}: is not supported; leave it out")
+        return cls.translated(kept)
+
+
+class UnknownFields:
+    """Finds the fields of bodies that no class names. Each name is logged once, or all of them are `rejected`."""
+
+    def __init__(self, *, rejected: bool) -> None:
+        self._rejected = rejected
+        self._logged: set[str] = set()
+
+    def check(self, body: Body) -> list[str]:
+        """The paths of some unknown fields, without the indexes of lists. Raises InvalidRequest to reject them."""
+        found = (
+            _NO_NAME_CHARACTER.sub("_", path)[:_NAME_CHARACTERS_MAX] for path in _unknown(body)
+        )
+        paths = sorted(set(islice(found, _UNKNOWN_MAX)))
+        if paths and self._rejected:
+            remedy = "is not a field of this request; correct its name or leave it out"
+            raise InvalidRequest(dict.fromkeys(paths, remedy), cause="unknown_parameter")
+        for path in paths:
+            if path not in self._logged and len(self._logged) < _LOGGED_MAX:
+                self._logged.add(path)
+                _LOG.warning("requests have the field %s, which is ignored", path)
+        return paths
+
+
+def _unknown(body: Body, path: str = "") -> Iterator[str]:
+    """The paths may repeat."""
+    for name in body.model_extra or ():
+        yield f"{path}{name}"
+    for name in body.model_fields_set:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            yield from _unknown(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Body):
+            for item in value:
+                yield from _unknown(item, f"{path}{name}.")
+
+
+BodyKind = TypeVar("BodyKind", bound=Body)
+
+
+def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
+    """The body in `data`. Raises InvalidRequest that names the wrong fields."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
+    """As `parse_body`, of a body that another API's body asks for."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise invalid_body(error) from None
