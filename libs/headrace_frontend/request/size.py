@@ -1,18 +1,22 @@
-"""The bytes that a client's request may have."""
+"""The bytes and tokens that a client's request may have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
     IMAGES_BYTES_MAX,
     JSON_NUMBERS_PER_TOKEN_MAX,
     JSON_PARTS_MAX,
+    PROMPT_LOGPROBS_VALUES_MAX,
     UNKNOWN_CONTEXT_TOKENS,
 )
+from headrace_frontend.request.chat import text_bytes
 from headrace_frontend.request.json_text import count_values, values_at_most
+from headrace_text.codec import TextCodec
 
 CONTEXT_WORDS: Final = "this model's maximum context length is"
 """Agents and gateways recognize a prompt that is too long by these words of OpenAI."""
@@ -113,3 +117,88 @@ class RequestSizeCheck:
     def _longest_context(self) -> int:
         lengths = self._max_model_len().values()
         return max((length or UNKNOWN_CONTEXT_TOKENS for length in lengths), default=0)
+
+
+def byte_violations(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, bytes_per_token: int
+) -> dict[str, str]:
+    """Remedies for a prompt of too many bytes or ids. Counts them, which takes far less time than tokenizing does."""
+    if request.HasField("tokens"):
+        return length_violations(request, len(request.tokens.ids), context)
+    size = len(request.text.encode()) if request.HasField("text") else text_bytes(request.chat)
+    tokens_max = context or UNKNOWN_CONTEXT_TOKENS
+    bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
+    if size <= bytes_max:
+        return {}
+    return {
+        prompt_field(
+            request
+        ): f"has {size} bytes of text, and {CONTEXT_WORDS} {tokens_max} tokens, which takes at "
+        f"most {bytes_max}; shorten it by {size - bytes_max} bytes"
+    }
+
+
+def length_violations(
+    request: inference_pb2.GenerateRequest, prompt_tokens: int, context: int
+) -> dict[str, str]:
+    """Remedies for a prompt of so many tokens."""
+    path = prompt_field(request)
+    if not prompt_tokens:
+        return {path: "must make at least one token"}
+    if not context:
+        return {}
+    room = context - prompt_tokens
+    if room < 1:
+        return {
+            path: f"has {prompt_tokens} tokens, and {CONTEXT_WORDS} {context} tokens, which must "
+            f"also fit one generated token; shorten it by {1 - room}"
+        }
+    if request.sampling.max_tokens > room:
+        return {
+            "sampling.max_tokens": f"must be at most {room}, as the prompt has {prompt_tokens} tokens and "
+            f"{CONTEXT_WORDS} {context} tokens, not {request.sampling.max_tokens}"
+        }
+    return {}
+
+
+def room_violations(request: inference_pb2.GenerateRequest, max_tokens: int) -> dict[str, str]:
+    """Remedies that need the number of tokens that fit into the context."""
+    violations: dict[str, str] = {}
+    count = len(request.generated.ids)
+    if count > max_tokens:
+        violations["generated.ids"] = f"must hold at most max_tokens, {max_tokens}, not {count}"
+    if request.sampling.min_tokens > max_tokens:
+        violations["sampling.min_tokens"] = (
+            f"must be at most {max_tokens}, the rest of the context, not {request.sampling.min_tokens}"
+        )
+    return violations
+
+
+def prompt_logprobs_violations(
+    request: inference_pb2.GenerateRequest, prompt_tokens: int
+) -> dict[str, str]:
+    """The remedy for more logprobs of the prompt than are reported."""
+    if not request.sampling.HasField("prompt_logprobs"):
+        return {}
+    answers = max(1, request.n, request.best_of)
+    alternatives = request.sampling.prompt_logprobs
+    values = prompt_tokens * (alternatives + 1) * answers
+    if values <= PROMPT_LOGPROBS_VALUES_MAX:
+        return {}
+    return {
+        "sampling.prompt_logprobs": f"{prompt_tokens} prompt tokens with {alternatives} alternatives for {answers} "
+        f"answers are {values} values, and at most {PROMPT_LOGPROBS_VALUES_MAX} are reported; shorten the "
+        "prompt or lower the alternatives"
+    }
+
+
+def tokens_left(max_model_len: int, prompt_tokens: int) -> int:
+    """Tokens that fit into the context after the prompt. 1 where the context length is unknown."""
+    return max(1, max_model_len - prompt_tokens)
+
+
+def prompt_field(request: inference_pb2.GenerateRequest) -> str:
+    """The path of the field that has the prompt."""
+    if request.HasField("chat"):
+        return "chat.messages"
+    return "tokens.ids" if request.HasField("tokens") else "text"

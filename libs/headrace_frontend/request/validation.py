@@ -15,9 +15,7 @@ from headrace_common.limits import (
     ANSWERS_MAX,
     CLIENT_SALT_CHARACTERS_MAX,
     KEEP_MAX_S,
-    PROMPT_LOGPROBS_VALUES_MAX,
     TOKEN_TARGET_MAX_S,
-    UNKNOWN_CONTEXT_TOKENS,
 )
 from headrace_common.registry.adapters import Adapter
 from headrace_frontend.request.chat import (
@@ -26,7 +24,6 @@ from headrace_frontend.request.chat import (
     forces_call,
     messages_of,
     template_kwargs_of,
-    text_bytes,
     tools_of,
 )
 from headrace_frontend.request.images import PromptImages, rule_for, with_placeholders
@@ -38,7 +35,16 @@ from headrace_frontend.request.sampling import (
     vocabulary_violations,
     with_defaults,
 )
-from headrace_frontend.request.size import BYTES_PER_TOKEN_MAX, CONTEXT_WORDS
+from headrace_frontend.request.size import (
+    BYTES_PER_TOKEN_MAX,
+    CONTEXT_WORDS,
+    byte_violations,
+    length_violations,
+    prompt_field,
+    prompt_logprobs_violations,
+    room_violations,
+    tokens_left,
+)
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import adapter_salt, client_salt
@@ -149,7 +155,7 @@ def prepare(
     token_ids = array("I")
     images: PromptImages = ()
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
-        prompt_violations = _byte_violations(request, codec, context, bytes_per_token)
+        prompt_violations = byte_violations(request, codec, context, bytes_per_token)
         if not prompt_violations:
             token_ids, images, prompt_violations = _tokenized(
                 request, codec, context, cache_salt, add_generation_prompt=add_generation_prompt
@@ -159,9 +165,9 @@ def prepare(
     if violations:
         beyond = any(CONTEXT_WORDS in remedy for remedy in violations.values())
         raise InvalidRequest(violations, cause="context_length_exceeded" if beyond else "")
-    max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
-    violations = _room_violations(request, max_tokens)
-    violations.update(_prompt_logprobs_violations(request, len(token_ids)))
+    max_tokens = request.sampling.max_tokens or tokens_left(context, len(token_ids))
+    violations = room_violations(request, max_tokens)
+    violations.update(prompt_logprobs_violations(request, len(token_ids)))
     if violations:
         raise InvalidRequest(violations)
     model_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
@@ -291,31 +297,6 @@ def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple
         yield "store", "excludes generated and several answers; leave it out"
 
 
-def _prompt_field(request: inference_pb2.GenerateRequest) -> str:
-    if request.HasField("chat"):
-        return "chat.messages"
-    return "tokens.ids" if request.HasField("tokens") else "text"
-
-
-def _byte_violations(
-    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, bytes_per_token: int
-) -> dict[str, str]:
-    """Counts bytes and ids, which takes far less time than tokenizing does."""
-    if request.HasField("tokens"):
-        return _length_violations(request, len(request.tokens.ids), context)
-    size = len(request.text.encode()) if request.HasField("text") else text_bytes(request.chat)
-    tokens_max = context or UNKNOWN_CONTEXT_TOKENS
-    bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
-    if size <= bytes_max:
-        return {}
-    return {
-        _prompt_field(
-            request
-        ): f"has {size} bytes of text, and {CONTEXT_WORDS} {tokens_max} tokens, which takes at "
-        f"most {bytes_max}; shorten it by {size - bytes_max} bytes"
-    }
-
-
 def _tokenized(
     request: inference_pb2.GenerateRequest,
     codec: TextCodec,
@@ -340,11 +321,11 @@ def _tokenized(
     except TooManyTokens as error:
         if not error.count:
             why = f"has far too many tokens, and {CONTEXT_WORDS} {context} tokens; shorten it"
-            return array("I"), images, {_prompt_field(request): why}
-        return array("I"), images, _length_violations(request, error.count, context)
+            return array("I"), images, {prompt_field(request): why}
+        return array("I"), images, length_violations(request, error.count, context)
     except InvalidRequest as error:
         return array("I"), images, error.violations
-    return token_ids, images, _length_violations(request, len(token_ids), context)
+    return token_ids, images, length_violations(request, len(token_ids), context)
 
 
 def _prompt_tokens(
@@ -370,28 +351,6 @@ def _prompt_tokens(
     )
 
 
-def _length_violations(
-    request: inference_pb2.GenerateRequest, prompt_tokens: int, context: int
-) -> dict[str, str]:
-    prompt_field = _prompt_field(request)
-    if not prompt_tokens:
-        return {prompt_field: "must make at least one token"}
-    if not context:
-        return {}
-    room = context - prompt_tokens
-    if room < 1:
-        return {
-            prompt_field: f"has {prompt_tokens} tokens, and {CONTEXT_WORDS} {context} tokens, which must "
-            f"also fit one generated token; shorten it by {1 - room}"
-        }
-    if request.sampling.max_tokens > room:
-        return {
-            "sampling.max_tokens": f"must be at most {room}, as the prompt has {prompt_tokens} tokens and "
-            f"{CONTEXT_WORDS} {context} tokens, not {request.sampling.max_tokens}"
-        }
-    return {}
-
-
 def _vocabulary_violations(
     request: inference_pb2.GenerateRequest, vocabulary_size: int, context: int
 ) -> dict[str, str]:
@@ -403,38 +362,3 @@ def _vocabulary_violations(
         # A longer list is rejected for its length.
         violations.update(beyond_vocabulary(path, ids, context, vocabulary_size))
     return violations
-
-
-def _room_violations(request: inference_pb2.GenerateRequest, max_tokens: int) -> dict[str, str]:
-    """Those that need the number of tokens that fit into the context."""
-    violations: dict[str, str] = {}
-    count = len(request.generated.ids)
-    if count > max_tokens:
-        violations["generated.ids"] = f"must hold at most max_tokens, {max_tokens}, not {count}"
-    if request.sampling.min_tokens > max_tokens:
-        violations["sampling.min_tokens"] = (
-            f"must be at most {max_tokens}, the rest of the context, not {request.sampling.min_tokens}"
-        )
-    return violations
-
-
-def _prompt_logprobs_violations(
-    request: inference_pb2.GenerateRequest, prompt_tokens: int
-) -> dict[str, str]:
-    if not request.sampling.HasField("prompt_logprobs"):
-        return {}
-    answers = max(1, request.n, request.best_of)
-    alternatives = request.sampling.prompt_logprobs
-    values = prompt_tokens * (alternatives + 1) * answers
-    if values <= PROMPT_LOGPROBS_VALUES_MAX:
-        return {}
-    return {
-        "sampling.prompt_logprobs": f"{prompt_tokens} prompt tokens with {alternatives} alternatives for {answers} "
-        f"answers are {values} values, and at most {PROMPT_LOGPROBS_VALUES_MAX} are reported; shorten the "
-        "prompt or lower the alternatives"
-    }
-
-
-def _room(max_model_len: int, prompt_tokens: int) -> int:
-    """Tokens that fit into the context after the prompt. 1 where the context length is unknown."""
-    return max(1, max_model_len - prompt_tokens)
