@@ -1,11 +1,16 @@
-"""The text of a completion: converts its tokens and finds stop strings."""
+"""The content of a completion: converts its tokens to text, finds stop strings, and fills messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.errors import ProtocolViolation
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_text.detokenizer import IncrementalDetokenizer, StopStringScanner
+
+# Of prompt tokens, in one message. A reader formats so many in some milliseconds.
+_MESSAGE_VALUES_MAX = 2_048
 
 
 class CompletionText:
@@ -63,3 +68,107 @@ class CompletionText:
         if self._stop_token_ids.isdisjoint(token_ids):
             return token_ids
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
+
+
+class PromptLogprobs:
+    """The prompt's tokens and their logprobs until they are sent, in parts of a bounded size."""
+
+    def __init__(self, request: PreparedRequest) -> None:
+        self._token_ids = request.token_ids
+        self.awaited = request.sampling.HasField("prompt_logprobs") and not request.generated
+        self._step = max(1, _MESSAGE_VALUES_MAX // (request.sampling.prompt_logprobs + 1))
+        self._entries: Sequence[sampling_pb2.TokenLogprobs] = ()
+        self._next = len(self._token_ids)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a part is not sent."""
+        return self._next < len(self._token_ids)
+
+    def put(self, entries: Sequence[sampling_pb2.TokenLogprobs]) -> None:
+        """Those of the whole prompt, before the first token. Raises ProtocolViolation when some are missing."""
+        if len(entries) != len(self._token_ids) - 1:
+            raise ProtocolViolation(
+                f"the decode worker sent logprobs of {len(entries)} prompt tokens, not of "
+                f"{len(self._token_ids) - 1}; its version may lack prompt_logprobs"
+            )
+        self._entries, self._next = entries, 0
+        self.awaited = False
+
+    def fill(self, message: inference_pb2.GenerateResponse) -> None:
+        """Moves the next part to a message."""
+        start, self._next = self._next, min(self._next + self._step, len(self._token_ids))
+        message.prompt_token_ids.extend(self._token_ids[start : self._next])
+        message.prompt_logprobs.extend(self._entries[max(0, start - 1) : self._next - 1])
+        if not self.pending:
+            self._entries = ()
+
+
+class PendingTokens:
+    """The tokens of a completion, of which the last ones are not in a message yet.
+
+    Without stop strings, tokens become text when a message is built.
+    """
+
+    def __init__(self, request: PreparedRequest) -> None:
+        self.generated = list(request.generated)
+        """All tokens of the completion so far."""
+        self.token_ids: list[int] = []
+        """Those that are not in a message yet."""
+        self.logprobs: list[sampling_pb2.TokenLogprobs] = []
+        """Theirs, if they were requested."""
+        self._text = CompletionText(request)
+        self._text.replay(request.generated)
+        self._parts: list[str] = []
+        self._tokens_with_text = 0
+        """How many of the token ids `_parts` has the text of."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete. Tokens added after that are ignored."""
+        return self._text.stopped
+
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that is complete. Empty while none is."""
+        return self._text.stopped_by
+
+    @property
+    def text(self) -> str:
+        """The text of the tokens, all of which are converted in one call, unless there are stop strings."""
+        converted = self._text.has_stop_strings or self._tokens_with_text == len(self.token_ids)
+        if not converted:
+            self._parts.append(self._text.extend(self.token_ids[self._tokens_with_text :]))
+            self._tokens_with_text = len(self.token_ids)
+        return "".join(self._parts)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
+        """Adds tokens. With stop strings, one by one up to the token that completes one."""
+        if not self._text.has_stop_strings:
+            self.generated += token_ids
+            self.token_ids += token_ids
+            self.logprobs += logprobs
+            return
+        for index, token_id in enumerate(token_ids):
+            if self.stopped:
+                break
+            self.generated.append(token_id)
+            self.token_ids.append(token_id)
+            self.logprobs.extend(logprobs[index : index + 1])
+            self._parts.append(self._text.append(token_id, len(self.generated)))
+
+    def finish(self) -> None:
+        """Adds the text that was held back, which can complete a stop string."""
+        self._parts = [self.text, self._text.finish(len(self.generated))]
+
+    def clear(self) -> None:
+        """The tokens are in a message."""
+        self.token_ids, self.logprobs, self._parts = [], [], []
+        self._tokens_with_text = 0
+
+    def fill(self, message: inference_pb2.GenerateResponse) -> None:
+        """Moves the tokens to a message."""
+        message.text = self.text
+        message.token_ids.extend(self.token_ids)
+        message.logprobs.extend(self.logprobs)
+        self.clear()

@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
-from headrace_common.errors import ProtocolViolation
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
-from headrace_frontend.request.completion_text import CompletionText
+from headrace_frontend.request.completion_text import PendingTokens, PromptLogprobs
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import WorkerRef
 
 PENDING_TOKENS_MAX = 1_024
-# Of prompt tokens, in one message. A reader formats so many in some milliseconds.
-_MESSAGE_VALUES_MAX = 2_048
 
 TextOutlet: TypeAlias = Callable[[str], bool]
 """Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
@@ -55,56 +51,6 @@ class NewTokens(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Pending:
-    """The content of the next message. Without stop strings, tokens become text when the message is built."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
-    tokens_with_text: int = 0
-    """How many of the token ids `text` contains."""
-
-    def add_text(self, text: str) -> None:
-        """`text` is that of all tokens that had no text yet."""
-        self.tokens_with_text = len(self.token_ids)
-        self.text.append(text)
-
-
-class _PromptLogprobs:
-    """The prompt's tokens and their logprobs until they are sent, in parts of a bounded size."""
-
-    def __init__(self, request: PreparedRequest) -> None:
-        self._token_ids = request.token_ids
-        self.awaited = request.sampling.HasField("prompt_logprobs") and not request.generated
-        self._step = max(1, _MESSAGE_VALUES_MAX // (request.sampling.prompt_logprobs + 1))
-        self._entries: Sequence[sampling_pb2.TokenLogprobs] = ()
-        self._next = len(self._token_ids)
-
-    @property
-    def pending(self) -> bool:
-        """Whether a part is not sent."""
-        return self._next < len(self._token_ids)
-
-    def put(self, entries: Sequence[sampling_pb2.TokenLogprobs]) -> None:
-        """Those of the whole prompt, before the first token. Raises ProtocolViolation when some are missing."""
-        if len(entries) != len(self._token_ids) - 1:
-            raise ProtocolViolation(
-                f"the decode worker sent logprobs of {len(entries)} prompt tokens, not of "
-                f"{len(self._token_ids) - 1}; its version may lack prompt_logprobs"
-            )
-        self._entries, self._next = entries, 0
-        self.awaited = False
-
-    def fill(self, message: inference_pb2.GenerateResponse) -> None:
-        """Moves the next part to a message."""
-        start, self._next = self._next, min(self._next + self._step, len(self._token_ids))
-        message.prompt_token_ids.extend(self._token_ids[start : self._next])
-        message.prompt_logprobs.extend(self._entries[max(0, start - 1) : self._next - 1])
-        if not self.pending:
-            self._entries = ()
-
-
 class ResponseStream:
     """The response to one request, over all its attempts.
 
@@ -123,11 +69,8 @@ class ResponseStream:
         """`paced`: see FlushPace. `gaps` counts the seconds between two batches of tokens."""
         self._request = request
         self._trace_id = trace_id
-        self._text = CompletionText(request)
-        self._text.replay(request.generated)
-        self._generated = list(request.generated)
-        self._pending = _Pending()
-        self._prompt = _PromptLogprobs(request)
+        self._pending = PendingTokens(request)
+        self._prompt = PromptLogprobs(request)
         self._last_message: inference_pb2.GenerateResponse | None = None
         self._error: Exception | None = None
         self._ended = False
@@ -180,12 +123,12 @@ class ResponseStream:
     @property
     def new_tokens(self) -> int:
         """The number of tokens that attempts have added."""
-        return len(self._generated) - len(self._request.generated)
+        return len(self._pending.generated) - len(self._request.generated)
 
     @property
     def started(self) -> bool:
         """Whether an attempt has added a token."""
-        return len(self._generated) > len(self._request.generated)
+        return len(self._pending.generated) > len(self._request.generated)
 
     @property
     def kv_is_on_decode(self) -> bool:
@@ -197,24 +140,24 @@ class ResponseStream:
     @property
     def generated(self) -> tuple[int, ...]:
         """All tokens of the completion so far. The next attempt continues after them."""
-        return tuple(self._generated)
+        return tuple(self._pending.generated)
 
     @property
     def completion_tokens(self) -> int:
         """The number of tokens of the completion so far."""
-        return len(self._generated)
+        return len(self._pending.generated)
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete. Tokens added after that are ignored."""
-        return self._text.stopped
+        return self._pending.stopped
 
     @property
     def ended_by(self) -> sampling_pb2.FinishReason.ValueType:
         """Why no token can follow. Unspecified while one can."""
         if self.stopped:
             return sampling_pb2.FINISH_REASON_STOP
-        return ended_by(self._request, self._generated)
+        return ended_by(self._request, self._pending.generated)
 
     def attempt_started(self, decode_worker: WorkerRef) -> None:
         """An attempt adds its tokens from now on."""
@@ -302,14 +245,7 @@ class ResponseStream:
         if self.gaps is not None and self.last_token_unix_ns:
             self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
         self.last_token_unix_ns = now_unix_ns
-        if self._text.has_stop_strings:
-            self._append_until_stop(token_ids, logprobs)
-        else:
-            pending = self._pending
-            self._generated += token_ids
-            pending.token_ids += token_ids
-            if logprobs:
-                pending.logprobs += logprobs
+        self._pending.add(token_ids, logprobs)
         if self._flush_timer is not None or self._readable.is_set():
             return
         rest_s = self._pace.batch_s(now_ns / 1e9)
@@ -326,15 +262,13 @@ class ResponseStream:
     ) -> None:
         """Ends the response. The next message is the last."""
         self.usage = usage
-        self._detokenize_pending()
-        self._pending.text.append(self._text.finish(len(self._generated)))
-        # The last characters can complete a stop string.
+        self._pending.finish()
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
         self._last_message = inference_pb2.GenerateResponse(
             finish_reason=self.finish_reason,
             usage=usage,
             timing=timing,
-            stop_text=self._text.stopped_by,
+            stop_text=self._pending.stopped_by,
         )
         self._end()
 
@@ -420,61 +354,35 @@ class ResponseStream:
         pending = self._pending
         if not self._sent_first_message or pending.logprobs or self.stopped:
             return False
-        self._detokenize_pending()
-        text = "".join(pending.text)
+        text = pending.text
         # No text: the tokens are a part of a character.
         if text and not outlet(text):
             return False
-        self._pace.record_flush(time.monotonic())
-        self._pending = _Pending()
-        self._drained.set()
+        pending.clear()
+        self._record_flush()
         return True
-
-    def _append_until_stop(
-        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
-    ) -> None:
-        """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
-        for index, token_id in enumerate(token_ids):
-            if self.stopped:
-                break
-            self._generated.append(token_id)
-            self._pending.token_ids.append(token_id)
-            self._pending.logprobs.extend(logprobs[index : index + 1])
-            self._pending.text.append(self._text.append(token_id, len(self._generated)))
-
-    def _detokenize_pending(self) -> None:
-        """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
-        pending = self._pending
-        if self._text.has_stop_strings or pending.tokens_with_text == len(pending.token_ids):
-            return
-        pending.add_text(self._text.extend(pending.token_ids[pending.tokens_with_text :]))
 
     def _build_message(self) -> inference_pb2.GenerateResponse:
         if self._prompt.pending:
-            message = inference_pb2.GenerateResponse(request_id=self._request.request_id)
+            message = inference_pb2.GenerateResponse()
             self._prompt.fill(message)
-            self._name_trace(message)
-            return message
-        self._detokenize_pending()
-        pending, self._pending = self._pending, _Pending()
-        message = self._last_message or inference_pb2.GenerateResponse()
-        self._last_message = None
-        if not self._ended:
-            self._readable.clear()
-        self._drained.set()
-        self._pace.record_flush(time.monotonic())
+        else:
+            message = self._last_message or inference_pb2.GenerateResponse()
+            self._pending.fill(message)
+            self._last_message = None
+            if not self._ended:
+                self._readable.clear()
+            self._record_flush()
         message.request_id = self._request.request_id
-        message.text = "".join(pending.text)
-        message.token_ids.extend(pending.token_ids)
-        message.logprobs.extend(pending.logprobs)
-        self._name_trace(message)
-        return message
-
-    def _name_trace(self, message: inference_pb2.GenerateResponse) -> None:
         if not self._sent_first_message:
             message.trace_id = self._trace_id
             self._sent_first_message = True
             self.first_message_unix_ns = self.now_unix_ns()
+        return message
+
+    def _record_flush(self) -> None:
+        self._drained.set()
+        self._pace.record_flush(time.monotonic())
 
 
 def ended_by(
