@@ -86,19 +86,7 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
     if body.tools and body.tool_choice is not None:
         single = not body.parallel_tool_calls
         chat.tool_choice.CopyFrom(_tool_choice(body.tool_choice, single=single))
-    request = inference_pb2.GenerateRequest(
-        model=body.model,
-        chat=chat,
-        sampling=sampling,
-        request_id=request_id,
-        n=body.n,
-        include_latency=body.include_latency,
-        ttft_target=_target(body.ttft_target_s),
-        tpot_target=_target(body.tpot_target_s),
-        priority=_PRIORITIES[body.priority],
-        cache_salt=body.cache_salt,
-        conversation_id=id_of(body.prompt_cache_key),
-    )
+    request = _request(body, request_id, sampling, chat=chat)
     _set_images(request.chat, body.messages)
     return request
 
@@ -116,20 +104,7 @@ def completion_requests(
         # The engine reports the prompt with the first token. The response leaves that out.
         sampling.max_tokens = 1
     return [
-        inference_pb2.GenerateRequest(
-            model=body.model,
-            sampling=sampling,
-            request_id=_numbered(request_id, index),
-            n=body.n,
-            best_of=body.best_of,
-            include_latency=body.include_latency,
-            ttft_target=_target(body.ttft_target_s),
-            tpot_target=_target(body.tpot_target_s),
-            priority=_PRIORITIES[body.priority],
-            cache_salt=body.cache_salt,
-            conversation_id=id_of(body.prompt_cache_key),
-            **prompt,
-        )
+        _request(body, _numbered(request_id, index), sampling, best_of=body.best_of, **prompt)
         for index, prompt in enumerate(_prompts(body.prompt))
     ]
 
@@ -170,6 +145,25 @@ def openai_violations(
             field = pattern.sub(name, field, count=1)
         renamed[names.get(field, field)] = remedy
     return renamed
+
+
+def _request(
+    body: GenerationBody, request_id: str, sampling: sampling_pb2.SamplingParams, **fields: Any
+) -> inference_pb2.GenerateRequest:
+    """A request with the fields that completions and chats share, and with these."""
+    return inference_pb2.GenerateRequest(
+        model=body.model,
+        sampling=sampling,
+        request_id=request_id,
+        n=body.n,
+        include_latency=body.include_latency,
+        ttft_target=_target(body.ttft_target_s),
+        tpot_target=_target(body.tpot_target_s),
+        priority=_PRIORITIES[body.priority],
+        cache_salt=body.cache_salt,
+        conversation_id=id_of(body.prompt_cache_key),
+        **fields,
+    )
 
 
 def _numbered(request_id: str, index: int) -> str:
