@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -124,7 +124,8 @@ class OpenAiApp:
     async def _list_models(self, exchange: HttpExchange) -> None:
         self._intake.tenant_of(exchange)
         models = self._parts.models.list_models()
-        await exchange.respond_object(_models_object(models, self._started_s))
+        data = [_model_object(model, self._started_s) for model in models]
+        await exchange.respond_object({"object": "list", "data": data})
 
     async def _describe_model(self, exchange: HttpExchange) -> None:
         self._intake.tenant_of(exchange)
@@ -162,11 +163,6 @@ class OpenAiApp:
         if not self._parts.models.list_models():
             raise HttpError(503, "no_decode_worker", "no decode worker serves a model yet")
         await exchange.respond_object({"status": "ready"})
-
-
-def _models_object(models: Iterable[inference_pb2.Model], created: int) -> dict[str, Any]:
-    """The response of /v1/models. `created` is when this router started."""
-    return {"object": "list", "data": [_model_object(model, created) for model in models]}
 
 
 def _model_object(model: inference_pb2.Model, created: int) -> dict[str, Any]:

@@ -51,6 +51,12 @@ class Body(BaseModel):
         return cls.translated(kept)
 
 
+class LenientBody(Body):
+    """A body of an API with fields that say nothing to a model, such as cache_control, ids and statuses."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class UnknownFields:
     """Finds the fields of bodies that no class names. Each name is logged once, or all of them are `rejected`."""
 

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.latency.breakdown import breakdown_object
@@ -76,35 +76,35 @@ class CollectedChoice:
         return "".join(self.texts)
 
 
-class AnswerFormat(Protocol):
+class AnswerFormat(ABC):
     """Formats one response: its events if it is streamed, or else one object."""
 
+    @abstractmethod
     def first_event(self, index: int) -> bytes:
         """The events before the first text. Empty if there are none."""
-        ...
 
+    @abstractmethod
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
         """The events for one message, or nothing."""
-        ...
 
+    @abstractmethod
     def text_event(self, index: int, text: str) -> bytes | None:
         """As `event`, for a message with text alone. None when the event depends on more than the text."""
-        ...
 
+    @abstractmethod
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         """The end of the stream."""
-        ...
 
+    @abstractmethod
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
         """The response as one object."""
-        ...
 
     def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
         """The tokens of a message with their logprobs. Empty when logprobs were not requested."""
-        ...
+        return []
 
 
-class ResponseFormat(ABC):
+class ResponseFormat(AnswerFormat):
     """The formats of /v1/completions and /v1/chat/completions."""
 
     kind: str
@@ -121,7 +121,6 @@ class ResponseFormat(ABC):
         self._names = TokenNames(
             codec, by_id=includes.names_tokens_by_id, beside_top=self.lists_beside_top
         )
-        self.tokens_of = self._names.tokens_of
         self._prompts: list[Sequence[int]] = []
         """The tokens of each choice's prompt, where `includes` needs them."""
         self._prompt_texts: list[str] = []
@@ -157,12 +156,10 @@ class ResponseFormat(ABC):
     ) -> dict[str, Any]:
         """The logprobs of the tokens of a message."""
 
-    def first_event(self, index: int) -> bytes:
-        """The event before the first text. Empty if there is none."""
-        return b""
+    def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
+        return self._names.tokens_of(message)
 
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
-        """The event for one message, or nothing."""
         count = self._completion_tokens.get(index, 0) + len(message.token_ids)
         self._completion_tokens[index] = count
         delta = self._delta(index, message)
@@ -205,7 +202,6 @@ class ResponseFormat(ABC):
         return f"]{more}{suffix[1:]}"
 
     def text_event(self, index: int, text: str) -> bytes | None:
-        """As `event`, for a message with text alone. None when the event depends on more than the text."""
         if self._includes.prompt:
             return None
         template = self._templates.get(index)
@@ -228,7 +224,6 @@ class ResponseFormat(ABC):
         return {}
 
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
-        """The response as one object."""
         usage = usage_object([choice.usage for choice in choices], prompts)
         return json.dumps(
             {

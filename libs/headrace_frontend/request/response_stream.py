@@ -68,7 +68,8 @@ class ResponseStream:
     ) -> None:
         """`paced`: see FlushPace. `gaps` counts the seconds between two batches of tokens."""
         self._request = request
-        self._trace_id = trace_id
+        self.trace_id = trace_id
+        """The trace of the request, as 32 hex characters."""
         self._pending = PendingTokens(request)
         self._prompt = PromptLogprobs(request)
         self._last_message: inference_pb2.GenerateResponse | None = None
@@ -111,11 +112,6 @@ class ResponseStream:
         return self._request.model
 
     @property
-    def trace_id(self) -> str:
-        """The trace of the request, as 32 hex characters."""
-        return self._trace_id
-
-    @property
     def prompt_tokens(self) -> int:
         """The number of tokens of the prompt."""
         return len(self._request.token_ids)
@@ -128,7 +124,7 @@ class ResponseStream:
     @property
     def started(self) -> bool:
         """Whether an attempt has added a token."""
-        return len(self._pending.generated) > len(self._request.generated)
+        return self.new_tokens > 0
 
     @property
     def kv_is_on_decode(self) -> bool:
@@ -375,7 +371,7 @@ class ResponseStream:
             self._record_flush()
         message.request_id = self._request.request_id
         if not self._sent_first_message:
-            message.trace_id = self._trace_id
+            message.trace_id = self.trace_id
             self._sent_first_message = True
             self.first_message_unix_ns = self.now_unix_ns()
         return message

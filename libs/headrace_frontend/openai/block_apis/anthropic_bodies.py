@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
-from headrace_frontend.openai.body import Body
+from headrace_frontend.openai.body import LenientBody
 
 _BLOCKS_MAX: Final = 1_024
 _STOPS_MAX: Final = 64
@@ -18,13 +18,7 @@ _BLOCKS: Final = ("text", "image", "thinking", "tool_use", "tool_result")
 _IGNORED_BLOCKS: Final = frozenset(("redacted_thinking",))
 
 
-class _Part(Body):
-    """A JSON object. Fields that this API does not use say nothing to the model, such as cache_control."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class SourceBody(_Part):
+class SourceBody(LenientBody):
     """The file of an image."""
 
     type: Literal["base64", "url"]
@@ -38,7 +32,7 @@ class SourceBody(_Part):
         return self.url if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
 
 
-class BlockBody(_Part):
+class BlockBody(LenientBody):
     """A block of a message: text, an image, thinking, a tool's use or a tool's result."""
 
     type: str
@@ -70,14 +64,14 @@ class BlockBody(_Part):
 _Blocks = str | Annotated[list[BlockBody], Field(fail_fast=True, max_length=_BLOCKS_MAX)]
 
 
-class AnthropicMessage(_Part):
+class AnthropicMessage(LenientBody):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
     content: _Blocks
 
 
-class AnthropicTool(_Part):
+class AnthropicTool(LenientBody):
     """A tool. Those of other types run on Anthropic's servers, so they are left out."""
 
     name: str = ""
@@ -86,7 +80,7 @@ class AnthropicTool(_Part):
     input_schema: dict[str, Any] | None = None
 
 
-class AnthropicToolChoice(_Part):
+class AnthropicToolChoice(LenientBody):
     """Whether the model must call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -94,27 +88,27 @@ class AnthropicToolChoice(_Part):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Part):
+class Thinking(LenientBody):
     """Whether the model reasons before it answers."""
 
     type: str
 
 
-class OutputFormat(_Part):
+class OutputFormat(LenientBody):
     """The form of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Part):
+class OutputConfig(LenientBody):
     """The form of the answer, and how much the model reasons."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
-class CountTokensBody(_Part):
+class CountTokensBody(LenientBody):
     """A request of /v1/messages/count_tokens."""
 
     model: str = ""

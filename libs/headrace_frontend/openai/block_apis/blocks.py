@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer
-from headrace_frontend.openai.responses import CollectedChoice, ResponseHead
+from headrace_frontend.openai.responses import AnswerFormat, CollectedChoice, ResponseHead
 
 
 class BlockKind(Enum):
@@ -38,8 +38,8 @@ class Block:
         return "".join(self.pieces)
 
 
-class BlockFormat(ABC):
-    """Formats one answer: its events if it is streamed, or else one object. It has the methods of ResponseFormat."""
+class BlockFormat(AnswerFormat):
+    """Formats one answer as blocks."""
 
     def __init__(self, head: ResponseHead, rules: AnswerRules) -> None:
         self._head = head
@@ -48,10 +48,6 @@ class BlockFormat(ABC):
         self._last = inference_pb2.GenerateResponse()
         self.blocks: list[Block] = []
         """The last one is open until the answer ends."""
-
-    @abstractmethod
-    def first_event(self, index: int) -> bytes:
-        """The events before the first block."""
 
     @abstractmethod
     def _opened(self, block: Block) -> bytes:
@@ -65,16 +61,7 @@ class BlockFormat(ABC):
     def _closed(self, block: Block) -> bytes:
         """The events of a block that is complete."""
 
-    @abstractmethod
-    def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
-        """The events after the last block."""
-
-    @abstractmethod
-    def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
-        """The answer as one object."""
-
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
-        """The events for one message; see ResponseFormat."""
         last = bool(message.finish_reason)
         data = b"".join(self._add(self._answer.delta(message.text, last=last)))
         if last:
@@ -83,16 +70,11 @@ class BlockFormat(ABC):
         return data
 
     def text_event(self, index: int, text: str) -> bytes | None:
-        """As `event`, for a message with text alone. None when the event depends on more than the text."""
         if self._divides or not self.blocks:
             return None
         block = self.blocks[-1]
         block.pieces.append(text)
         return self._more(block, text)
-
-    def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
-        """None: these answers have no logprobs."""
-        return []
 
     def _collect(self, choice: CollectedChoice) -> None:
         """Takes a whole answer."""

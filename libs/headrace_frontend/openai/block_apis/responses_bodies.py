@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
-from headrace_frontend.openai.body import Body
+from headrace_frontend.openai.body import LenientBody
 from headrace_frontend.openai.messages import MessageBody
 
 _PARTS_MAX: Final = 1_024
@@ -20,13 +20,7 @@ _UNSUPPORTED: Final = (
 )
 
 
-class _Part(Body):
-    """A JSON object. Fields that this API does not use say nothing to the model, such as ids and statuses."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class PartBody(_Part):
+class PartBody(LenientBody):
     """A part of an item's content."""
 
     type: str
@@ -51,7 +45,7 @@ class PartBody(_Part):
 _Parts = Annotated[list[PartBody], Field(fail_fast=True, max_length=_PARTS_MAX)]
 
 
-class ItemBody(_Part):
+class ItemBody(LenientBody):
     """An item of the conversation: a message, a call of a function, what it returned, or reasoning."""
 
     type: str = "message"
@@ -75,7 +69,7 @@ class ItemBody(_Part):
         return self
 
 
-class ResponsesTool(_Part):
+class ResponsesTool(LenientBody):
     """A tool, or a namespace of tools. Only functions can be called here, so tools of other types are left out."""
 
     type: str
@@ -86,7 +80,7 @@ class ResponsesTool(_Part):
     tools: Annotated[list[ResponsesTool], Field(max_length=CHAT_TOOLS_MAX)] | None = None
 
 
-class ResponsesToolChoice(_Part):
+class ResponsesToolChoice(LenientBody):
     """The choice of one function, or of some tools."""
 
     type: str
@@ -94,7 +88,7 @@ class ResponsesToolChoice(_Part):
     mode: Literal["auto", "required"] | None = None
 
 
-class TextFormat(_Part):
+class TextFormat(LenientBody):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -102,19 +96,19 @@ class TextFormat(_Part):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextBody(_Part):
+class TextBody(LenientBody):
     """What the text of an answer is like."""
 
     format: TextFormat | None = None
 
 
-class ReasoningBody(_Part):
+class ReasoningBody(LenientBody):
     """How much the model reasons."""
 
     effort: str | None = None
 
 
-class ResponsesBody(_Part):
+class ResponsesBody(LenientBody):
     """A request of /v1/responses."""
 
     model: str = ""
