@@ -6,6 +6,7 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.callers.priority import Priority
@@ -191,17 +192,19 @@ def prepare(
         keeps_stop=request.sampling.include_stop_str_in_output,
         skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
         or request.sampling.skip_special_tokens,
-        ttft_target_s=seconds_from_duration(request.ttft_target)
-        if request.HasField("ttft_target")
-        else None,
-        tpot_target_s=seconds_from_duration(request.tpot_target)
-        if request.HasField("tpot_target")
-        else None,
-        keep_s=seconds_from_duration(request.keep) if request.HasField("keep") else None,
+        ttft_target_s=_seconds(request, "ttft_target"),
+        tpot_target_s=_seconds(request, "tpot_target"),
+        keep_s=_seconds(request, "keep"),
         includes_latency=request.include_latency,
         images=images,
         image_prefix_ids=hashed_token_ids(token_ids, images) if images else None,
     )
+
+
+def _seconds(
+    request: inference_pb2.GenerateRequest, name: Literal["ttft_target", "tpot_target", "keep"]
+) -> float | None:
+    return seconds_from_duration(getattr(request, name)) if request.HasField(name) else None
 
 
 def _workers_sampling(
@@ -309,13 +312,20 @@ def _tokenized(
     images: PromptImages = ()
     try:
         rule = rule_for(request.chat, codec)
-        token_ids = _prompt_tokens(
-            request,
-            codec,
-            context or None,
-            cache_scope,
-            add_generation_prompt=add_generation_prompt,
-        )
+        if request.HasField("tokens"):
+            token_ids = array("I", request.tokens.ids)
+        elif request.HasField("text"):
+            token_ids = array("I", codec.encode(request.text, context or None))
+        else:
+            token_ids = codec.encode_chat(
+                messages_of(request.chat),
+                continue_final_message=request.chat.continue_final_message,
+                tokens_max=context or None,
+                tools=tools_of(request.chat),
+                template_kwargs=template_kwargs_of(request.chat),
+                cache_scope=cache_scope,
+                add_generation_prompt=add_generation_prompt,
+            )
         if rule is not None:
             token_ids, images = with_placeholders(token_ids, request.chat, rule)
     except TooManyTokens as error:
@@ -326,29 +336,6 @@ def _tokenized(
     except InvalidRequest as error:
         return array("I"), images, error.violations
     return token_ids, images, length_violations(request, len(token_ids), context)
-
-
-def _prompt_tokens(
-    request: inference_pb2.GenerateRequest,
-    codec: TextCodec,
-    tokens_max: int | None,
-    cache_scope: str,
-    *,
-    add_generation_prompt: bool,
-) -> array[int]:
-    if request.HasField("tokens"):
-        return array("I", request.tokens.ids)
-    if request.HasField("text"):
-        return array("I", codec.encode(request.text, tokens_max))
-    return codec.encode_chat(
-        messages_of(request.chat),
-        continue_final_message=request.chat.continue_final_message,
-        tokens_max=tokens_max,
-        tools=tools_of(request.chat),
-        template_kwargs=template_kwargs_of(request.chat),
-        cache_scope=cache_scope,
-        add_generation_prompt=add_generation_prompt,
-    )
 
 
 def _vocabulary_violations(

@@ -84,7 +84,7 @@ class MessagesFormat(BlockFormat):
 
     @property
     def _stop_reason(self) -> str:
-        if self._reason == sampling_pb2.FINISH_REASON_LENGTH:
+        if self._last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH:
             return "max_tokens"
         if self._answer.called:
             return "tool_use"

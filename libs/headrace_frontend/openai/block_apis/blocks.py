@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer
 from headrace_frontend.openai.responses import AnswerFormat, CollectedChoice, ResponseHead
 
@@ -83,10 +83,6 @@ class BlockFormat(AnswerFormat):
         )
         for _ in self._add(self._answer.whole(choice.text)):
             pass
-
-    @property
-    def _reason(self) -> sampling_pb2.FinishReason.ValueType:
-        return self._last.finish_reason
 
     def _add(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
         for name, kind in (("reasoning_content", BlockKind.REASONING), ("content", BlockKind.TEXT)):

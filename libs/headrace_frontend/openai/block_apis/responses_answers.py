@@ -117,7 +117,7 @@ class ResponsesFormat(BlockFormat):
 
     @property
     def _status(self) -> str:
-        cut = self._reason == sampling_pb2.FINISH_REASON_LENGTH
+        cut = self._last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
         return "incomplete" if cut else "completed"
 
     def _response(self, status: str, usage: _Usage | None) -> dict[str, Any]:
