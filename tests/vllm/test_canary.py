@@ -151,11 +151,11 @@ async def test_a_deployment_goes_on_with_local_prefill_and_names_the_pair(
             prompt = prompt_of_blocks(9)
             outcome = await it.ask(greedy(prompt, 4, remote), 90)
             assert outcome.token_ids
-            if outcome.last.timing.prefill_worker_id:
+            if outcome.last.timing.prefill_worker_id or outcome.last.timing.attempts > 1:
+                # The router still paired them, and decode rejected the transfer.
                 return False
             plain = await it.ask(greedy(prompt, 4, local), 90)
             assert outcome.token_ids == plain.token_ids
-            assert outcome.last.timing.attempts == 1
             trace = await it.trace(outcome.trace_id)
             assert "layer 3, head" in str(trace)
             return True
