@@ -1,5 +1,7 @@
 """Write models/tiny-qwen2-vl and models/tiny-llava: small random models that take images.
 
+With --bench, only models/bench-qwen2-vl: the first family with 100 million parameters.
+
 An image becomes a number of tokens that depends on its size (Qwen2-VL, with positions in three dimensions), or always
 the same number (LLaVA). The bytes are always the same, because the weights come from a seeded generator.
 """
@@ -10,7 +12,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,30 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def bench_config(ids: dict[str, int]) -> PreTrainedConfig:
+    """About 100 million parameters."""
+    config = qwen2_vl(ids)
+    text, vision = config.get_text_config(), config.vision_config
+    text.hidden_size = vision.hidden_size = 576
+    text.intermediate_size, text.num_hidden_layers = 1536, 30
+    text.num_attention_heads, text.num_key_value_heads = 9, 3
+    text.rope_parameters["mrope_section"] = [8, 12, 12]
+    text.layer_types = ["full_attention"] * 30
+    vision.depth, vision.embed_dim, vision.num_heads = 4, 384, 6
+    return config
+
+
+BENCH: dict[str, Family] = {
+    "bench-qwen2-vl": replace(
+        FAMILIES["tiny-qwen2-vl"],
+        config=bench_config,
+        # An image of 1,024 x 1,024 pixels has 1,369 tokens.
+        image_processor=FAMILIES["tiny-qwen2-vl"].image_processor
+        | {"max_pixels": 1_400 * (2 * PATCH_PIXELS) ** 2},
+    )
+}
+
+
 def chat_template(image: str) -> str:
     """Turns with text, or with parts of text and images."""
     return (
@@ -244,8 +270,10 @@ def write_model(target: Path, family: Family) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=MODELS, help="directory to write into")
-    folder = parser.parse_args().models
-    for name, family in FAMILIES.items():
+    parser.add_argument("--bench", action="store_true", help="the model of bench.images")
+    arguments = parser.parse_args()
+    folder = arguments.models
+    for name, family in (BENCH if arguments.bench else FAMILIES).items():
         target = folder / name
         if not is_complete(target):
             write_model(target, family)

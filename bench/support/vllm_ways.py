@@ -91,6 +91,8 @@ class Ours:
     deployment: Deployment
     router: RouterClient
     operator: RouterOperator
+    http: str
+    """host:port of its OpenAI HTTP API."""
 
     def tree(self, *services: str) -> Tree:
         """The processes of these services, or of all services."""
@@ -166,7 +168,7 @@ async def ours(
             open_router(deployment.router) as router,
             open_router_internally(deployment.router_internal) as operator,
         ):
-            yield Ours(deployment, router, operator)
+            yield Ours(deployment, router, operator, topology.http_listen)
 
 
 def engine_arguments(model: Path, dtype: str, cache_tokens: int, **more: Any) -> dict[str, Any]:
