@@ -77,7 +77,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 
 REQUESTS ?= $(if $(RDMA),200,10000)
 .PHONY: test test-fast test-vllm test-deployments test-all test-clients chaos soak test-gpu test-kube test-rdma test-rdma-vllm
-.PHONY: test-install test-upgrade test-quickstart test-walk lint docs format type
+.PHONY: test-install test-upgrade test-quickstart lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and core
 test: test-fast test-vllm ## what each change must pass: units, components, the core of whole deployments and of vLLM
@@ -126,9 +126,6 @@ test-upgrade: setup ## a rolling upgrade from the previous release under load (H
 
 test-quickstart: setup ## the commands of docs/quickstart-gpu.md on two hosts, which are network namespaces
 	@$(BIN)/python -m tests.suite.quickstart_gpu
-
-test-walk: setup ## the blocks of README and docs/quickstart.md in a fresh clone, with status and seconds of each command
-	@$(BIN)/python -m tests.suite.newcomer_walk
 
 soak: setup ## half an hour of mixed load: no process may grow (ARGS="--seconds 300")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)

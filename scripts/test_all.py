@@ -30,7 +30,6 @@ LIMITS_S: Final = {
     "test-rdma": 3600,
     "test-rdma-vllm": 3600,
     "test-quickstart": 600,
-    "test-walk": 2400,
     "test-upgrade": 900,
     "test-install": 3600,
     "test-images": 3600,

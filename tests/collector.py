@@ -61,32 +61,33 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 @asynccontextmanager
 async def receiving_spans() -> AsyncIterator[tuple[SpanReceiver, str]]:
-    """Runs a collector of spans and yields it with the endpoint for services."""
+    """Runs a collector of spans, which takes metrics too, and yields it with the endpoint for services."""
     receiver = SpanReceiver()
-    server = grpc.aio.server()
-    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-    add(receiver, server)
-    # Services send their metrics there too.
-    add_metrics: Any = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server
-    add_metrics(Collector(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield receiver, f"http://127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
+    async with _serving(Collector(), receiver) as endpoint:
+        yield receiver, endpoint
 
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
     """Runs a collector and yields it with the endpoint for services."""
     collector = Collector()
+    async with _serving(collector) as endpoint:
+        yield collector, endpoint
+
+
+@asynccontextmanager
+async def _serving(
+    collector: Collector, receiver: SpanReceiver | None = None
+) -> AsyncIterator[str]:
     server = grpc.aio.server()
-    add: Any = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server
-    add(collector, server)
+    add_metrics: Any = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server
+    add_metrics(collector, server)
+    if receiver is not None:
+        add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        add(receiver, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield collector, f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         await server.stop(0)

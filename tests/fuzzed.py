@@ -1,4 +1,4 @@
-"""Random requests of clients, most of them one or two changes away from a valid one."""
+"""Random bodies of HTTP requests, most of them one or two changes away from a valid one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import random
 from collections.abc import Mapping
 from typing import Any, Final
 
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
-
-from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
 from headrace_frontend.openai.block_apis.anthropic_bodies import BlockBody, MessagesBody
 from headrace_frontend.openai.block_apis.responses_bodies import ItemBody, ResponsesBody
 from headrace_frontend.openai.body import Body
@@ -156,13 +152,6 @@ class Fuzzer:
             data = data[:at] + chance.randbytes(2) + data[at + 1 :]
         return data
 
-    def request(self) -> inference_pb2.GenerateRequest:
-        """A request over gRPC."""
-        request = self._valid()
-        for _ in range(self._random.randint(1, 3)):
-            self._change_message(request)
-        return request
-
     def value(self, level: int = 0) -> Any:
         """A JSON value. Lone surrogates and infinite numbers are some of them."""
         chance = self._random
@@ -195,78 +184,3 @@ class Fuzzer:
             value[chance.randrange(len(value))] = self.value()
         else:
             value[chance.choice((*value, chance.choice(names)))] = self.value()
-
-    def _valid(self) -> inference_pb2.GenerateRequest:
-        chance = self._random
-        sampling = sampling_pb2.SamplingParams(max_tokens=2)
-        if chance.random() < 0.4:
-            kind = chance.choice(("json", "regex", "grammar", "structural_tag"))
-            outputs: Any = {kind: self._text()}
-            sampling.structured_outputs.CopyFrom(sampling_pb2.StructuredOutputs(**outputs))
-        prompt: Any = {
-            "text": {"text": "a"},
-            "tokens": {"tokens": inference_pb2.TokenIds(ids=[1, 2])},
-            "chat": {
-                "chat": inference_pb2.Chat(
-                    messages=[
-                        inference_pb2.ChatMessage(role="user", content="a"),
-                        inference_pb2.ChatMessage(
-                            role="assistant",
-                            tool_calls=[tools_pb2.ToolCall(name="f", arguments=self._text())],
-                        ),
-                    ],
-                    tools=[tools_pb2.Tool(name="f", parameters=self._text())],
-                    template_kwargs=chance.choice(("", self._text())),
-                )
-            },
-        }[chance.choice(("text", "tokens", "chat"))]
-        return inference_pb2.GenerateRequest(sampling=sampling, **prompt)
-
-    def _change_message(self, message: Message) -> None:
-        """Changes one field of a message, at any depth."""
-        chance = self._random
-        fields: Any = message.DESCRIPTOR.fields
-        field: FieldDescriptor = chance.choice(fields)
-        held: Any = getattr(message, field.name)
-        if field.message_type is None:
-            value = self._scalar(field)
-            if field.is_repeated:
-                held.extend([value] * chance.randrange(1, 4))
-            else:
-                setattr(message, field.name, value)
-        elif field.message_type.GetOptions().map_entry:
-            key, value = (self._scalar(part) for part in field.message_type.fields)
-            held[key] = value
-        elif field.is_repeated:
-            if not held or chance.random() < 0.3:
-                held.add()
-            self._change_message(chance.choice(held))
-        else:
-            held.SetInParent()
-            if chance.random() < 0.9:
-                self._change_message(held)
-
-    def _scalar(self, field: FieldDescriptor) -> Any:
-        chance = self._random
-        match field.cpp_type:
-            case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
-                return chance.randbytes(3)
-            case FieldDescriptor.CPPTYPE_STRING:
-                return self._text()
-            case FieldDescriptor.CPPTYPE_BOOL:
-                return chance.random() < 0.5
-            case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
-                return chance.choice(FLOATS)
-            case FieldDescriptor.CPPTYPE_ENUM:
-                return chance.choice((0, 1, 2, 3, 77, -1))
-        bits = (
-            32
-            if field.cpp_type in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT32)
-            else 64
-        )
-        unsigned = field.cpp_type in (
-            FieldDescriptor.CPPTYPE_UINT32,
-            FieldDescriptor.CPPTYPE_UINT64,
-        )
-        low, high = (0, 2**bits - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        return chance.choice([number for number in NUMBERS if low <= number <= high])

@@ -27,8 +27,8 @@ _ATTACK_S = 90.0
 
 
 @asynccontextmanager
-async def attacked(folder: Path, *more: tuple[str, str, str]) -> AsyncIterator[Suite]:
-    """A deployment with API keys, a real tokenizer in the router, and `more` settings."""
+async def attacked(folder: Path) -> AsyncIterator[Suite]:
+    """A deployment with API keys and a real tokenizer in the router."""
     keys = folder / "keys"
     keys.write_text(f"{KEY} bystander\n{STRANGER_KEY} stranger\n")
     model = write_text_model(folder / "model")
@@ -38,7 +38,6 @@ async def attacked(folder: Path, *more: tuple[str, str, str]) -> AsyncIterator[S
         ("router", "api_keys_file", str(keys)),
         ("prefill", "model", workers),
         ("decode", "model", workers),
-        *more,
     )
     async with suite(folder, settings=settings) as it:
         yield it

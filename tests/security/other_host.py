@@ -16,16 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from headrace_common.errors import HeadraceError
-from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.factory import open_transport
-
 LOOPBACK, HERE, HERE_IPV6 = "127.0.0.1", "10.77.0.1", "fd77::1"
 # A connection takes milliseconds. A host that is dropped by a firewall does not answer at all.
 _CONNECT_TIMEOUT_S = 5.0
-_WRITE_TIMEOUT_S = 4.0
 
 Target = tuple[str, int]
 
@@ -87,17 +80,9 @@ class OtherHost:
         """The other host's address."""
         return self._link.there
 
-    def command(self, *words: str) -> list[str]:
-        """A command line that runs `words` on the other host."""
-        return ["nsenter", f"--net=/proc/{self._process.pid}/ns/net", *words]
-
     def reached(self, targets: Sequence[Target]) -> set[Target]:
         """The targets that accept a connection of the other host."""
         return {(host, port) for host, port in self._ask("connect", targets)}
-
-    def write(self, session: str, address: int, nbytes: int) -> str:
-        """Writes sevens to a transport. Returns "ok" or the error."""
-        return str(self._ask("write", session, address, nbytes))
 
     def close(self) -> None:
         self._process.kill()
@@ -148,25 +133,12 @@ def _connect(targets: Sequence[Target]) -> list[Target]:
         return [target for target, result in zip(targets, results, strict=True) if result]
 
 
-def _write(link: _Link, session: str, address: int, nbytes: int) -> str:
-    source = np.full(nbytes, 7, dtype=np.uint8)
-    transport = open_transport("mooncake", link.there, "tcp")
-    transport.register(source.ctypes.data, source.nbytes)
-    one = [np.array([value], dtype=np.int64) for value in (source.ctypes.data, address, nbytes)]
-    try:
-        transport.write(session, Runs(*one), _WRITE_TIMEOUT_S)
-    except HeadraceError as error:
-        return str(error)
-    return "ok"
-
-
 def _main(number: int) -> None:
     """Answers the parent's commands until it kills this process."""
     link = _Link(number)
     operations: dict[str, Any] = {
         "configure": partial(_configure_there, link),
         "connect": _connect,
-        "write": partial(_write, link),
     }
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

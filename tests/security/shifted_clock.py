@@ -5,7 +5,11 @@ from __future__ import annotations
 import mmap
 import struct
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+
+from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
+from headrace_cli.up.topology import ProcessSpec
 
 
 class ShiftedClock:
@@ -22,6 +26,17 @@ class ShiftedClock:
     def set(self, offset_s: float) -> None:
         """Sets the offset from this machine's clock."""
         self._shift[:] = struct.pack("=q", round(offset_s * 1e9))
+
+    def shifting(self, spawn: Spawn, service: str) -> Spawn:
+        """A spawn that gives the processes of one service this clock, in programs of their own."""
+
+        async def start(spec: ProcessSpec) -> ChildProcess:
+            if spec.service != service:
+                return await spawn(spec)
+            environment = {**spec.environment, **self.environment}
+            return await spawn_program(replace(spec, environment=environment))
+
+        return start
 
 
 def compile_clock_shim(folder: Path) -> Path:

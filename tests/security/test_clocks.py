@@ -8,15 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
-from headrace_cli.up.topology import ProcessSpec
-from headrace_common.errors import NoDecodeWorker, WorkerGone
 from tests.security.shifted_clock import ShiftedClock, compile_clock_shim
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 from tests.waiting import until
@@ -33,24 +29,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_clock_shim(tmp_path_factory.mktemp("shim"))
 
 
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps the state files of deployments in the folder of the test."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-def shifting(service: str, clock: ShiftedClock, spawn: Spawn) -> Spawn:
-    """A spawn that gives the processes of one service the shifted clock, in programs of their own."""
-
-    async def start(spec: ProcessSpec) -> ChildProcess:
-        if spec.service != service:
-            return await spawn(spec)
-        environment = {**spec.environment, **clock.environment}
-        return await spawn_program(replace(spec, environment=environment))
-
-    return start
-
-
 @asynccontextmanager
 async def shifted(
     service: str, library: Path, folder: Path, offset_s: float
@@ -58,7 +36,7 @@ async def shifted(
     clock = ShiftedClock(library, folder, offset_s)
     async with suite(
         folder,
-        spawning=lambda spawn: shifting(service, clock, spawn),
+        spawning=lambda spawn: clock.shifting(spawn, service),
         prefill_count=1,
         decode_count=1,
         settings=SETTINGS,
@@ -126,25 +104,3 @@ async def test_answers_and_disaggregation_go_on_whatever_one_clock_shows(
         else:
             assert "this router's" not in log_of(deployed, "router")
         assert "Traceback" not in log_of(deployed, "router")
-
-
-async def test_a_worker_restarted_with_its_clock_set_back_is_admitted_before_the_old_lease_ends(
-    library: Path, tmp_path: Path
-) -> None:
-    async with shifted("decode", library, tmp_path, 0.0) as (deployed, clock):
-        await answers(deployed, 1)
-        killed = deployed.child("decode-0")
-        deployed.kill("decode-0")
-        clock.set(-HOUR_S)
-        await deployed.restart_killed(killed)
-        await logged(deployed, "registry", an_hour_off("decode-0"))
-
-        async def answered() -> bool:
-            try:
-                await answers(deployed, 2)
-            except (NoDecodeWorker, WorkerGone):
-                # The router has not received the new incarnation yet, or has lost the old one before.
-                return False
-            return True
-
-        await until(answered, 20, "an answer of the new incarnation")

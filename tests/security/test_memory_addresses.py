@@ -16,7 +16,7 @@ from headrace_cli.client import list_members
 from headrace_cli.members import member_rows, workers_object, workers_view
 from headrace_cli.output import json_text
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import Role, caller_with
+from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
@@ -63,18 +63,6 @@ def secrets_of(descriptor: layout_pb2.KvDescriptor) -> set[str]:
 
 
 FETCHING = (("prefill", "prefix_fetch_min_tokens", "32"),)
-
-
-async def test_only_the_other_role_reads_where_the_memory_of_a_worker_is(tmp_path: Path) -> None:
-    async with suite(tmp_path, settings=FETCHING) as deployed:
-        for worker_id, reader in (("decode-0", Role.PREFILL), ("prefill-0", Role.DECODE)):
-            for role in Role:
-                found = await describe(deployed, worker_id, role)
-                if reader in caller_with(role).roles:
-                    assert isinstance(found, layout_pb2.KvDescriptor)
-                    assert found.ranks
-                else:
-                    assert found is grpc.StatusCode.PERMISSION_DENIED, (worker_id, role)
 
 
 async def test_a_worker_receives_handoffs_of_the_other_role_only(tmp_path: Path) -> None:

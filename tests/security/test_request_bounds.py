@@ -6,19 +6,13 @@ import asyncio
 import re
 import time
 from pathlib import Path
-from typing import Any
 
-import grpc
-import psutil
 import pytest
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from tests.security.bystander import KEY, STRANGER_KEY, attack, attacked, bystander
-from tests.suite.deployment import DEADLINE_S, greedy
 
 # A stream of another client stops for a second at most. A machine that is ten times slower meets this.
 STALL_MAX_S = 10.0
-FLOOD = 20
 # On a busy machine, several rejections may fall into one moment. Then the next call is refused unread.
 TOO_MANY = "RESOURCE_EXHAUSTED more than "
 GROWTH_BYTES_MAX = 128 * 1024 * 1024
@@ -82,36 +76,6 @@ async def test_without_a_key_every_attack_is_rejected_before_its_body_arrives(
             client.report("\nwithout a key", start_s, end_s)
         assert client.gaps_s(start_s, end_s)[-1] < STALL_MAX_S
         assert peak_bytes(router) - before_bytes < GROWTH_BYTES_MAX
-
-
-async def test_cancelled_texts_leave_the_tokenizer_to_others(tmp_path: Path) -> None:
-    async with attacked(tmp_path) as it:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(it.channel)
-        router = psutil.Process(it.child("router").process.pid)
-        flood = inference_pb2.GenerateRequest(text="in the orange " * 140_000)
-        stranger = (("x-api-key", STRANGER_KEY),)
-        at_start_s = cpu_s(router)
-        calls = [stub.Generate(flood, metadata=stranger, timeout=60) for _ in range(FLOOD)]
-        # One after another is encoded, and has too many tokens.
-        ends = [asyncio.create_task(call.code()) for call in calls]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=DEADLINE_S)
-        at_cancel_s = cpu_s(router)
-        for call in calls:
-            call.cancel()
-        codes = await asyncio.gather(*ends)
-        assert codes.count(grpc.StatusCode.CANCELLED) > FLOOD // 2
-        own = greedy([1], 3)
-        own.text = "the other one " * 6_000
-        own.ClearField("tokens")
-        answer = stub.Generate(own, metadata=(("x-api-key", KEY),), timeout=DEADLINE_S)
-        assert len([token async for response in answer for token in response.token_ids]) == 3
-        # The time of the first text includes that of receiving all of them.
-        assert cpu_s(router) - at_cancel_s < FLOOD / 4 * (at_cancel_s - at_start_s)
-
-
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def peak_bytes(process_id: int) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import list_members
 from headrace_cli.up.supervisor import Child
 from headrace_common.access.credentials import Credentials
@@ -17,7 +16,8 @@ from headrace_common.access.tokens import create_token, new_private_key, public_
 from headrace_common.errors import Unauthenticated
 from headrace_common.rpc.channel import open_channel
 from tests.security.test_roles import status_of
-from tests.suite.deployment import prompt_of, suite
+from tests.suite.deployment import suite
+from tests.suite.load import load
 from tests.waiting import until
 
 _SERVICES = (Role.REGISTRY, Role.ROUTER, Role.PREFILL, Role.DECODE, Role.WORKER)
@@ -92,63 +92,28 @@ async def test_tokens_and_keys_are_replaced_while_requests_run(
         assert not await listed()
         monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
         assert await listed()
-        stop = asyncio.Event()
+        async with load(deployed, streams=2, count=4) as asking:
+            credentials.write_keys(old, new)
+            new_operator = tmp_path / "new.token"
+            new_operator.write_text(create_token(new, Role.OPERATOR, "", 600))
 
-        async def ask() -> int:
-            count = 0
-            while not stop.is_set():
-                prompt = prompt_of(40 + count % 50, count)
-                answer = await deployed.generate(prompt, 4)
-                assert answer.token_ids == deployed.expected(prompt, 4)
-                count += 1
-            return count
+            async def known_to_all() -> bool:
+                children = deployed.deployment.children
+                return all([await accepts(child, new_operator) for child in children])
 
-        asking = [asyncio.create_task(ask()) for _ in range(2)]
-        credentials.write_keys(old, new)
-        new_operator = tmp_path / "new.token"
-        new_operator.write_text(create_token(new, Role.OPERATOR, "", 600))
+            await until(known_to_all, _READ_S, "the new key")
+            credentials.write_tokens(new)
+            # A real clock, because nothing shows that every service has read its token.
+            await asyncio.sleep(_READ_S)
+            credentials.write_keys(new)
+            forged = tmp_path / "old.token"
+            forged.write_text(create_token(old, Role.OPERATOR, "", 600))
+            monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(forged))
 
-        async def known_to_all() -> bool:
-            children = deployed.deployment.children
-            return all([await accepts(child, new_operator) for child in children])
+            async def refused() -> bool:
+                return not await listed()
 
-        await until(known_to_all, _READ_S, "the new key")
-        credentials.write_tokens(new)
-        # A real clock, because nothing shows that every service has read its token.
-        await asyncio.sleep(_READ_S)
-        credentials.write_keys(new)
-        forged = tmp_path / "old.token"
-        forged.write_text(create_token(old, Role.OPERATOR, "", 600))
-        monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(forged))
-
-        async def refused() -> bool:
-            return not await listed()
-
-        await until(refused, _READ_S, "the end of the old key")
-        monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
-        await until(listed, _READ_S, "the new token")
-        stop.set()
-        assert min(await asyncio.gather(*asking)) > 0
-
-
-async def test_the_token_of_a_worker_of_both_roles_is_enough_for_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = new_private_key()
-    credentials = _Credentials(tmp_path / "credentials")
-    credentials.write_keys(key)
-    credentials.write_tokens(key)
-    monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
-    settings = credentials.settings()
-    async with suite(
-        tmp_path, settings=settings, prefill_count=0, decode_count=0, worker_count=2
-    ) as deployed:
-        for number, placement in enumerate(
-            (inference_pb2.PREFILL_PLACEMENT_LOCAL, inference_pb2.PREFILL_PLACEMENT_REMOTE)
-        ):
-            prompt = prompt_of(60, number)
-            answer = await deployed.generate(prompt, 4, placement=placement)
-            assert answer.token_ids == deployed.expected(prompt, 4)
-            timing = answer.last.timing
-            computed_by = {timing.prefill_worker_id, timing.decode_worker_id} - {""}
-            assert len(computed_by) == 1 + number
+            await until(refused, _READ_S, "the end of the old key")
+            monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
+            await until(listed, _READ_S, "the new token")
+            await asking.more(1)

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
+
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -43,11 +45,8 @@ async def smg_before(folder: Path, workers: Collection[str]) -> AsyncIterator[st
 
 
 async def _is_ready(port: int) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
-    writer.write(b"GET /readiness HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    status = await reader.readline()
-    writer.close()
-    return b" 200 " in status
+    async with httpx.AsyncClient() as client:
+        try:
+            return (await client.get(f"http://127.0.0.1:{port}/readiness")).is_success
+        except httpx.HTTPError:
+            return False

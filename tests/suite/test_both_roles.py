@@ -50,8 +50,12 @@ async def test_up_with_workers_of_both_roles_answers_lists_and_drains_them(tmp_p
         assert measured.status == 2
         assert "send at least 5 prompts" in measured.err
 
+        unknown = await headrace("drain", "worker-7", *router)
+        assert unknown.status == 1
+        assert "worker-0, worker-1" in unknown.err
         gone = await headrace("drain", "worker-0", "--grace", "5", *router)
         assert gone.status == 0, gone.err
+        assert "worker-0 drains: 0 requests in flight, up to 5 s" in gone.out
         assert "worker-0 has ended" in gone.out
         await until(lambda: not processes_in(folder, "worker-id=worker-0"), interval_s=0.05)
         again = await headrace(*asked)
@@ -60,14 +64,3 @@ async def test_up_with_workers_of_both_roles_answers_lists_and_drains_them(tmp_p
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), 40) == 0
     assert processes_in(folder) == []
-
-
-@pytest.mark.core
-async def test_the_demo_runs_with_workers_of_both_roles(tmp_path: Path) -> None:
-    words = ("demo", "--engine", "sim", "--workers", "2", "--max-tokens", "6")
-    shown = await headrace(*words, "--logs", str(tmp_path / "logs"))
-    assert shown.status == 0, shown.err
-    answer, _, waterfall = shown.out.partition("trace ")
-    assert answer.strip()
-    assert "time to first token" in waterfall
-    assert "worker-" in waterfall

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import sys
@@ -17,7 +16,6 @@ import pytest
 from tests.forked_command import Finished, run_forked
 from tests.ports import free_port
 from tests.suite.certificates import Authority
-from tests.waiting import until
 
 COMMAND = (sys.executable, "-m", "headrace_cli")
 
@@ -58,20 +56,6 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.
             process.terminate()
             await asyncio.wait_for(process.wait(), 40)
         await process.stderr.read()
-
-
-@pytest.mark.core
-async def test_commands_wait_for_a_deployment_that_starts_after_them(tmp_path: Path) -> None:
-    port = str(free_port())
-    where = ("--router", f"127.0.0.1:{port}", "--wait", "60")
-    commands = [
-        asyncio.create_task(headrace(*command, *where))
-        for command in (("chat", "x", "--max-tokens", "2"), ("route", "x"), ("workers", "--json"))
-    ]
-    async with up(tmp_path / "logs", "--port", port):
-        for ended in await asyncio.gather(*commands):
-            assert ended.status == 0, ended.err
-            assert ended.out.strip()
 
 
 @pytest.mark.core
@@ -128,8 +112,6 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         }
         assert len(keys) == 1
         assert "no credit" not in listed.out
-        reset = await headrace("reset-cache", "prefill-0", "decode-0", "--router", router)
-        assert reset.status == 0, reset.err
         refused = await headrace("reset-cache", "decode-0", "router-0", "--router", router)
         assert refused.status == 1
         assert "no worker router-0" in refused.err
@@ -138,31 +120,32 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         assert "time to first token" in newest.out
         assert max(map(len, newest.out.splitlines())) <= 80
         trace_id = newest.out.split()[1]
-        file = tmp_path / "trace.json"
-        whole = await headrace(
-            "trace", trace_id, "--layers", "--router", router, "--otlp", str(file)
-        )
-        assert whole.status == 0, whole.err
-        assert newest.out in whole.out
-        assert "submitted" in whole.out
-        assert trace_id in file.read_text()
-        slowest = await headrace("trace", "slowest", "--router", router)
-        assert "time to first token" in slowest.out
         failed = await headrace("trace", "failed", "--router", router)
         assert failed.status == 1
         assert "none of the stored requests failed" in failed.err
-        both = await headrace("trace", "compare", "last", "slowest", "--router", router)
-        assert "B - A" in both.out
-        many = await headrace("trace", "--list", "5", "--router", router)
-        assert trace_id in many.out
         await every_answer_is_a_document(router, trace_id)
         await a_watch_goes_on_until_ctrl_c(router)
         unknown = await headrace("trace", "nobody", "--router", router, "--spans-wait", "0")
         assert unknown.status == 1
         assert len(unknown.err.splitlines()) == 1
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 40) == 0
+        await logs_show_a_deployment_here_and_down_ends_it(router, process)
     assert processes_in(tmp_path / "logs") == []
+
+
+async def logs_show_a_deployment_here_and_down_ends_it(
+    router: str, process: asyncio.subprocess.Process
+) -> None:
+    every = ("decode-0", "decode-1", "prefill-0", "registry", "router")
+    for names in ((), ("router",)):
+        shown = await headrace("logs", *names, "--router", router, "--lines", "1")
+        assert shown.status == 0, shown.err
+        assert len(shown.out.splitlines()) == len(names or every)
+    unknown = await headrace("logs", "decode-7", "--router", router)
+    assert unknown.status == 1
+    assert "name one of decode-0, decode-1, prefill-0" in unknown.err
+    ended = await headrace("down", "--router", router)
+    assert ended.status == 0, ended.err
+    assert await asyncio.wait_for(process.wait(), 10) == 0
 
 
 async def every_answer_is_a_document(router: str, trace_id: str) -> None:
@@ -207,46 +190,6 @@ async def a_watch_goes_on_until_ctrl_c(router: str) -> None:
     assert (watch.returncode, err) == (130, b"")
 
 
-@pytest.mark.core
-async def test_a_drained_worker_exits_and_the_others_keep_serving(tmp_path: Path) -> None:
-    port = free_port()
-    router = ("--router", f"127.0.0.1:{port}")
-    async with up(tmp_path / "logs", "--port", str(port), "--decode", "2") as process:
-        unknown = await headrace("drain", "decode-7", *router)
-        assert unknown.status == 1
-        assert "decode-0, decode-1, prefill-0" in unknown.err
-        gone = await headrace("drain", "decode-0", "--grace", "5", *router)
-        assert gone.status == 0, gone.err
-        assert "decode-0 drains: 0 requests in flight, up to 5 s" in gone.out
-        assert "decode-0 has ended" in gone.out
-        drained = tmp_path / "logs"
-        await until(lambda: not processes_in(drained, "worker-id=decode-0"), interval_s=0.05)
-        answered = await headrace("chat", "Hello", *router, "--max-tokens", "5")
-        assert answered.status == 0, answered.err
-        assert process.returncode is None
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 40) == 0
-
-
-async def test_logs_show_a_deployment_here_and_down_ends_it(tmp_path: Path) -> None:
-    port = str(free_port())
-    where = ("--router", f"127.0.0.1:{port}")
-    async with up(tmp_path / "logs", "--port", port) as process:
-        for names in ((), ("router",)):
-            shown = await headrace("logs", *names, *where, "--lines", "1")
-            assert shown.status == 0, shown.err
-            assert len(shown.out.splitlines()) == len(
-                names or ["decode-0", "prefill-0", "registry", "router"]
-            )
-        unknown = await headrace("logs", "decode-7", *where)
-        assert unknown.status == 1
-        assert "name one of decode-0, prefill-0" in unknown.err
-        ended = await headrace("down", *where)
-        assert ended.status == 0, ended.err
-        assert await asyncio.wait_for(process.wait(), 10) == 0
-    assert processes_in(tmp_path / "logs") == []
-
-
 async def test_up_starts_a_router_with_tls_and_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,13 +215,22 @@ async def test_up_starts_a_router_with_tls_and_keys(
         assert answered.status == 0, answered.err
 
 
-async def test_the_router_is_enough_to_find_the_rest(
+async def test_up_warns_and_its_router_is_enough_to_find_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, page = free_port(), f"127.0.0.1:{free_port()}"
+    heads = ("--set", "prefill.model=sim:heads=3", "--set", "decode.model=sim:heads=6")
     async with up(
-        *(tmp_path / "logs", "--port", str(port), "--set", f"router.status_listen={page}")
-    ):
+        *(tmp_path / "logs", "--port", str(port), "--set", f"router.status_listen={page}", *heads)
+    ) as process:
+        assert process.stderr is not None
+        warning = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
+        assert "prefill-0 cannot hand KV over to decode-0" in warning
+        assert "head_count (3 != 6)" in warning
+        for arguments in (("--port", str(port)), ("--port", "0", "--logs", f"{tmp_path}/logs")):
+            second = await headrace("up", "--engine", "sim", *arguments)
+            assert second.status == 2
+            assert f"process {process.pid}, router 127.0.0.1:{port}" in second.err
         # Without the state of `headrace up`, as on another host.
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
         router = ("--router", f"127.0.0.1:{port}")
@@ -290,35 +242,6 @@ async def test_the_router_is_enough_to_find_the_rest(
             assert shown.status == 0, shown.err
         status = await headrace("status", *router)
         assert status.out.startswith(f"http://{page}/")
-
-
-async def test_up_repairs_a_killed_worker_and_refuses_a_second_up(tmp_path: Path) -> None:
-    folder, port = tmp_path / "logs", free_port()
-    heads = ("--set", "prefill.model=sim:heads=3", "--set", "decode.model=sim:heads=6")
-    async with up(folder, "--port", str(port), *heads) as process:
-        assert process.stderr is not None
-        shown = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
-        assert "prefill-0 cannot hand KV over to decode-0" in shown
-        assert "head_count (3 != 6)" in shown
-        log = folder / "router.log"
-        await until(lambda: b"head_count (3 != 6)" in log.read_bytes(), 20)
-        before = log.read_bytes()
-        for arguments in (("--port", str(port)), ("--port", "0", "--logs", str(folder))):
-            second = await headrace("up", "--engine", "sim", *arguments)
-            assert second.status == 2
-            assert f"process {process.pid}, router 127.0.0.1:{port}" in second.err
-        assert log.read_bytes().startswith(before)
-        os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
-        told = [(await asyncio.wait_for(process.stderr.readline(), 40)).decode() for _ in "12"]
-        assert "decode-0 was killed by signal 9; it starts again in 1 s" in told[0]
-        assert "decode-0 serves again on 127.0.0.1:" in told[1]
-        answered = await headrace("chat", "Hello", "--router", f"127.0.0.1:{port}")
-        assert answered.status == 0, answered.err
-        assert answered.out.isascii()
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 40) == 0
-    assert "it starts again" in (folder / "decode-0.log").read_text()
-    assert processes_in(folder) == []
 
 
 @pytest.mark.parametrize(

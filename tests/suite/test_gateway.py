@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -134,37 +135,6 @@ async def several_and_streamed(client: openai.AsyncOpenAI) -> None:
     assert model.id == "sim"
 
 
-async def test_a_prompt_without_a_prefill_worker_is_prefilled_by_the_decode_worker(
-    tmp_path: Path,
-) -> None:
-    async with suite(tmp_path, prefill_count=1, decode_count=1, settings=(DOOR,)) as it:
-        async with door((await http_endpoints(it))["decode-0"]) as client:
-            it.kill("prefill-0")
-            await it.wait_joined(0, 1)
-            answer = await client.chat.completions.create(
-                model="sim", messages=messages("hello"), max_tokens=8, temperature=0
-            )
-        assert answer.choices[0].message.content == await grpc_text(it, 8)
-        await it.wait_empty("decode-0")
-
-
-async def test_a_decode_worker_scores_the_prompts_of_its_own_clients(tmp_path: Path) -> None:
-    async with suite(tmp_path, prefill_count=1, decode_count=1, settings=(DOOR,)) as it:
-        async with door((await http_endpoints(it))["decode-0"]) as client:
-            for _ in range(2):
-                answer = await client.completions.create(
-                    model="sim", prompt=QUESTION, max_tokens=0, echo=True, logprobs=1
-                )
-                (choice,) = answer.choices
-                assert choice.text == QUESTION
-                assert choice.logprobs is not None
-                assert len(choice.logprobs.token_logprobs or ()) == len(QUESTION)
-                assert answer.usage is not None
-                assert answer.usage.prompt_tokens_details is not None
-                assert answer.usage.prompt_tokens_details.cached_tokens == 0
-        await it.wait_empty("decode-0")
-
-
 CHATS = 100
 AT_ONCE = 10
 REST = 6
@@ -187,13 +157,9 @@ def expected_text(it: Suite, number: int) -> str:
 
 async def metrics_of(listen: str) -> dict[str, float]:
     """The samples of a service, by name and labels as Prometheus writes them."""
-    host, _, port = listen.partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    lines = ("GET /metrics HTTP/1.1", "host: x", f"authorization: Bearer {METRICS_KEY}")
-    writer.write("\r\n".join([*lines, "connection: close", "", ""]).encode())
-    async with asyncio.timeout(WAIT_S):
-        text = (await reader.read()).decode()
-    writer.close()
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        headers = {"authorization": f"Bearer {METRICS_KEY}"}
+        text = (await client.get(f"http://{listen}/metrics", headers=headers)).text
     rows = [line.rpartition(" ") for line in text.splitlines() if line.startswith("headrace_")]
     return {name: float(value) for name, _, value in rows}
 

@@ -9,15 +9,12 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
-from headrace_cli.up.topology import ProcessSpec
 from headrace_common.latency.parts import Part, Sum, sum_from_proto
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
@@ -71,18 +68,6 @@ class Slow:
         return total, verdict(read_trace(await self.it.trace(f"slow-{seed}")))
 
 
-def shifting(clock: ShiftedClock, spawn: Spawn) -> Spawn:
-    """A spawn that gives prefill workers the shifted clock."""
-
-    async def start(spec: ProcessSpec) -> ChildProcess:
-        if spec.service != "prefill":
-            return await spawn(spec)
-        environment = {**spec.environment, **clock.environment}
-        return await spawn_program(replace(spec, environment=environment))
-
-    return start
-
-
 @asynccontextmanager
 async def slow_deployment(folder: Path) -> AsyncIterator[Slow]:
     clock = ShiftedClock(compile_clock_shim(folder), folder, AHEAD_S)
@@ -90,7 +75,9 @@ async def slow_deployment(folder: Path) -> AsyncIterator[Slow]:
     delays.folder.mkdir()
     async with suite(
         folder,
-        spawning=lambda spawn: delays.spawning(shifting(clock, spawn), "router", "prefill"),
+        spawning=lambda spawn: delays.spawning(
+            clock.shifting(spawn, "prefill"), "router", "prefill"
+        ),
         decode_tensor_parallel=2,
         settings=SETTINGS,
     ) as it:

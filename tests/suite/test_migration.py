@@ -150,22 +150,6 @@ async def test_prompts_are_recomputed_when_their_prefill_worker_is_lost_at_any_s
         assert (await it.generate(prompt_of(40, 1), 1)).last.usage.completion_tokens == 1
 
 
-async def test_prefill_releases_transfers_to_a_killed_decode_worker(tmp_path: Path) -> None:
-    # Computed to their end, the prompts would take longer than the wait.
-    settings = (("prefill", "model", "sim:layer_s=15"), ("router", "worker_wait_s", "1"))
-    async with suite(tmp_path, settings=settings) as it:
-        running = [
-            asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=90)) for n in (1, 2)
-        ]
-        await it.until("decode-0", lambda status: status.active_transfers > 0)
-        await it.wait_running("prefill-0")
-        it.kill("decode-0")
-        await it.wait_empty("prefill-0", timeout_s=20)
-        for task in running:
-            with pytest.raises(HeadraceError):
-                await task
-
-
 async def test_requests_of_a_killed_router_are_released(tmp_path: Path) -> None:
     """Prompts that wait, are computed or sent, and streams: their reservations, tasks and leases end at once, long
     before the answers would. Streams through the other router continue.

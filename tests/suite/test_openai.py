@@ -6,15 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
-import pydantic
 import pytest
-from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_cli.commands.trace import conversation_turns
@@ -60,7 +57,7 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
         f"POST {path} HTTP/1.1",
         "host: localhost",
         "connection: close",
-        *(headers or ("content-type: application/json", f"content-length: {len(body)}")),
+        *headers,
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -117,6 +114,18 @@ async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) ->
         (fingerprint,) = fingerprints | {completion.system_fingerprint}
         assert fingerprint
         assert fingerprint.startswith("fp_")
+        with pytest.raises(openai.NotFoundError) as unsupported:
+            await client.embeddings.create(model="sim", input="x")
+        assert unsupported.value.code == "unsupported_endpoint"
+        assert (await client.models.retrieve("sim")).id == "sim"
+        head = await raw(client, get("/v1/models/").replace(b"GET", b"HEAD"))
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert head.endswith(b"\r\n\r\n")
+        answer = await raw(client, get("/v1/completions"))
+        assert answer.startswith(b"HTTP/1.1 405 ")
+        assert b"allow: POST" in answer
+        for path in ("/metrics", "/ready"):
+            assert (await raw(client, get(path))).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_conversation_continues_on_another_router_and_over_grpc(tmp_path: Path) -> None:
@@ -231,60 +240,6 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-NAMED: Any = {"type": "function", "function": {"name": "weather"}}
-
-
-class Answer(pydantic.BaseModel):
-    """The form of an answer, as users of the official client write it."""
-
-    city: str
-    days: int
-
-
-def the_call(message: ChatCompletionMessage) -> ChatCompletionMessageFunctionToolCall:
-    """The only call of a message."""
-    (call,) = message.tool_calls or ()  # type: ignore[misc]
-    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
-    return call
-
-
-async def test_tools_are_called_and_forms_are_kept(tmp_path: Path) -> None:
-    parsers = (("router", "tool_call_parser", "hermes"), ("router", "reasoning_parser", "qwen3"))
-    async with served(tmp_path, *parsers) as (_, client):
-        ask = partial(client.chat.completions.create, model="sim", tools=TOOLS)
-        for choice in ("required", NAMED):
-            answer = await ask(messages=MESSAGES, tool_choice=choice)
-            call = the_call(answer.choices[0].message)
-            assert call.function.name == "weather"
-            assert Answer.model_validate_json(call.function.arguments).city
-            reason = "tool_calls" if choice == "required" else "stop"
-            assert answer.choices[0].finish_reason == reason
-        # The simulated model writes the first of the choices.
-        text = '<think>Hm.</think>Well. <tool_call>{"name": "now", "arguments": {"a": "é"}}</tool_call>'
-        forced = {"structured_outputs": {"choice": [text]}}
-        answer = await ask(messages=MESSAGES, extra_body=forced)
-        message = answer.choices[0].message
-        call = the_call(message)
-        reasoning = {"reasoning": "Hm.", "reasoning_content": "Hm."}
-        assert (message.content, message.model_extra) == ("Well. ", reasoning)
-        assert (call.function.name, call.function.arguments) == ("now", '{"a": "é"}')
-        # The client's helper puts the deltas together, and the call is sent back with its result.
-        async with client.chat.completions.stream(
-            model="sim", tools=TOOLS, messages=MESSAGES, extra_body=forced
-        ) as stream:
-            streamed = (await stream.get_final_completion()).choices[0]
-        again = the_call(streamed.message)
-        assert (again.function.name, again.function.arguments) == ("now", '{"a": "é"}')
-        assert (streamed.message.content, streamed.finish_reason) == ("Well. ", "tool_calls")
-        result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
-        after = await ask(messages=[*MESSAGES, message, result], tool_choice="none", max_tokens=4)
-        # A text without a closing tag is reasoning.
-        assert after.choices[0].message.content is None
-        assert (after.choices[0].message.model_extra or {})["reasoning_content"]
-        parsed = await client.chat.completions.parse(
-            model="sim", messages=MESSAGES, response_format=Answer
-        )
-        assert isinstance(parsed.choices[0].message.parsed, Answer)
 
 
 async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
@@ -306,29 +261,8 @@ async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
         assert (await raw(client, get("/load"))).endswith(b'{"server_load": 0}')
 
 
-async def test_errors_have_openais_shape(tmp_path: Path) -> None:
-    async with served(tmp_path) as (_, client):
-        with pytest.raises(openai.BadRequestError) as wrong:
-            await client.chat.completions.create(model="sim", messages=MESSAGES, temperature=9.0)
-        assert wrong.value.param == "temperature"
-        assert wrong.value.code == "invalid_value"
-        with pytest.raises(openai.NotFoundError, match="use one of: sim"):
-            await client.chat.completions.create(model="other", messages=MESSAGES)
-        with pytest.raises(openai.NotFoundError) as unsupported:
-            await client.embeddings.create(model="sim", input="x")
-        assert unsupported.value.code == "unsupported_endpoint"
-        assert (await client.models.retrieve("sim")).id == "sim"
-        head = await raw(client, get("/v1/models/").replace(b"GET", b"HEAD"))
-        assert head.startswith(b"HTTP/1.1 200 ")
-        assert head.endswith(b"\r\n\r\n")
-        answer = await raw(client, get("/v1/completions"))
-        assert answer.startswith(b"HTTP/1.1 405 ")
-        assert b"allow: POST" in answer
-        assert (await raw(client, get("/metrics"))).startswith(b"HTTP/1.1 200 ")
-
-
 @pytest.mark.core
-async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) -> None:
+async def test_keys_come_before_bodies(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY} tenant\n")
     readers = tmp_path / "readers"
@@ -351,19 +285,6 @@ async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) ->
         unread = await raw(client, post(path, b"", json_type, "content-length: 50000"))
         assert unread.startswith(b"HTTP/1.1 401 ")
         mine = f"authorization: Bearer {KEY}"
-        large = await raw(client, post(path, b"", mine, json_type, "content-length: 5000000"))
-        assert large.startswith(b"HTTP/1.1 413 ")
-        chunks = b"".join(b"%x\r\n%s\r\n" % (size, b" " * size) for size in (4_456_000, 1_000))
-        chunked = post(path, chunks, mine, json_type, "transfer-encoding: chunked")
-        assert (await raw(client, chunked)).startswith(b"HTTP/1.1 413 ")
-        simple = await raw(
-            client, post(path, b"{}", mine, "content-type: text/plain", "content-length: 2")
-        )
-        assert simple.startswith(b"HTTP/1.1 415 ")
-        zipped = ("content-encoding: gzip", "content-length: 2")
-        assert (await raw(client, post(path, b"{}", mine, json_type, *zipped))).startswith(
-            b"HTTP/1.1 415 "
-        )
         # A key of one kind is none of the other.
         for headers in ((), (mine,)):
             assert (await raw(client, get("/metrics", *headers))).startswith(b"HTTP/1.1 401 ")
@@ -373,22 +294,6 @@ async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) ->
         metrics = await raw(client, get("/metrics", reader))
         assert metrics.startswith(b"HTTP/1.1 200 ")
         assert b"headrace_requests_total{" in metrics
-
-
-async def test_readiness_follows_the_workers_and_a_drain_ends_streams_in_order(
-    tmp_path: Path,
-) -> None:
-    slow = ("decode", "model", "sim:decode_step_s=0.02")
-    async with served(tmp_path, slow) as (it, client):
-        assert (await raw(client, get("/ready"))).startswith(b"HTTP/1.1 200 ")
-        stream = await client.chat.completions.create(
-            model="sim", messages=MESSAGES, max_tokens=100, stream=True
-        )
-        chunks = [await anext(stream)]
-        ended = asyncio.create_task(it.terminate("router"))
-        chunks += [chunk async for chunk in stream]
-        assert chunks[-1].choices[0].finish_reason == "length"
-        assert await ended == 0
 
 
 async def test_an_echo_scores_the_prompt_as_its_tokens_were_generated(tmp_path: Path) -> None:

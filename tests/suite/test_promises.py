@@ -1,4 +1,4 @@
-"""Promises to keep KV, over gRPC and HTTP: they outlast the pressure of other prompts, and belong to their tenant."""
+"""Promises to keep KV: they outlast the pressure of other prompts, and belong to their tenant."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from headrace.inference.v1 import inference_pb2, keep_pb2
 from headrace_client.client import Client
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import InvalidRequest, NotFound
-from tests.ports import free_port
 from tests.suite.deployment import PROMPT_VOCABULARY, Suite, greedy, prompt_of, suite
 from tests.waiting import until
 
@@ -122,67 +120,3 @@ async def test_a_promise_is_renewed_and_ended_by_its_tenant_alone(tmp_path: Path
         await it.wait_joined(1, 1)
         with pytest.raises(NotFound):
             await owner.keep(promise.id, 30)
-
-
-async def test_what_is_not_promised_has_a_reason_and_an_answer(tmp_path: Path) -> None:
-    async with deployed(tmp_path, ("decode", "model", "sim:host_blocks=16")) as it:
-        owner = Tenant(it, "a")
-        short = (await owner.ask(prompt_of(8, 1), keep_s=60)).usage.kept
-        assert (short.id, short.tokens) == ("", 0)
-        assert "no whole block" in short.reason
-        # 16 blocks: 8 for promises, of which one tenant has half.
-        part = (await owner.ask(prompt_of(6 * BLOCK, 2), keep_s=60)).usage.kept
-        assert part.tokens == 4 * BLOCK
-        for keep_s in (0.0, 3_601.0, -1.0):
-            with pytest.raises(InvalidRequest):
-                await owner.ask(prompt_of(8, 1), keep_s=keep_s)
-    untiered = tmp_path / "untiered"
-    untiered.mkdir()
-    async with suite(untiered) as it:
-        request = greedy(prompt_of(6 * BLOCK, 1), 8)
-        request.keep.FromSeconds(60)
-        outcome = await it.ask(request)
-        assert outcome.token_ids == it.expected(prompt_of(6 * BLOCK, 1), 8)
-        assert outcome.last.usage.kept.tokens == 0
-        assert "below its KV memory" in outcome.last.usage.kept.reason
-
-
-@pytest.mark.parametrize("service", ["router", "decode"])
-async def test_promises_over_http(tmp_path: Path, service: str) -> None:
-    listen = f"127.0.0.1:{free_port()}"
-    settings = (
-        (service, "http_listen", listen),
-        (service, "api_keys_file", str(tmp_path / "keys")),
-    )
-    async with (
-        deployed(tmp_path, *settings),
-        openai.AsyncOpenAI(
-            base_url=f"http://{listen}/v1", api_key=KEYS["a"], max_retries=0, timeout=20.0
-        ) as client,
-    ):
-        messages: Any = [{"role": "user", "content": "Write a story. " * 12}]
-        headers = {"x-headrace-keep": "60"}
-
-        async def chat(**more: Any) -> Any:
-            return await client.chat.completions.create(
-                model="sim", messages=messages, max_tokens=8, extra_headers=headers, **more
-            )
-
-        kept = (await chat()).usage.headrace_kept
-        assert kept["tokens"] >= 6 * BLOCK
-        assert (kept["tier"], kept["seconds"]) == ("host", 60)
-        events = [event async for event in await chat(stream=True)]
-        assert events[-1].usage.headrace_kept["tokens"] == kept["tokens"]
-        with pytest.raises(openai.BadRequestError, match="x-headrace-keep"):
-            await chat(n=2)
-
-        async def keep(**body: Any) -> Any:
-            return await client.post("/headrace/keep", body=body, cast_to=object)
-
-        assert await keep(id=kept["id"], seconds=30) == {**kept, "seconds": 30}
-        assert await keep(id=kept["id"]) == {"tokens": 0, "reason": "it was ended"}
-        with pytest.raises(openai.NotFoundError):
-            await keep(id=kept["id"], seconds=30)
-        other = client.with_options(api_key=KEYS["b"])
-        with pytest.raises(openai.NotFoundError):
-            await other.post("/headrace/keep", body={"id": kept["id"]}, cast_to=object)

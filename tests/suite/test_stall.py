@@ -78,28 +78,6 @@ async def test_streams_leave_a_decode_worker_with_a_step_that_does_not_end(tmp_p
         await until(serves)
 
 
-async def test_streams_leave_a_decode_worker_with_a_stuck_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gRPC's threads answer pings meanwhile. Only the missing statuses show it."""
-    monkeypatch.setenv("HEADRACE_PING_TIMEOUT_S", "3")
-    async with stoppable(tmp_path, "decode") as (it, delays):
-        requests = asked(8)
-        running = await it.begun(requests, NOTICED_S, started_tokens=8)
-        victim, survivor = await it.busier("decode-0", "decode-1")
-        start_s = time.monotonic()
-        delays.set(**{f"loop.{victim}": 1.0})
-        outcomes = await check(it, requests, running)
-        print("moved", time.monotonic() - start_s, "s after the start of the stall")
-        assert moved_to(one.last for one in outcomes) == {survivor}
-        log = it.child(victim).spec.log_file
-        await until(lambda: "the event loop is stuck" in log.read_text())
-        delays.set()
-        for name in (victim, survivor):
-            await it.wait_empty(name)
-        await until(lambda: "the event loop turns again" in log.read_text())
-
-
 @pytest.mark.parametrize("fault", ["step", "loop"])
 async def test_prompts_leave_a_stuck_prefill_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

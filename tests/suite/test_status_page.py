@@ -9,21 +9,14 @@ from headrace.inference.v1 import inference_pb2
 from headrace_cli.commands.status import page_url
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
-from tests.browser import browse, phone
+from tests.browser import browse
 from tests.ports import free_port
 from tests.suite.deployment import prompt_of, suite
 
-PHONE_PX = 360
 TILES = (
     *("requests a second", "tokens a second", "time to first token, p50"),
     *("gap between tokens, p50", "errors", "p90 "),
 )
-# What reaches beyond the screen, outside of what scrolls.
-BEYOND = """
-[...document.querySelectorAll("body *")]
-  .filter(e => !e.closest(".scroll, script, svg") && e.getBoundingClientRect().right > innerWidth + 0.5)
-  .map(e => `${e.tagName} ${e.id} ${e.textContent.slice(0, 40)}`)
-"""
 
 
 async def test_a_browser_shows_workers_links_and_requests(tmp_path: Path) -> None:
@@ -45,15 +38,6 @@ async def test_a_browser_shows_workers_links_and_requests(tmp_path: Path) -> Non
         assert f"headrace trace {outcome.trace_id}" in shown
         for title in TILES:
             assert title in shown, title
-        async with phone(f"{url}&trace={outcome.trace_id}", tmp_path / "phone", PHONE_PX) as page:
-            await page.until(
-                "document.body?.dataset.drawn && !document.getElementById('trace').hidden"
-            )
-            assert await page.value("innerWidth") == PHONE_PX
-            # Tables that are wider scroll by themselves.
-            assert await page.value("document.documentElement.scrollWidth") == PHONE_PX
-            beyond = await page.value(BEYOND)
-            assert beyond == [], beyond
 
 
 async def test_a_worker_of_both_roles_has_a_cell_in_each(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -41,6 +42,7 @@ from tests.component.chart.charts import (
     values_file,
     workloads,
 )
+from tests.component.chart.custom import DEFINITIONS
 from tests.unit.test_architecture import ROOT
 
 NAMES = [path.stem for path in EXAMPLES]
@@ -82,6 +84,18 @@ def test_every_manifest_has_only_fields_of_its_kind(
     for item in example(name):
         if (item["apiVersion"], item["kind"]) not in CUSTOM:
             validator.validate(item, version, strict=True)
+
+
+def test_every_custom_resource_has_only_fields_of_its_definition() -> None:
+    specs = {definition.resource: definition.strict_spec() for definition in DEFINITIONS}
+    found = [(one["apiVersion"], one["kind"], one) for name in NAMES for one in example(name)]
+    checked = set()
+    for version, kind, item in found:
+        if (version, kind) in CUSTOM:
+            jsonschema.validate(item["spec"], specs[version, kind])
+            checked.add((version, kind))
+    # Each definition is of use.
+    assert checked == CUSTOM
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -237,28 +237,41 @@ async def test_only_the_role_of_a_member_registers_it_and_that_of_both_roles_reg
                     assert "cannot register a member of the role" in error.detail
 
 
-async def test_only_senders_read_where_the_memory_of_a_worker_of_both_roles_is() -> None:
+@pytest.mark.parametrize(
+    ("owner", "readers"),
+    [
+        (Role.WORKER, (Role.PREFILL, Role.WORKER)),
+        (Role.DECODE, (Role.PREFILL, Role.WORKER)),
+        (Role.PREFILL, (Role.DECODE, Role.WORKER)),
+    ],
+)
+async def test_only_senders_read_where_the_memory_of_a_worker_is(
+    owner: Role, readers: tuple[Role, ...]
+) -> None:
     member = worker("worker-0")
-    member.role = registry_pb2.Member.ROLE_BOTH
-    tokens = {
-        role: ((TOKEN_KEY, create_token(load_local_key(), role, "", 60)),)
-        for role in (Role.PREFILL, Role.DECODE, Role.WORKER)
-    }
+    member.role = {
+        Role.WORKER: registry_pb2.Member.ROLE_BOTH,
+        Role.DECODE: registry_pb2.Member.ROLE_DECODE,
+        Role.PREFILL: registry_pb2.Member.ROLE_PREFILL,
+    }[owner]
+    tokens = {role: ((TOKEN_KEY, create_token(load_local_key(), role, "", 60)),) for role in Role}
     async with (
         running_registry(insecure=False) as registry,
         grpc.aio.insecure_channel(registry.endpoint) as channel,
     ):
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
-        granted = await stub.Register(register(member), metadata=tokens[Role.WORKER])
+        granted = await stub.Register(register(member), metadata=tokens[owner])
         descriptor = registry_pb2.PutKvDescriptorRequest(
             lease_id=granted.lease_id, member=reference(member), descriptor=kv_descriptor()
         )
-        await stub.PutKvDescriptor(descriptor, metadata=tokens[Role.WORKER])
+        await stub.PutKvDescriptor(descriptor, metadata=tokens[owner])
         wanted = registry_pb2.GetKvDescriptorRequest(member=reference(member))
-        for role in (Role.PREFILL, Role.WORKER):
-            found = await stub.GetKvDescriptor(wanted, metadata=tokens[role])
-            assert found.descriptor == kv_descriptor()
-        await error_of(PermissionDenied, stub.GetKvDescriptor(wanted, metadata=tokens[Role.DECODE]))
+        for role in Role:
+            call = stub.GetKvDescriptor(wanted, metadata=tokens[role])
+            if role in readers:
+                assert (await call).descriptor == kv_descriptor()
+            else:
+                await error_of(PermissionDenied, call)
 
 
 async def test_a_member_that_registers_again_and_again_is_refused_and_others_are_not() -> None:

@@ -145,11 +145,21 @@ async def test_one_change_is_made_at_a_time(rig: Rig, tmp_path: Path) -> None:
 
 
 async def test_wrong_changes_are_refused(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc")
     for change, error in (
         (loading(tmp_path, incarnation="0"), StaleIncarnation),
         (loading(tmp_path, name="a b"), InvalidRequest),
         (loading(tmp_path, path="/" + 4096 * "x"), InvalidRequest),
-        (loading(tmp_path, path="/etc"), InvalidRequest),
+        *(
+            (loading(tmp_path, path=path), InvalidRequest)
+            for path in (
+                "/etc",
+                f"{tmp_path}/../x",
+                f"{tmp_path}/link",
+                f"{tmp_path}/missing",
+                "poet",
+            )
+        ),
         (KEEP, ProtocolViolation),
     ):
         with pytest.raises(error):
