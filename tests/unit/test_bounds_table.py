@@ -62,10 +62,6 @@ def constant(reference: str) -> float:
     raise AssertionError(f"{path} has no {name}")
 
 
-def test_the_table_has_bounds_with_settings() -> None:
-    assert len(rows()) > 30
-
-
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
 def test_a_bound_has_the_default_of_its_setting(row: list[str]) -> None:
     what, default, setting, _ = row

@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(
     path
@@ -25,14 +23,6 @@ def packing_calls(tree: ast.AST) -> Iterator[ast.Call]:
             for argument in node.args
         ):
             yield node
-
-
-@pytest.mark.parametrize(
-    ("code", "count"),
-    [("f(*(a, b), c)", 1), ("f(*[a], *(b,))", 1), ("f(a, *rest)", 0), ("f((a, *(b, c)))", 0)],
-)
-def test_a_packing_call_is_found(code: str, count: int) -> None:
-    assert len(list(packing_calls(ast.parse(code)))) == count
 
 
 def test_no_call_packs_positional_arguments() -> None:

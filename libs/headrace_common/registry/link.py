@@ -41,11 +41,11 @@ class RegistryLink:
 
     def __init__(self, registry: str | grpc.aio.Channel, purpose: str) -> None:
         self._owned = isinstance(registry, str)
-        self._channel = open_channel(registry) if isinstance(registry, str) else registry
+        self.channel = open_channel(registry) if isinstance(registry, str) else registry
         self._name = f"the registry at {registry}" if isinstance(registry, str) else "the registry"
         self._purpose = purpose
         self._failure_count = 0
-        self.stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
+        self.stub = registry_pb2_grpc.RegistryServiceStub(self.channel)
 
     @contextlib.contextmanager
     def converted_errors(self) -> Iterator[None]:
@@ -95,4 +95,4 @@ class RegistryLink:
     async def close(self) -> None:
         """Closes the channel, unless the caller opened it."""
         if self._owned:
-            await self._channel.close()
+            await self.channel.close()

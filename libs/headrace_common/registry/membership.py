@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc.aio
@@ -34,13 +35,13 @@ class LeaseRenewals:
         """`interval_s` must be well below the time to live of every lease."""
         self._link = RegistryLink(registry, "lease renewals")
         self._interval_s = interval_s
-        self._kept: dict[str, asyncio.Future[None]] = {}
+        self._kept: dict[str, tuple[asyncio.Future[None], Callable[[], None]]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def keep(self, lease_id: str) -> None:
+    async def keep(self, lease_id: str, on_renewed: Callable[[], None]) -> None:
         """Returns when the lease is lost. Raises RegistryUnavailable when the registry cannot be reached."""
         lost = asyncio.get_running_loop().create_future()
-        self._kept[lease_id] = lost
+        self._kept[lease_id] = lost, on_renewed
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="lease renewals")
         try:
@@ -59,7 +60,7 @@ class LeaseRenewals:
             with self._link.converted_errors():
                 await self._renew_on_stream(self._link.stub.KeepAlive())
         except HeadraceError as error:
-            for lost in list(self._kept.values()):
+            for lost, _ in list(self._kept.values()):
                 if not lost.done():
                     lost.set_exception(error)
             self._kept.clear()
@@ -72,7 +73,6 @@ class LeaseRenewals:
                 lease_ids = list(self._kept)
                 for first in range(0, len(lease_ids), LEASES_PER_RENEWAL_MAX):
                     await self._renew(call, lease_ids[first : first + LEASES_PER_RENEWAL_MAX])
-                self._link.record_success()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await ended.wait()
@@ -80,14 +80,23 @@ class LeaseRenewals:
             call.cancel()
 
     async def _renew(self, call: Any, lease_ids: list[str]) -> None:
+        request = registry_pb2.KeepAliveRequest(lease_ids=lease_ids)
+        if len(lease_ids) == 1:
+            # The registry of the previous release renews one lease in a message.
+            request = registry_pb2.KeepAliveRequest(lease_id=lease_ids[0])
         async with asyncio.timeout(self._interval_s):
-            await call.write(registry_pb2.KeepAliveRequest(lease_ids=lease_ids))
+            await call.write(request)
             response = await call.read()
         if not isinstance(response, registry_pb2.KeepAliveResponse):
             raise self._link.unavailable("the registry ended the stream")
-        for lease_id in response.ended_lease_ids:
-            lost = self._kept.get(lease_id)
-            if lost is not None and not lost.done():
+        ended = set(response.ended_lease_ids)
+        if not response.HasField("ttl"):
+            ended.add(response.lease_id)
+        for lease_id in self._kept.keys() & lease_ids:
+            lost, on_renewed = self._kept[lease_id]
+            if lease_id not in ended:
+                on_renewed()
+            elif not lost.done():
                 lost.set_result(None)
 
 
@@ -111,12 +120,14 @@ class Membership:
         renewals: LeaseRenewals | None = None,
     ) -> None:
         """`renewals` renews the leases of all members of the process; without it, this member has its own stream."""
-        self._renewals = renewals
         self._link = RegistryLink(registry, f"membership of {member.worker_id}")
+        self._own_renewals = None
+        if renewals is None:
+            renewals = self._own_renewals = LeaseRenewals(self._link.channel, ttl_s / 3)
+        self._renewals = renewals
         self._member = member
         self._descriptor = descriptor
         self._ttl = duration_from_seconds(ttl_s)
-        self._interval_s = ttl_s / 3
         self._lease_id = ""
         self._registration_order = 0
         self._prefix_hash_key = 0
@@ -193,6 +204,8 @@ class Membership:
                 _log.warning(
                     "%s stays registered until its lease expires: %s", self._member.worker_id, error
                 )
+        if self._own_renewals is not None:
+            await self._own_renewals.close()
         await self._link.close()
 
     async def _stay_registered(self) -> None:
@@ -200,10 +213,7 @@ class Membership:
             try:
                 if not self._lease_id:
                     await self._register()
-                if self._renewals is None:
-                    await self._keep_alive()
-                else:
-                    await self._renewals.keep(self._lease_id)
+                await self._renewals.keep(self._lease_id, self._link.record_success)
                 self._lease_id = ""
                 await asyncio.sleep(random.uniform(0.0, _REREGISTER_DELAY_MAX_S))
             except HeadraceError as error:
@@ -242,26 +252,3 @@ class Membership:
                 "find each other's cached prefixes: restart those with the old one",
                 self._member.worker_id,
             )
-
-    async def _keep_alive(self) -> None:
-        """Returns when the lease is lost. Raises RegistryUnavailable when the registry is."""
-        call = self._link.stub.KeepAlive()
-        ended = asyncio.Event()
-        call.add_done_callback(lambda _: ended.set())
-        request = registry_pb2.KeepAliveRequest(lease_id=self._lease_id)
-        try:
-            while True:
-                with self._link.converted_errors():
-                    async with asyncio.timeout(self._interval_s):
-                        await call.write(request)
-                        response = await call.read()
-                if not isinstance(response, registry_pb2.KeepAliveResponse):
-                    raise self._link.unavailable("the registry ended the stream")
-                if not response.HasField("ttl"):
-                    return
-                self._link.record_success()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_s):
-                        await ended.wait()
-        finally:
-            call.cancel()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.described import (
-    REFLECTION_NAMES,
-    descriptors_of,
-    enable_reflection,
-)
-from headrace_common.access.table import Listener
+from headrace_common.access.table import Listener, is_served
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.config import split_host_port
 from headrace_common.http.bounds import CONNECTION_IDLE_S
@@ -162,8 +161,8 @@ class RpcListener:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        names = (*self._services, health.SERVICE_NAME, *REFLECTION_NAMES)
-        enable_reflection(self.server, names, descriptors_of(address.listener, names))
+        names = (*self._services, health.SERVICE_NAME, *_REFLECTION_NAMES)
+        _enable_reflection(self.server, names, _described(address.listener, names))
         self.port = 0
 
     def bind(self) -> str:
@@ -194,10 +193,8 @@ class RpcListener:
 
     async def set_health(self, *, serving: bool) -> None:
         """Sets the health status of the listener and of each of its services."""
-        states = health_pb2.HealthCheckResponse
-        state = states.SERVING if serving else states.NOT_SERVING
-        for service in ("", *self._services, *self._further_health):
-            await self._health.set(service, state)
+        for name in ("", *self._services, *self._further_health):
+            await self.set_health_of(name, serving=serving)
 
     async def set_health_of(self, name: str, *, serving: bool) -> None:
         """Sets the health status of one name."""
@@ -236,3 +233,71 @@ def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration
     return grpc.ssl_server_certificate_configuration(
         [(identity.key, identity.certificate)], identity.authority or None
     )
+
+
+_REFLECTION_NAMES: Final = (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
+
+
+# The workers of one process serve the same.
+@lru_cache(maxsize=16)
+def _described(listener: Listener, services: tuple[str, ...]) -> descriptor_pool.DescriptorPool:
+    """A pool with these services, less the methods that belong to another listener. Do not add to it."""
+    described = descriptor_pool.DescriptorPool()
+    added: set[str] = set()
+
+    def add(file: FileDescriptor) -> None:
+        if file.name in added:
+            return
+        added.add(file.name)
+        for dependency in file.dependencies:
+            add(dependency)
+        content = descriptor_pb2.FileDescriptorProto()
+        file.CopyToProto(content)
+        for service in content.service:
+            full_name = f"{content.package}.{service.name}"
+            kept = [
+                method
+                for method in service.method
+                if is_served(f"/{full_name}/{method.name}", listener)
+            ]
+            service.ClearField("method")
+            service.method.extend(kept)
+        described.Add(content)
+
+    for name in services:
+        add(descriptor_pool.Default().FindFileContainingSymbol(name))
+    return described
+
+
+def _enable_reflection(
+    server: grpc.aio.Server, names: Sequence[str], pool: descriptor_pool.DescriptorPool
+) -> None:
+    """Serves the descriptions in `pool` of the services with these names.
+
+    Both versions of the protocol are served. The package grpcio-reflection has v1alpha alone.
+    """
+    servicer = reflection.aio.ReflectionServicer(names, pool=pool)
+    # The messages of both versions are the same.
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        [
+            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
+            for name in _REFLECTION_NAMES
+        ]
+    )
+
+
+def _describe_stable() -> None:
+    """Adds the file of v1 to the default pool: that of v1alpha with its own names."""
+    content = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(content)
+    text = text_format.MessageToString(content)
+    stable = text_format.Parse(text.replace("v1alpha", "v1"), descriptor_pb2.FileDescriptorProto())
+    descriptor_pool.Default().AddSerializedFile(stable.SerializeToString())
+
+
+_describe_stable()

@@ -42,6 +42,11 @@ _WORKER_ROLES: Final = frozenset(registry_pb2.WorkerRole.values()) - {
     registry_pb2.WORKER_ROLE_UNSPECIFIED
 }
 _PRIORITIES: Final = frozenset(priority_pb2.Priority.values()) - {priority_pb2.PRIORITY_UNSPECIFIED}
+_is_role, _is_priority = _WORKER_ROLES.__contains__, _PRIORITIES.__contains__
+
+
+def _is_weight(value: float) -> bool:
+    return 0 < value <= POLICY_TENANT_WEIGHT_MAX
 
 
 def require(violations: dict[str, str]) -> None:
@@ -215,41 +220,27 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
     ):
         if getattr(policy, name) not in kind.values():
             violations[f"{path}.{name}"] = "give one of the named values"
-    violations.update(_tenant_violations(policy, path))
-    violations.update(_worker_role_violations(policy, path))
+    violations.update(_entry_violations(policy, path))
     return violations
 
 
-def _tenant_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
+def _entry_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
+    """Of the entries of tenants and workers, by name."""
+    weights = f"a weight above 0, at most {POLICY_TENANT_WEIGHT_MAX}"
     violations: dict[str, str] = {}
-    if len(policy.tenant_priorities) > POLICY_TENANTS_MAX:
-        violations[f"{path}.tenant_priorities"] = f"give at most {POLICY_TENANTS_MAX} tenants"
-    for tenant, priority in policy.tenant_priorities.items():
-        if not is_worker_id(tenant) or priority not in _PRIORITIES:
-            violations[f"{path}.tenant_priorities[{tenant[:NAME_CHARACTERS_MAX]}]"] = (
-                "name a tenant with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it high, normal or low"
-            )
-    if len(policy.tenant_weights) > POLICY_TENANTS_MAX:
-        violations[f"{path}.tenant_weights"] = f"give at most {POLICY_TENANTS_MAX} tenants"
-    for tenant, weight in policy.tenant_weights.items():
-        if not is_worker_id(tenant) or not 0 < weight <= POLICY_TENANT_WEIGHT_MAX:
-            violations[f"{path}.tenant_weights[{tenant[:NAME_CHARACTERS_MAX]}]"] = (
-                "name a tenant with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it a weight above 0, "
-                f"at most {POLICY_TENANT_WEIGHT_MAX}"
-            )
-    return violations
-
-
-def _worker_role_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
-    violations: dict[str, str] = {}
-    if len(policy.worker_roles) > POLICY_WORKERS_MAX:
-        violations[f"{path}.worker_roles"] = f"give at most {POLICY_WORKERS_MAX} workers"
-    for worker_id, role in policy.worker_roles.items():
-        if not is_worker_id(worker_id) or role not in _WORKER_ROLES:
-            violations[f"{path}.worker_roles[{worker_id[:NAME_CHARACTERS_MAX]}]"] = (
-                "name a worker with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it prefill, decode or "
-                "both"
-            )
+    for field, kind, highest, values, valid in (
+        ("tenant_priorities", "tenant", POLICY_TENANTS_MAX, "high, normal or low", _is_priority),
+        ("tenant_weights", "tenant", POLICY_TENANTS_MAX, weights, _is_weight),
+        ("worker_roles", "worker", POLICY_WORKERS_MAX, "prefill, decode or both", _is_role),
+    ):
+        entries = getattr(policy, field)
+        if len(entries) > highest:
+            violations[f"{path}.{field}"] = f"give at most {highest} {kind}s"
+        for name, value in entries.items():
+            if not is_worker_id(name) or not valid(value):
+                violations[f"{path}.{field}[{name[:NAME_CHARACTERS_MAX]}]"] = (
+                    f"name a {kind} with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it {values}"
+                )
     return violations
 
 

@@ -17,6 +17,7 @@ import grpc.aio
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.access.credentials import TlsFiles
+from headrace_common.errors import RegistryUnavailable
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.server import GrpcServer
@@ -28,6 +29,7 @@ from headrace_registry.store.etcd_store import EtcdStore
 from tests.channels import operator_channel
 from tests.freezing import freeze, thaw
 from tests.ports import free_port
+from tests.waiting import until
 
 ETCD = Path("/usr/bin/etcd")
 
@@ -108,6 +110,19 @@ class EtcdServer:
         store = open_store(config)
         assert isinstance(store, EtcdStore)
         return store
+
+
+async def until_renewed(store: Store, lease_id: str) -> None:
+    """Returns when etcd serves again. The lease must exist."""
+
+    async def renewed() -> bool:
+        try:
+            assert await store.keep_alive(lease_id) is not None
+        except RegistryUnavailable:
+            return False
+        return True
+
+    await until(renewed, what="a renewal", interval_s=0.05)
 
 
 @contextlib.contextmanager

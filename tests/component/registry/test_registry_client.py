@@ -43,7 +43,7 @@ async def test_a_view_continues_after_a_broken_connection(
         joined(registry.endpoint, worker(), 30.0) as membership,
         viewing(registry.endpoint, grace_s=60.0) as view,
     ):
-        await view._link._channel.close()
+        await view._link.channel.close()
         await until(lambda: not view.connected, what="the lost connection")
         assert list(view.members) == ["decode-0"]
         assert view._follower is not None

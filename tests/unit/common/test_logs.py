@@ -43,8 +43,10 @@ def test_a_traceback_stays_on_the_line() -> None:
         raise ValueError("cold")
     except ValueError:
         line = LineFormatter("headrace-kiln", "").format(record_of("failed", failed=True))
+        fields = json.loads(JsonFormatter("kiln", "").format(record_of("failed", failed=True)))
     assert "\n" not in line
     assert line.endswith("ValueError: cold")
+    assert fields["exception"].endswith("ValueError: cold")
 
 
 def test_a_record_inside_a_span_carries_its_ids() -> None:
@@ -65,14 +67,6 @@ def line_about(name: str) -> logging.LogRecord:
     return logging.LogRecord(
         "kiln", logging.INFO, "kiln.py", 1, "%s: attempt %d failed", (name, 2), None
     )
-
-
-def test_a_json_line_has_the_exception() -> None:
-    try:
-        raise ValueError("cold")
-    except ValueError:
-        line = JsonFormatter("kiln", "").format(record_of("failed", failed=True))
-    assert json.loads(line)["exception"].endswith("ValueError: cold")
 
 
 def test_a_line_about_a_known_request_has_its_trace() -> None:

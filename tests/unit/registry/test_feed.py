@@ -61,36 +61,15 @@ def follow(
 edits = st.dictionaries(st.sampled_from("abc"), st.none() | st.integers(1, 3), max_size=3)
 
 
-@given(history=st.lists(edits, min_size=1, max_size=20), join_at=st.integers(0, 20))
-def test_every_watcher_converges(history: list[Edits], join_at: int) -> None:
-    async def scenario() -> None:
-        feed = ChangeFeed(history_size=100, revision=10)
-        watch = feed.watch(0)
-        seen = follow({}, await anext(watch))
-        resumed: AsyncIterator[registry_pb2.WatchResponse] | None = None
-        resumed_seen: dict[str, registry_pb2.Member] = {}
-        for step, edit in enumerate(history):
-            if step == join_at:
-                resumed_seen = dict(feed.members)
-                resumed = feed.watch(feed.revision)
-            feed.apply(11 + step, records(edit))
-            require_counts(feed)
-        late = feed.watch(10)
-        assert follow({}, await anext(late)) == feed.members
-        if len(feed._history) > 0:
-            assert follow(seen, await anext(watch)) == feed.members
-        if resumed is not None:
-            assert follow(resumed_seen, await anext(resumed)) == feed.members
-
-    run_virtually(scenario)
-
-
 ROLES = st.frozensets(st.integers(1, 3))
 
 
-@given(history=st.lists(edits, min_size=1, max_size=20), roles=ROLES, brief=st.booleans())
-def test_a_watcher_with_a_filter_converges_to_the_members_that_it_wants(
-    history: list[Edits], roles: frozenset[int], brief: bool
+HISTORY = st.lists(edits, min_size=1, max_size=20)
+
+
+@given(history=HISTORY, join_at=st.integers(0, 20), roles=ROLES, brief=st.booleans())
+def test_every_watcher_converges_to_the_members_that_it_wants(
+    history: list[Edits], join_at: int, roles: frozenset[int], brief: bool
 ) -> None:
     def shown(feed: ChangeFeed) -> dict[str, registry_pb2.Member]:
         found: dict[str, registry_pb2.Member] = {}
@@ -107,9 +86,17 @@ def test_a_watcher_with_a_filter_converges_to_the_members_that_it_wants(
         wanted = WatchFilter(roles, without_layouts=brief)
         watch = feed.watch(0, wanted)
         seen = follow({}, await anext(watch))
+        resumed: AsyncIterator[registry_pb2.WatchResponse] | None = None
+        resumed_seen: dict[str, registry_pb2.Member] = {}
         for step, edit in enumerate(history):
+            if step == join_at:
+                resumed_seen = shown(feed)
+                resumed = feed.watch(feed.revision, wanted)
             feed.apply(11 + step, records(edit))
+            require_counts(feed)
         assert follow({}, await anext(feed.watch(0, wanted))) == shown(feed)
+        if resumed is not None:
+            assert follow(resumed_seen, await anext(resumed)) == shown(feed)
         assert follow({}, await anext(feed.watch(10, wanted))) == shown(feed)
         if shown(feed) != seen:
             assert follow(seen, await asyncio.wait_for(anext(watch), 10)) == shown(feed)
@@ -199,3 +186,31 @@ async def test_an_equal_policy_is_no_change_but_has_a_new_revision() -> None:
     feed.apply(6, {}, PolicyRecord(default_policy(), 6))
     assert feed.policy.revision == 6
     assert not (await anext(feed.watch(5))).changes
+
+
+async def test_members_that_join_together_come_together() -> None:
+    feed = ChangeFeed(history_size=4_096)
+    watch = feed.watch(0)
+    await anext(watch)
+    sizes: list[int] = []
+
+    async def read() -> None:
+        while True:
+            sizes.append(len((await anext(watch)).changes))
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    for number in range(100):
+        member = registry_pb2.Member(worker_id=f"d{number}", incarnation="a")
+        feed.apply(feed.revision + 1, {member.worker_id: member})
+        await asyncio.sleep(0)
+        if number == 0:
+            await asyncio.sleep(0)
+            assert sizes == [1]
+    async with asyncio.timeout(10):
+        while sum(sizes) < 100:
+            await asyncio.sleep(0.005)
+    # One by one they would be 100.
+    assert len(sizes) <= 20
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)

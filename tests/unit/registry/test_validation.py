@@ -9,7 +9,6 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import InvalidRequest
 from headrace_common.limits import DESCRIPTOR_BYTES_MAX
 from headrace_registry import validation
 from tests.component.registry.harness import kv_descriptor, kv_layout, worker
@@ -149,9 +148,3 @@ def test_the_ttl_is_bounded(seconds: int, nanos: int, good: bool) -> None:
 )
 def test_an_invalid_policy_is_rejected_by_field(policy: registry_pb2.Policy, field: str) -> None:
     assert list(validation.policy_violations(policy, "policy")) == [f"policy.{field}"]
-
-
-def test_violations_become_one_error() -> None:
-    validation.require({})
-    with pytest.raises(InvalidRequest, match="a: one; b: two"):
-        validation.require({"a": "one", "b": "two"})

@@ -7,8 +7,7 @@ import time
 from dataclasses import replace
 
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.latency.calls import Call, with_task
-from headrace_common.latency.steps import AttemptSteps, decode_steps
+from headrace_common.latency.steps import AttemptSteps, Call, decode_steps, with_task
 from headrace_decode.timestamps import RequestTimestamps
 
 

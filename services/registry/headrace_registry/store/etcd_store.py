@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any, Final, TypeVar
 
 from headrace.kv.v1 import layout_pb2
@@ -20,6 +20,7 @@ from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
 from headrace_registry.store.etcd_leases import BatchedRenewals, MemberLeases
 from headrace_registry.store.etcd_table import (
+    Content,
     CorruptRecord,
     CorruptRecords,
     EtcdTable,
@@ -200,27 +201,16 @@ class EtcdStore(Store):
             watch.close()
 
     def _load(self, listing: Listing) -> None:
-        members: dict[str, registry_pb2.Member] = {}
-        policy = PolicyRecord(default_policy(), 0)
-        removed = dict(self._leases.take_all())
+        before = self._leases.take_all()
         self._descriptors.clear()
         self._corrupt.keep_only(frozenset(record.key for record, _ in listing.records))
-        for record, content in listing.records:
-            kind, _, name = record.key.partition("/")
-            self._record_state(record, content)
-            if kind == "members":
-                removed.pop(name, None)
-            if isinstance(content, registry_pb2.Member):
-                members[name] = content
-                self._leases.put(name, record.lease)
-            elif isinstance(content, layout_pb2.KvDescriptor):
-                self._descriptors[name] = content
-            elif kind == "policy":
-                policy = self._policy_record(record, content)
+        found, policy = self._read_records(listing.records)
+        members = {name: member for name, member in found.items() if member is not None}
+        policy = policy or PolicyRecord(default_policy(), 0)
         if self._continues(listing):
             self._feed.apply_listing(listing.revision, members, policy)
         else:
-            self._report_loss(listing, removed)
+            self._report_loss(listing, before.keys() - found.keys())
             self._feed.restart(listing.revision, members, policy)
         self._cluster_id = listing.cluster_id
 
@@ -247,15 +237,21 @@ class EtcdStore(Store):
             record = parse_record(self._prefix, event.kv, deleted=event.type != 0)
             by_revision.setdefault(record.revision, []).append(record)
         for revision, records in by_revision.items():
-            self._apply_revision(revision, records)
+            members, policy = self._read_records((one, try_read(one)) for one in records)
+            self._feed.apply(revision, members, policy)
 
-    def _apply_revision(self, revision: int, records: list[Record]) -> None:
+    def _read_records(
+        self, records: Iterable[tuple[Record, Content | CorruptRecord | None]]
+    ) -> tuple[dict[str, registry_pb2.Member | None], PolicyRecord | None]:
+        """Replaces leases and descriptors. Returns the members, None for a removed or corrupt one, and the policy."""
         members: dict[str, registry_pb2.Member | None] = {}
         policy: PolicyRecord | None = None
-        for record in records:
+        for record, content in records:
             kind, _, name = record.key.partition("/")
-            content = try_read(record)
-            self._record_state(record, content)
+            if isinstance(content, CorruptRecord):
+                self._corrupt.add(record, content)
+            else:
+                self._corrupt.discard(record.key)
             if kind == "members":
                 self._leases.pop(name)
                 members[name] = None
@@ -268,13 +264,7 @@ class EtcdStore(Store):
                     self._descriptors[name] = content
             elif kind == "policy":
                 policy = self._policy_record(record, content)
-        self._feed.apply(revision, members, policy)
-
-    def _record_state(self, record: Record, content: object) -> None:
-        if isinstance(content, CorruptRecord):
-            self._corrupt.add(record, content)
-        else:
-            self._corrupt.discard(record.key)
+        return members, policy
 
     def _policy_record(self, record: Record, content: object) -> PolicyRecord:
         """A corrupt policy leaves the last one in force. SetPolicy replaces it."""

@@ -72,9 +72,15 @@ def read_record(record: Record) -> Content | None:
     if record.value is None:
         return None
     if kind == "members":
-        return read_member(record.value, name)
+        member = _parse(registry_pb2.Member(), record.value)
+        _require(validation.member_violations(member, "member"))
+        if member.worker_id != name:
+            raise CorruptRecord("member.worker_id is not that of the key")
+        return member
     if kind == "descriptors":
-        return read_descriptor(record.value)
+        descriptor = _parse(layout_pb2.KvDescriptor(), record.value)
+        _require(validation.descriptor_violations(descriptor, "descriptor"))
+        return descriptor
     if record.key == "policy":
         policy = _parse(registry_pb2.Policy(), record.value)
         _require(validation.policy_violations(policy, "policy"))
@@ -92,24 +98,8 @@ def try_read(record: Record) -> Content | CorruptRecord | None:
         return error
 
 
-def read_member(value: bytes, worker_id: str) -> registry_pb2.Member:
-    """Raises CorruptRecord."""
-    member = _parse(registry_pb2.Member(), value)
-    _require(validation.member_violations(member, "member"))
-    if member.worker_id != worker_id:
-        raise CorruptRecord("member.worker_id is not that of the key")
-    return member
-
-
-def read_descriptor(value: bytes) -> layout_pb2.KvDescriptor:
-    """Raises CorruptRecord."""
-    descriptor = _parse(layout_pb2.KvDescriptor(), value)
-    _require(validation.descriptor_violations(descriptor, "descriptor"))
-    return descriptor
-
-
-def read_key(value: bytes) -> bytes:
-    """The bytes of the key `prefix_hash_key`. Raises CorruptRecord."""
+def read_key(value: bytes) -> int:
+    """The key `prefix_hash_key`. Raises CorruptRecord."""
     try:
         key = bytes.fromhex(value.decode("ascii"))
     except ValueError:
@@ -117,7 +107,7 @@ def read_key(value: bytes) -> bytes:
         raise CorruptRecord("it is not a hexadecimal number") from None
     if len(key) != PREFIX_HASH_KEY_BYTES:
         raise CorruptRecord(f"it has {len(key)} bytes, not {PREFIX_HASH_KEY_BYTES}")
-    return key
+    return int.from_bytes(key)
 
 
 class CorruptRecords:
@@ -197,13 +187,20 @@ class EtcdTable:
 
     def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
         """As Store.register."""
+        key = _member_key(member.worker_id)
         for _ in range(_ATTEMPTS):
-            found, revision_read = self._read_at(_member_key(member.worker_id))
+            found, revision_read = self._read_at(key)
             current = _parse_member(found)
             record = registered(current, member, revision_read)
-            kept = self._descriptor_of_same_incarnation(current, member)
             lease = self._client.lease(ttl_s)
-            revision = self._put_member(record, lease.id, found, kept)
+            writes = {key: (record.SerializeToString(), lease.id)}
+            unchanged = [found or Record(key, None, 0, 0)]
+            if current is not None and current.incarnation == member.incarnation:
+                kept = self._read(_descriptor_key(member))
+                if kept is not None and kept.value is not None:
+                    writes[kept.key] = (kept.value, lease.id)
+                    unchanged.append(kept)
+            revision = self._write_if_unchanged(unchanged, writes)
             if revision is None:
                 self.revoke(lease.id)
                 continue
@@ -289,19 +286,15 @@ class EtcdTable:
 
     def ensure_prefix_hash_key(self, proposed: int) -> int:
         """As Store.ensure_prefix_hash_key."""
-        chosen = (proposed or new_prefix_hash_key()).to_bytes(PREFIX_HASH_KEY_BYTES)
-        return int.from_bytes(self._write_once("prefix_hash_key", chosen))
-
-    def _write_once(self, name: str, proposed: bytes) -> bytes:
-        """A key of the deployment. Writes `proposed` when none is stored, or a corrupt one."""
+        name, chosen = "prefix_hash_key", proposed or new_prefix_hash_key()
+        written = {name: (chosen.to_bytes(PREFIX_HASH_KEY_BYTES).hex().encode(), 0)}
         for _ in range(_ATTEMPTS):
             found = self._read(name) or Record(name, None, 0, 0)
             if found.value is not None:
                 with contextlib.suppress(CorruptRecord):
                     return read_key(found.value)
-            written = {name: (proposed.hex().encode(), 0)}
             if self._write_if_unchanged([found], written) is not None:
-                return proposed
+                return chosen
         raise _conflict(name)
 
     def _parse(self, pairs: Iterable[Any]) -> Iterator[Record]:
@@ -317,31 +310,6 @@ class EtcdTable:
         """A record, and etcd's revision at that moment."""
         response = self._client.get_response(self._key(key))
         return next(self._parse(response.kvs), None), int(response.header.revision)
-
-    def _descriptor_of_same_incarnation(
-        self, current: registry_pb2.Member | None, member: registry_pb2.Member
-    ) -> Record | None:
-        if current is None or current.incarnation != member.incarnation:
-            return None
-        reference = registry_pb2.MemberRef(
-            worker_id=member.worker_id, incarnation=member.incarnation
-        )
-        return self._read(_descriptor_key(reference))
-
-    def _put_member(
-        self,
-        member: registry_pb2.Member,
-        lease: int,
-        found: Record | None,
-        kept: Record | None,
-    ) -> int | None:
-        key = _member_key(member.worker_id)
-        writes = {key: (member.SerializeToString(), lease)}
-        unchanged = [found or Record(key, None, 0, 0)]
-        if kept is not None and kept.value is not None:
-            writes[kept.key] = (kept.value, lease)
-            unchanged.append(kept)
-        return self._write_if_unchanged(unchanged, writes)
 
     def _write_if_unchanged(
         self, unchanged: Iterable[Record], writes: dict[str, tuple[bytes, int]]
@@ -374,7 +342,7 @@ def _member_key(worker_id: str) -> str:
     return f"members/{worker_id}"
 
 
-def _descriptor_key(reference: registry_pb2.MemberRef) -> str:
+def _descriptor_key(reference: registry_pb2.MemberRef | registry_pb2.Member) -> str:
     return f"descriptors/{reference.worker_id}/{reference.incarnation}"
 
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from headrace_common.process.settings import load_config
 from headrace_frontend.openai.exchange import HttpExchange
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority
-from tests.waiting import until
 
 
 def config_of(**settings: str) -> RouterConfig:
@@ -37,6 +38,30 @@ def server_of(app: Any, config: RouterConfig, bounds: HttpBounds = BOUNDS) -> Ht
     return HttpServer(
         app, config.http_listen, setting="http_listen", tls=config.listen_tls, bounds=bounds
     )
+
+
+@asynccontextmanager
+async def serving(app: Any, bounds: HttpBounds = BOUNDS) -> AsyncIterator[HttpServer]:
+    """A server in plaintext, over the block."""
+    server = server_of(app, config_of(http_listen="127.0.0.1:0"), bounds)
+    server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+async def connected(
+    server: HttpServer, request: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which the request was sent."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    return reader, writer
 
 
 class SlowApp:
@@ -80,18 +105,14 @@ async def test_clients_need_a_certificate_unless_the_settings_say_otherwise(
 
 async def test_a_drain_waits_for_requests_in_flight_and_accepts_no_more() -> None:
     app = SlowApp()
-    server = server_of(app, config_of(http_listen="127.0.0.1:0"))
-    server.start()
-    try:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    async with serving(app) as server:
+        reader, writer = await connected(server, GET)
         await asyncio.wait_for(app.entered.wait(), 10)
         drain = asyncio.create_task(server.drain(Deadline.after(20)))
         async with asyncio.timeout(10):
             while True:
                 try:
-                    _, other = await asyncio.open_connection(host, int(port))
+                    _, other = await connected(server)
                 except ConnectionError:
                     # Refused, or reset when the listener closed during the handshake.
                     break
@@ -102,8 +123,6 @@ async def test_a_drain_waits_for_requests_in_flight_and_accepts_no_more() -> Non
         await asyncio.wait_for(drain, 10)
         assert b"done" in await reader.read()
         writer.close()
-    finally:
-        await server.stop()
 
 
 class ChunkApp:
@@ -135,20 +154,14 @@ def _chunk(number: int) -> bytes:
 
 async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
     app = ChunkApp()
-    server = server_of(app, config_of(http_listen="127.0.0.1:0"))
-    server.start()
-    try:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    async with serving(app) as server:
+        reader, writer = await connected(server, GET)
         await asyncio.wait_for(app.refused.wait(), 10)
         assert 0 < app.sent_at_once < 4_096
         answer = await asyncio.wait_for(reader.read(), 10)
         body = b"".join(answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
         assert body == b"".join(map(_chunk, range(app.sent_at_once + 1))) + b"end"
         writer.close()
-    finally:
-        await server.stop()
 
 
 class BothWays:
@@ -175,8 +188,7 @@ class BothWays:
 
 async def _exchanged(server: HttpServer, *requests: bytes) -> list[bytes]:
     """The responses on one connection, without their dates."""
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connected(server)
     responses: list[bytes] = []
     async with asyncio.timeout(10):
         for request in requests:
@@ -198,19 +210,15 @@ async def _exchanged(server: HttpServer, *requests: bytes) -> list[bytes]:
     ],
 )
 async def test_a_response_sent_at_once_is_that_of_waiting_for_each_message(head: str) -> None:
-    server = server_of(BothWays(), config_of(http_listen="127.0.0.1:0"))
-    server.start()
     direct, waiting = (head.format(path).encode() for path in ("/", "/waiting"))
     closing = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    try:
+    async with serving(BothWays()) as server:
         first, second, third = await _exchanged(server, direct, waiting, direct)
         assert first == second == third
         assert first.endswith(b"\r\n\r\n5\r\nfirst\r\n6\r\nsecond\r\n4\r\nlast\r\n0\r\n\r\n")
         assert await _exchanged(server, closing % b"/") == await _exchanged(
             server, closing % b"/waiting"
         )
-    finally:
-        await server.stop()
 
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
@@ -219,17 +227,14 @@ UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-setting
 @pytest.mark.parametrize("step", [1, 150, 10_000])
 @pytest.mark.parametrize("offer", [UPGRADE, b"connection: upgrade\r\nupgrade: websocket\r\n"])
 async def test_an_offer_to_upgrade_is_ignored_and_the_body_is_read(offer: bytes, step: int) -> None:
-    server = server_of(BothWays(), config_of(http_listen="127.0.0.1:0"))
-    server.start()
     head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     sized = head + offer + b"content-length: 2\r\n\r\n{}"
     chunked = head + b"transfer-encoding: chunked\r\n" + offer + b"\r\n2\r\n{}\r\n0\r\n\r\n"
     plain = head + b"content-length: 2\r\n\r\n{}"
     sent = sized + chunked + plain
-    try:
+    async with serving(BothWays()) as server:
         (expected,) = await _exchanged(server, plain)
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connected(server)
         async with asyncio.timeout(10):
             for start in range(0, len(sent), step):
                 writer.write(sent[start : start + step])
@@ -239,8 +244,6 @@ async def test_an_offer_to_upgrade_is_ignored_and_the_body_is_read(offer: bytes,
                 assert response.startswith(b"HTTP/1.1 200 ")
                 assert response.partition(b"\r\n\r\n")[2] == expected.partition(b"\r\n\r\n")[2]
         writer.close()
-    finally:
-        await server.stop()
 
 
 class WaitingApp:
@@ -261,58 +264,23 @@ class WaitingApp:
 
 async def test_a_closed_connection_cancels_the_work_for_its_response() -> None:
     app = WaitingApp()
-    server = server_of(app, config_of(http_listen="127.0.0.1:0"))
-    server.start()
-    try:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    async with serving(app) as server:
+        _, writer = await connected(server, GET)
         async with asyncio.timeout(10):
             await app.entered.wait()
             writer.close()
             await app.ended.wait()
-    finally:
-        await server.stop()
-
-
-def _connected(server: HttpServer, host: str) -> socket.socket:
-    """A connection from an address of this machine."""
-    _, _, port = server.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection(("127.0.0.1", int(port)), 10, source_address=(host, 0))
-    connection.setblocking(False)
-    return connection
-
-
-def _ended(connection: socket.socket) -> bool:
-    """Whether the server has ended a connection, on which it sent nothing."""
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
-
-
-def _received(connection: socket.socket) -> bool:
-    try:
-        return bool(connection.recv(1, socket.MSG_PEEK))
-    except BlockingIOError:
-        return False
 
 
 async def test_a_connection_without_a_whole_request_is_closed() -> None:
-    bounds = HttpBounds(64, head_wait_s=0.1)
-    server = server_of(SlowApp(), config_of(http_listen="127.0.0.1:0"), bounds)
-    server.start()
-    try:
-        with _connected(server, "127.0.0.1") as connection:
-            await until(lambda: _ended(connection), 10, "the end of the connection")
-        with _connected(server, "127.0.0.1") as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
-            await until(lambda: _received(connection), 10, "a response")
-            assert connection.recv(1_024).startswith(b"HTTP/1.1 408 ")
-    finally:
-        await server.stop()
+    async with serving(SlowApp(), HttpBounds(64, head_wait_s=0.1)) as server:
+        async with asyncio.timeout(10):
+            reader, writer = await connected(server)
+            assert await reader.read() == b""
+            writer.close()
+            reader, writer = await connected(server, b"POST /v1/completions HTTP/1.1\r\nhost:")
+            assert (await reader.read(1_024)).startswith(b"HTTP/1.1 408 ")
+            writer.close()
 
 
 def test_a_taken_port_and_a_wrong_key_are_named(tmp_path: Path) -> None:

@@ -41,8 +41,7 @@ DECODE = ("--engine=sim", "--worker-id=d")
 
 
 @pytest.mark.parametrize(
-    ("module", "package"),
-    [("headrace_cli", "rich"), ("headrace_decode", "uvloop"), ("headrace_router", "uvloop")],
+    ("module", "package"), [("headrace_cli", "rich"), ("headrace_decode", "uvloop")]
 )
 def test_ctrl_c_during_imports_prints_nothing(
     start: Start, tmp_path: Path, module: str, package: str
@@ -54,14 +53,6 @@ def test_ctrl_c_during_imports_prints_nothing(
     _, err = process.communicate(timeout=20)
     assert err == ""
     assert process.returncode == -signal.SIGINT
-
-
-def test_termination_while_the_registry_is_absent_is_quiet(start: Start) -> None:
-    process = start(["headrace_decode", *DECODE, "--registry=127.0.0.1:1"])
-    assert process.stderr is not None
-    line = process.stderr.readline()
-    assert "waiting for the registry on 127.0.0.1:1" in line
-    _end_quietly(process)
 
 
 def test_termination_while_the_registry_is_silent_is_quiet(start: Start, tmp_path: Path) -> None:

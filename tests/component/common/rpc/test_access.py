@@ -75,6 +75,15 @@ class Recorded:
         )
 
 
+async def started(
+    config: ServiceConfig, recorded: Recorded | None = None, **options: Any
+) -> tuple[GrpcServer, str]:
+    """A server with the handlers, and its internal address."""
+    server = GrpcServer(config, (), **options)
+    server.server.add_generic_rpc_handlers([(recorded or Recorded()).handlers()])
+    return server, await server.start()
+
+
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "authority")
@@ -85,18 +94,15 @@ async def served(authority: Authority) -> AsyncIterator[tuple[Recorded, str]]:
     """A server with mutual TLS, and its internal address."""
     recorded = Recorded()
     config = ServiceConfig(**asdict(authority.sign("registry", "registry")))
-    server = GrpcServer(config, ())
-    server.server.add_generic_rpc_handlers([recorded.handlers()])
-    yield recorded, await server.start()
+    server, endpoint = await started(config, recorded)
+    yield recorded, endpoint
     await server.stop(None)
 
 
 async def error_of(endpoint: str, identity: TlsFiles, method: str, data: bytes) -> HeadraceError:
     async with open_channel(endpoint, identity) as channel:
         start: Any = channel.unary_stream(method)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await start(data, timeout=20).read()
-    return error_from_rpc(caught.value)
+        return await error_of_call(start(data, timeout=20))
 
 
 @pytest.mark.parametrize("method", [_SET_POLICY, _WATCH])
@@ -130,9 +136,8 @@ async def test_a_refused_caller_need_not_send_its_request(
     _, endpoint = served
     async with open_channel(endpoint, authority.sign("client")) as channel:
         call: Any = channel.stream_stream(_SET_POLICY)(timeout=20)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 10)
-    assert isinstance(error_from_rpc(caught.value), Unauthenticated)
+        error = await asyncio.wait_for(error_of_call(call), 10)
+    assert isinstance(error, Unauthenticated)
 
 
 async def test_a_permitted_caller_without_a_request_gets_an_error(
@@ -142,22 +147,17 @@ async def test_a_permitted_caller_without_a_request_gets_an_error(
     async with open_channel(endpoint, authority.sign("operator", "operator")) as channel:
         call: Any = channel.stream_stream(_SET_POLICY)(timeout=20)
         await call.done_writing()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    error = error_from_rpc(caught.value)
+        error = await error_of_call(call)
     assert isinstance(error, InvalidRequest)
     assert "missing" in error.violations["request"]
 
 
 async def test_an_open_stream_ends_after_the_key_of_its_token_was_removed(tmp_path: Path) -> None:
-    recorded = Recorded()
     keys = [new_private_key(), new_private_key()]
     file = tmp_path / "keys.pem"
     file.write_bytes(b"\n".join(map(public_key_of, keys)))
     config = ServiceConfig(token_keys_file=str(file))
-    server = GrpcServer(config, (), times=InternalTimes(credential_check_s=0.1))
-    server.server.add_generic_rpc_handlers([recorded.handlers()])
-    endpoint = await server.start()
+    server, endpoint = await started(config, times=InternalTimes(credential_check_s=0.1))
     tokens = [create_token(key, Role.OPERATOR, "", 600) for key in keys]
     async with grpc.aio.insecure_channel(endpoint) as channel:
         call: Any = channel.unary_stream(_WATCH)
@@ -166,16 +166,13 @@ async def test_an_open_stream_ends_after_the_key_of_its_token_was_removed(tmp_pa
         )
         assert await ending.read() == await going_on.read() == b"answer to hold"
         file.write_bytes(public_key_of(keys[1]))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ending.read()
-        assert isinstance(error_from_rpc(caught.value), Unauthenticated)
+        assert isinstance(await error_of_call(ending), Unauthenticated)
         assert not going_on.done()
         going_on.cancel()
     await server.stop(None)
 
 
-@pytest.mark.parametrize("cause", ["expired", "not trusted"])
-@pytest.mark.parametrize("requests", ["one", "many"])
+@pytest.mark.parametrize(("cause", "requests"), [("expired", "one"), ("not trusted", "many")])
 async def test_an_open_stream_ends_when_its_certificate_is_no_longer_valid(
     tmp_path: Path, authority: Authority, cause: str, requests: str
 ) -> None:
@@ -184,10 +181,7 @@ async def test_an_open_stream_ends_when_its_certificate_is_no_longer_valid(
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(authority.file.read_bytes() + other.file.read_bytes())
     config = ServiceConfig(**asdict(replace(files, tls_authority_file=str(trusted))))
-    recorded = Recorded()
-    server = GrpcServer(config, (), times=InternalTimes(credential_check_s=0.1))
-    server.server.add_generic_rpc_handlers([recorded.handlers()])
-    endpoint = await server.start()
+    server, endpoint = await started(config, times=InternalTimes(credential_check_s=0.1))
     # Long enough for a handshake on a slow machine.
     valid_for = dt.timedelta(seconds=4) if cause == "expired" else dt.timedelta(days=1)
     ending_files = other.sign("operator-0", "operator", valid_for)
@@ -202,9 +196,7 @@ async def test_an_open_stream_ends_when_its_certificate_is_no_longer_valid(
         assert await ending.read() == await going_on.read() == b"answer to hold"
         if cause == "not trusted":
             trusted.write_bytes(authority.file.read_bytes())
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(ending.read(), 20)
-        error = error_from_rpc(caught.value)
+        error = await asyncio.wait_for(error_of_call(ending), 20)
         assert isinstance(error, Unauthenticated)
         assert ("expired at" if cause == "expired" else "no authority") in error.detail
         assert not going_on.done()
@@ -245,9 +237,8 @@ def _accepted_on(port: int) -> list[Any]:
 
 
 async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go_on() -> None:
-    server = GrpcServer(ServiceConfig(insecure=True), (), times=InternalTimes(connection_age_s=0.5))
-    server.server.add_generic_rpc_handlers([Recorded().handlers()])
-    endpoint = await server.start()
+    times = InternalTimes(connection_age_s=0.5)
+    server, endpoint = await started(ServiceConfig(insecure=True), times=times)
     port = int(endpoint.rpartition(":")[2])
     async with grpc.aio.insecure_channel(endpoint) as channel:
         watch: Any = channel.unary_stream(_WATCH)

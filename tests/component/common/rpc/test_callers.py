@@ -15,6 +15,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.callers.bounds import (
     REFUSED_BODY,
+    REFUSED_CALLS,
     REFUSED_KEY,
     CallerBounds,
 )
@@ -51,12 +52,6 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(prefix_key_fingerprint=7)
 
-    async def Route(self, request: Any, context: Any) -> inference_pb2.RouteResponse:
-        raise NotImplementedError
-
-    async def Keep(self, request: Any, context: Any) -> inference_pb2.KeepResponse:
-        raise NotImplementedError
-
 
 class _Served:
     """`removed`: tenants of which no key is known any more."""
@@ -92,7 +87,8 @@ async def _served(refused: Counter[str]) -> AsyncIterator[_Served]:
         tenant = str(dict(metadata).get("x-tenant", ""))
         return "" if tenant in removed else tenant
 
-    servicer, bounds = _Servicer(), CallerBounds(_CALLS_MAX, count, check_s=_CHECK_S)
+    servicer = _Servicer()  # type: ignore[abstract]
+    bounds = CallerBounds(_CALLS_MAX, count, check_s=_CHECK_S)
     clients = ClientServices((_SERVICE,), callers=bounds, tenant_of=tenant_of)
     server = GrpcServer(ClientFacingConfig(), (), clients)
     assert server.client_server is not None
@@ -117,6 +113,8 @@ async def test_the_calls_of_a_tenant_are_bounded_before_the_next_request_arrives
         error = await _error_of(it.ask("a", bytes(MESSAGE_BYTES_MAX - 1_000)))
         assert isinstance(error, QueueFull)
         assert "2 calls of this caller are in flight" in error.detail
+        assert "max_concurrent_requests" in error.detail
+        assert refused == {REFUSED_CALLS: 1}
         other = asyncio.create_task(it.ask("b"))
         await until(lambda: it.bounds.calls("tenant:b") == 1, _WAIT_S)
         it.servicer.release.set()

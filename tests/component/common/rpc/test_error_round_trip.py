@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -25,7 +24,6 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.handlers import Context
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 from tests.rpc_errors import Kind, error_of
@@ -39,9 +37,7 @@ class Failing(
 ):
     """Raises `error` from every RPC."""
 
-    def __init__(self) -> None:
-        self.error: Exception = InternalError("unset")
-        self.remaining_s = -1.0
+    error: Exception = InternalError("unset")
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: object
@@ -50,9 +46,8 @@ class Failing(
         raise self.error
 
     async def ListModels(
-        self, request: inference_pb2.ListModelsRequest, context: Context
+        self, request: inference_pb2.ListModelsRequest, context: object
     ) -> inference_pb2.ListModelsResponse:
-        self.remaining_s = Deadline.from_context(context, 30.0).remaining_s()
         raise self.error
 
     async def Pull(
@@ -93,13 +88,9 @@ async def served_internally(
         yield server[0], channel
 
 
-async def unary_error(
-    channel: grpc.aio.Channel, kind: type[Kind], timeout_s: float | None = None
-) -> Kind:
+async def unary_error(channel: grpc.aio.Channel, kind: type[Kind]) -> Kind:
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    return await error_of(
-        kind, stub.ListModels(inference_pb2.ListModelsRequest(), timeout=timeout_s)
-    )
+    return await error_of(kind, stub.ListModels(inference_pb2.ListModelsRequest()))
 
 
 METADATA = st.dictionaries(st.text(max_size=10), st.text(max_size=20), max_size=5)
@@ -155,16 +146,6 @@ async def test_a_bug_becomes_internal_and_its_id_is_logged(
     assert "private detail" not in error.detail
     assert any(error.metadata["error_id"] in record.getMessage() for record in caplog.records)
     assert any(record.exc_info for record in caplog.records)
-
-
-async def test_deadlines_come_from_the_caller_or_the_default(
-    served: tuple[Failing, grpc.aio.Channel],
-) -> None:
-    failing, channel = served
-    await unary_error(channel, InternalError)
-    assert 25 < failing.remaining_s <= 30
-    await unary_error(channel, InternalError, timeout_s=5)
-    assert 1 < failing.remaining_s <= 5.1
 
 
 async def test_malformed_messages_of_a_stream_name_the_field(

@@ -104,10 +104,6 @@ async def test_it_is_closed_unless_it_is_set_and_a_taken_port_is_named() -> None
         await second.stop(None)
 
 
-async def test_it_may_listen_beyond_loopback_without_credentials() -> None:
-    assert ServiceConfig(health_listen="0.0.0.0:7059").health_listen == "0.0.0.0:7059"
-
-
 async def test_the_probe_exits_as_the_service_is(capfd: pytest.CaptureFixture[str]) -> None:
     async with started() as server:
         endpoint = server.health_endpoint

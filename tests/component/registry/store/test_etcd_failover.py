@@ -11,9 +11,6 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, RegistryUnavailable
-from headrace_registry.config import RegistryConfig
-from headrace_registry.main import open_store
-from headrace_registry.store.etcd_store import EtcdStore
 from tests.component.registry.harness import ETCD, EtcdServer, running_cluster, worker
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until
@@ -30,19 +27,12 @@ def cluster(tmp_path: Path) -> Iterator[list[EtcdServer]]:
         yield servers
 
 
-def store_of(*ports: int, **settings: Any) -> EtcdStore:
-    endpoints = ",".join(f"127.0.0.1:{port}" for port in ports)
-    config = RegistryConfig.model_validate({"store": f"etcd://{endpoints}", **settings})
-    store = open_store(config)
-    assert isinstance(store, EtcdStore)
-    return store
-
-
 @pytest.mark.parametrize("how", ["kill", "pause"])
 async def test_a_lost_endpoint_is_replaced_by_the_next(
     cluster: list[EtcdServer], how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = store_of(*(server.port for server in cluster), store_start_timeout_s=20.0)
+    endpoints = ",".join(f"127.0.0.1:{server.port}" for server in cluster)
+    store = cluster[0].store(store=f"etcd://{endpoints}", store_start_timeout_s=20.0)
     await store.start()
     lease_id = (await store.register(worker(), 60)).lease_id
     watch = store.watch(0)
@@ -76,14 +66,8 @@ async def test_the_watch_leaves_an_endpoint_together_with_the_calls(
     shared_etcd: EtcdServer, etcd_prefix: str
 ) -> None:
     # Both endpoints work, so nothing but the failed call ends the watch.
-    config = RegistryConfig.model_validate(
-        {
-            "store": f"etcd://127.0.0.1:{shared_etcd.port},localhost:{shared_etcd.port}",
-            "store_prefix": etcd_prefix,
-        }
-    )
-    store = open_store(config)
-    assert isinstance(store, EtcdStore)
+    port = shared_etcd.port
+    store = shared_etcd.store(etcd_prefix, store=f"etcd://127.0.0.1:{port},localhost:{port}")
     await store.start()
     connection = store._connection
     await until(lambda: connection._watch is not None, PATIENCE_S, "the watch")
@@ -101,7 +85,8 @@ async def test_the_watch_leaves_an_endpoint_together_with_the_calls(
 
 
 async def test_refusals_use_no_other_endpoint(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
-    store = store_of(shared_etcd.port, free_port(), store_prefix=etcd_prefix)
+    endpoints = f"127.0.0.1:{shared_etcd.port},127.0.0.1:{free_port()}"
+    store = shared_etcd.store(etcd_prefix, store=f"etcd://{endpoints}")
     await store.start()
     first = store._connection.endpoint
     await store.set_policy(registry_pb2.Policy(), 0)

@@ -13,14 +13,14 @@ import pytest
 from headrace.registry.v1 import registry_pb2
 from headrace_common import reloading
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.errors import ConfigError, RegistryUnavailable
+from headrace_common.errors import ConfigError
 from tests.component.registry.harness import (
     ETCD,
     EtcdServer,
     kv_descriptor,
-    ordered,
     reference,
     running_etcd,
+    until_renewed,
     worker,
 )
 from tests.suite.certificates import Authority
@@ -43,19 +43,9 @@ def tls_settings(files: TlsFiles) -> dict[str, str]:
     }
 
 
-async def test_mutual_tls(tmp_path: Path) -> None:
+async def test_mutual_tls_refuses_other_certificates(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path / "ours"), Authority(tmp_path / "others")
     with running_etcd(tmp_path, ours.sign("etcd")) as etcd:
-        store = etcd.store(PREFIX, **tls_settings(ours.sign("registry")))
-        await store.start()
-        member = worker()
-        registration = await store.register(member, 30)
-        await store.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
-        assert await store.keep_alive(registration.lease_id) is not None
-        # The watch uses the certificate too.
-        listed = ordered(member, registration.order)
-        await until(lambda: dict(store.members) == {"decode-0": listed}, PATIENCE_S, "the member")
-        await store.close()
         for settings in (
             {},
             {"store_tls_authority_file": str(ours.file)},
@@ -98,13 +88,7 @@ async def test_replaced_certificates_are_used_without_a_restart(
         )
         copy_into(files, fresh, "tls_key_file")
 
-        async def renewed() -> bool:
-            try:
-                return await store.keep_alive(registration.lease_id) is not None
-            except RegistryUnavailable:
-                return False
-
-        await until(renewed, PATIENCE_S, "a call with the new certificate")
+        await until_renewed(store, registration.lease_id)
         other = worker("decode-1")
         await store.register(other, 30)
         # The watch uses the new certificate too.
@@ -247,17 +231,6 @@ async def test_a_token_that_etcd_no_longer_knows_is_replaced(users: Users) -> No
     revision = await store.set_policy(registry_pb2.Policy(retry_budget=7), 0)
     await until(lambda: store.revision >= revision, PATIENCE_S, "the policy")
     await store.close()
-
-
-async def until_renewed(store: Any, lease_id: str) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
-                assert await store.keep_alive(lease_id) is not None
-            except RegistryUnavailable:
-                await asyncio.sleep(0.1)
-            else:
-                return
 
 
 async def test_a_password_for_an_etcd_without_authentication_is_not_needed(

@@ -9,7 +9,6 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import RegistryUnavailable
-from headrace_registry.store.etcd_store import EtcdStore
 from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,
@@ -17,6 +16,7 @@ from tests.component.registry.harness import (
     reference,
     registry_stub,
     running_registry,
+    until_renewed,
     worker,
 )
 from tests.waiting import PATIENCE_S, until
@@ -48,6 +48,8 @@ async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_pref
     # A watcher of one registry resumes at the other from the same revision.
     resumed = two.watch(registration.revision)
     assert (await anext(resumed)).changes[-1].policy_put.retry_budget == 5
+    key = await one.ensure_prefix_hash_key(0)
+    assert await two.ensure_prefix_hash_key(0) == key != 0
     await two.deregister(registration.lease_id)
     await until(lambda: not one.members, what="the removal of the member")
     await one.close()
@@ -94,7 +96,7 @@ async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
     assert await store.get_descriptor(reference(members[0])) == kv_descriptor()
     assert not change.done()
     await asyncio.to_thread(etcd.start)
-    await until_serving(store, leases[0])
+    await until_renewed(store, leases[0])
     for lease_id in leases:
         assert await store.keep_alive(lease_id) is not None
     assert {member.worker_id for member in store.members.values()} == {
@@ -105,42 +107,6 @@ async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
     assert [entry.member_put.worker_id for entry in response.changes] == ["decode-3"]
     assert response.revision == registration.revision
     await store.close()
-
-
-async def until_serving(store: EtcdStore, lease_id: str) -> None:
-    for _ in range(100):
-        try:
-            await store.keep_alive(lease_id)
-        except RegistryUnavailable:
-            await asyncio.sleep(0.1)
-        else:
-            return
-    pytest.fail("the store did not recover")
-
-
-async def test_changes_during_a_broken_watch_are_found(etcd: EtcdServer) -> None:
-    here, there = etcd.store(), etcd.store()
-    await here.start()
-    await there.start()
-    gone = await here.register(worker("decode-0"), 30)
-    await until(lambda: there.revision >= gone.revision, what="the registration")
-    watch = here.watch(0)
-    await anext(watch)
-    # The follower of one store ends as after an error, and restarts later.
-    assert here._follower is not None
-    here._follower.cancel()
-    await asyncio.wait([here._follower])
-    await there.deregister(gone.lease_id)
-    await there.register(worker("decode-1"), 30)
-    here._follower = asyncio.create_task(here._follow())
-    response = await asyncio.wait_for(anext(watch), PATIENCE_S)
-    assert [change.WhichOneof("change") for change in response.changes] == [
-        "member_gone",
-        "member_put",
-    ]
-    assert list(here.members) == ["decode-1"]
-    await here.close()
-    await there.close()
 
 
 async def test_a_frozen_etcd_does_not_delay_reads(etcd: EtcdServer) -> None:
@@ -161,5 +127,4 @@ async def test_a_frozen_etcd_does_not_delay_reads(etcd: EtcdServer) -> None:
             await pending
         finally:
             etcd.resume()
-        assert isinstance(store, EtcdStore)
-        await until_serving(store, lease_id)
+        await until_renewed(store, lease_id)

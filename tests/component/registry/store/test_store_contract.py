@@ -61,6 +61,8 @@ async def test_an_unknown_lease_does_not_exist(store: Store, lease_id: str) -> N
 
 async def test_a_newer_incarnation_replaces_the_older_at_once(store: Store) -> None:
     old, new = worker(generation=1), worker(generation=2)
+    # The order does not depend on the clocks of hosts.
+    old.start_unix_ns += 3600 * 10**9
     first = await store.register(old, 30)
     await store.put_descriptor(first.lease_id, reference(old), kv_descriptor())
     watch = store.watch(0)
@@ -95,27 +97,12 @@ async def test_an_older_incarnation_is_rejected(store: Store) -> None:
     assert await store.keep_alive(fourth.lease_id) is not None
 
 
-async def test_the_order_of_incarnations_does_not_depend_on_their_clocks(store: Store) -> None:
-    ahead, behind = worker(generation=1), worker(generation=2)
-    ahead.start_unix_ns += 3600 * 10**9
-    first = await store.register(ahead, 30)
-    second = await store.register(behind, 30)
-    assert dict(store.members) == {"decode-0": ordered(behind, second.order)}
-    assert await store.keep_alive(first.lease_id) is None
-
-
 async def test_no_incarnation_can_place_itself_in_the_future(store: Store) -> None:
     far = ordered(worker(generation=1), (1 << 64) - 1)
     claimed = await store.register(far, 30)
     assert claimed.order < far.registration_order
     restarted = await store.register(worker(generation=2), 30)
     assert restarted.order > claimed.order
-
-
-async def test_registering_again_keeps_the_order(store: Store) -> None:
-    first = await store.register(worker(), 30)
-    again = await store.register(worker(), 30)
-    assert again.order == first.order
 
 
 async def test_registering_again_renews_the_record_and_keeps_the_descriptor(store: Store) -> None:
@@ -125,7 +112,7 @@ async def test_registering_again_renews_the_record_and_keeps_the_descriptor(stor
     changed = worker()
     changed.max_num_seqs = 99
     second = await store.register(changed, 20)
-    assert second.ttl_s == 20
+    assert (second.ttl_s, second.order) == (20, first.order)
     assert store.members["decode-0"].max_num_seqs == 99
     assert await store.get_descriptor(reference(member)) == kv_descriptor()
     assert await store.keep_alive(second.lease_id) is not None

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import ExitStack
-
 import pytest
 
-from headrace_common.callers.bounds import REFUSED_CALLS, CallerBounds
 from headrace_common.callers.hosts import CALLERS_MAX, RateByCaller
-from headrace_common.errors import QueueFull
 
 CALLS_MAX = 4
-
-
-def test_the_calls_of_one_caller_are_bounded_and_another_is_served() -> None:
-    refused: Counter[str] = Counter()
-    bounds = CallerBounds(CALLS_MAX, lambda why, count: refused.update({why: count}))
-    with ExitStack() as held:
-        for _ in range(4):
-            held.enter_context(bounds.call("tenant:a"))
-        with (
-            pytest.raises(QueueFull, match=r"4 calls of this caller.*max_concurrent_requests"),
-            bounds.call("tenant:a"),
-        ):
-            pass
-        with bounds.call("tenant:b"):
-            assert bounds.calls("tenant:b") == 1
-    assert refused == {REFUSED_CALLS: 1}
-    with bounds.call("tenant:a"):
-        assert bounds.calls("tenant:a") == 1
 
 
 def test_a_rate_forgets_with_time_and_knows_a_bounded_number_of_callers() -> None:

@@ -73,9 +73,3 @@ def test_a_part_of_a_newer_version_is_unaccounted() -> None:
     message = latency_pb2.LatencySum(total_us=5)
     message.parts.add(part=99, duration_us=5)
     assert sum_from_proto(message) == Sum(5, {Part.UNACCOUNTED: 5})
-
-
-def test_the_greatest_part() -> None:
-    claims = [Claim(Part.QUEUE, 0, 3), Claim(Part.PREFILL, 3, 10)]
-    assert divide(0, 10, claims).greatest is Part.PREFILL
-    assert divide(0, 0, claims).greatest is None

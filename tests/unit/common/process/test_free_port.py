@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -22,11 +21,6 @@ def test_no_port_comes_twice_before_the_share_is_used_up() -> None:
     found = [free_port() for _ in range(10)]
     assert len(set(found)) == 10
     assert all(FIRST_PORT <= port < END_PORT for port in found)
-
-
-def test_the_kernel_assigns_none_of_them() -> None:
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert first >= END_PORT
 
 
 def test_neighbouring_processes_choose_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,12 +78,3 @@ async def test_equal_contents_keep_the_channel() -> None:
     it.present(b"old")
     assert it.start().certificate == b"old"
     assert len(it.opened) == 1
-
-
-async def test_closing_closes_replaced_channels_too() -> None:
-    it = Renewed()
-    it.start()
-    it.present(b"new")
-    it.start()
-    await it.channel.close()
-    assert [channel.closed.is_set() for channel in it.opened] == [True, True]

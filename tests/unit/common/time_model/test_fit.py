@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from headrace_common.time_model.fit import FitError, OnlineFit
+from headrace_common.time_model.fit import OnlineFit
 
 
 def observed(
@@ -18,14 +18,6 @@ def observed(
         units = random.uniform(10, 1_000)
         fit.observe((1.0, units), (0.002 + 3e-6 * units) * random.lognormvariate(0, noise))
     return fit
-
-
-def test_noise_leaves_its_own_error() -> None:
-    fit = observed(500, noise=0.08)
-    assert fit.coefficients == pytest.approx([0.002, 3e-6], rel=0.1)
-    # Of lognormal noise with 0.08, 90 % are within 1.645 x 0.08.
-    assert fit.error().p90 == pytest.approx(1.645 * 0.08, rel=0.3)
-    assert fit.error().p50 < fit.error().p90
 
 
 @pytest.mark.parametrize("factor", [50.0, 0.02])
@@ -85,10 +77,3 @@ def test_the_pace_follows_at_once_and_returns() -> None:
         fit.observe((1.0, units), seconds * (2 if number % 60 < 30 else 1))
     assert fit.error().p50 < 0.1
     assert fit.predict((1.0, 500.0)) == pytest.approx(0.0035, rel=0.15)
-
-
-def test_early_predictions_count_for_no_error() -> None:
-    fit = OnlineFit(2, known_count=3)
-    for seconds in (9.0, 1.0, 1.0):
-        fit.observe((1.0, 0.0), seconds)
-    assert fit.error() == FitError()

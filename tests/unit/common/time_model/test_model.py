@@ -46,17 +46,6 @@ def learned(steps: list[Measured], learner: StepLearner | None = None) -> TimeMo
     return TimeModel(steps=learner.times)
 
 
-def test_without_steps_no_time_is_known() -> None:
-    model = TimeModel()
-    assert model.step_s(512, 0, 0) is None
-    assert model.step_s(0, 4, 400) is None
-    assert model.handover_s(1_000) is None
-
-
-def test_steps_without_tokens_are_not_counted() -> None:
-    assert learned([(Step(), 1.0)] * 10).steps == StepTimes()
-
-
 def test_a_worker_without_prompts_predicts_answers_only() -> None:
     model = learned([true_step(0, 0, 4, 400)] * 10)
     assert model.step_s(0, 4, 400) == pytest.approx(
@@ -116,12 +105,6 @@ def test_hand_overs_are_known_by_link() -> None:
     assert everywhere is not None
     assert model.handover_s(4_000_000, "unknown") == everywhere
     assert 0.005 < everywhere < 0.045
-
-
-def test_hand_overs_without_bytes_are_not_counted() -> None:
-    learner = HandoverLearner()
-    learner.observe(0, 1.0)
-    assert learner.times == HandoverTimes()
 
 
 def test_links_are_bounded() -> None:

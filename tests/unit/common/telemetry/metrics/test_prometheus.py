@@ -14,8 +14,6 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import MetricStore
 from headrace_common.telemetry.metrics.prometheus import (
     OPEN_METRICS_TYPE,
-    TEXT_TYPE,
-    content_type,
     prometheus_text,
 )
 from headrace_common.telemetry.schema_tables import METRICS
@@ -73,15 +71,3 @@ def test_promtool_accepts_every_help_text() -> None:
         check=False,
     )
     assert "error while linting" not in checked.stderr, checked.stderr
-
-
-@pytest.mark.parametrize(
-    "accept, kind",
-    [
-        ("", TEXT_TYPE),
-        ("text/plain", TEXT_TYPE),
-        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2", OPEN_METRICS_TYPE),
-    ],
-)
-def test_a_reader_gets_open_metrics_if_it_asks_for_it(accept: str, kind: str) -> None:
-    assert content_type(accept) == kind

@@ -1,7 +1,8 @@
-"""The remedies of failed calls to etcd."""
+"""Statuses of etcd and what follows from them."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from headrace_common.errors import RegistryUnavailable
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
+from headrace_registry.store.etcd_table import EtcdTable
 from tests.ports import free_port
 
 
@@ -50,3 +52,16 @@ async def test_the_remedy_fits_the_cause(code: str, details: str, remedy: str) -
         assert remedy in caught.value.detail
     finally:
         connection.close()
+
+
+def test_a_lease_with_keys_that_the_user_may_not_read_has_no_member() -> None:
+    # Newer versions of etcd check the permission for the keys of a lease.
+    def has_member(code: grpc.StatusCode) -> bool:
+        def refuse(lease: int) -> Any:
+            raise Refusal(code, "as a test wants it")
+
+        return EtcdTable(SimpleNamespace(get_lease_info=refuse), "/mine/").has_member(7)
+
+    assert not has_member(grpc.StatusCode.PERMISSION_DENIED)
+    with pytest.raises(grpc.RpcError):
+        has_member(grpc.StatusCode.UNAVAILABLE)
