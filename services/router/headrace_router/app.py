@@ -37,20 +37,19 @@ from headrace_router.config import RouterConfig
 from headrace_router.conversations import OtherRouters
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.own_prompts import OwnPrompts
-from headrace_router.early_refusal.gate import EarlyRefusal, EarlyRefusalParts
+from headrace_router.early_refusal import EarlyRefusal
 from headrace_router.load import LoadReader
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
-from headrace_router.picker.picker import EndpointPicker, PickerParts
+from headrace_router.picker.picker import EndpointPicker
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.promises import PromiseKeeper
 from headrace_router.rpc_services import RouterServices
-from headrace_router.service import InferenceService
+from headrace_router.service import InferenceService, PromiseKeeper
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusParts, StatusReader
 from headrace_router.tracing.store import TraceLimits, TraceStore
@@ -340,15 +339,13 @@ def _draining() -> Draining:
 
 def _build_early_refusal(basis: _Basis, fleet: _Fleet, records: _Records) -> EarlyRefusal:
     return EarlyRefusal(
-        EarlyRefusalParts(
-            queue=fleet.queue,
-            workers=fleet.workers,
-            prefixes=fleet.prefixes,
-            policy=basis.policy,
-            by_deadline=basis.config.early_refusal,
-            on_prediction=records.metrics.record_prediction,
-            on_refusal=records.metrics.count_early_refusal,
-        )
+        queue=fleet.queue,
+        workers=fleet.workers,
+        prefixes=fleet.prefixes,
+        policy=basis.policy,
+        by_deadline=basis.config.early_refusal,
+        on_prediction=records.metrics.record_prediction,
+        on_refusal=records.metrics.count_early_refusal,
     )
 
 
@@ -425,7 +422,7 @@ def _build_openai(basis: _Basis, records: _Records, requests: _Requests) -> Open
 def _build_picker(
     basis: _Basis, fleet: _Fleet, records: _Records, requests: _Requests
 ) -> EndpointPicker:
-    parts = PickerParts(
+    return EndpointPicker(
         tenants=requests.tenants,
         runner=requests.runner,
         preparer=requests.preparer,
@@ -435,9 +432,6 @@ def _build_picker(
         queue=fleet.queue,
         tracer=records.tracer,
         count_pick=records.metrics.count_pick,
-    )
-    return EndpointPicker(
-        parts,
         deadline_s=min(_PICK_S, basis.config.default_deadline_s),
         body_bytes_max=requests.bytes_max,
     )

@@ -29,7 +29,7 @@ from headrace_common.tickets import SigningKey
 from headrace_common.version import version
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
-from headrace_router.picker.server import PickerServer
+from headrace_router.picker.service import PickerServer
 from headrace_text.load import load_codecs
 
 _LOG = logging.getLogger(__name__)

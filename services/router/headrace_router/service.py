@@ -8,12 +8,20 @@ from typing import Any
 
 import grpc.aio
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.decode.v1 import decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, keep_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Unauthenticated
+from headrace_common.errors import (
+    HeadraceError,
+    NotFound,
+    StaleIncarnation,
+    Unauthenticated,
+    WorkerGone,
+)
+from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
-from headrace_frontend.promises import Keep
+from headrace_frontend.promises import Keep, no_promise, worker_request
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
@@ -26,6 +34,7 @@ from headrace_router.placement import CandidateCost
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.tracer import StoringTracer
+from headrace_router.workers.directory import WorkerDirectory
 
 # The router's error names what was waited for. It must reach the client before the client's own deadline.
 _DEADLINE_MARGIN_S = 0.2
@@ -169,3 +178,32 @@ def _deadline_of(context: grpc.aio.ServicerContext[Any, Any], default_s: float) 
     remaining_s = Deadline.from_context(context, default_s).remaining_s()
     margin_s = min(_DEADLINE_MARGIN_S, _DEADLINE_MARGIN_SHARE * remaining_s)
     return Deadline.after(remaining_s - margin_s)
+
+
+class PromiseKeeper:
+    """Asks the worker that an id names. Nothing is stored here, so every router can do it."""
+
+    def __init__(self, workers: WorkerDirectory) -> None:
+        self._workers = workers
+
+    async def keep(
+        self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline
+    ) -> keep_pb2.Kept:
+        """See InferenceService.Keep. Raises HeadraceError."""
+        asked = worker_request(tenant, request)
+        channel = self._workers.channel_of(asked.incarnation)
+        if channel is None:
+            raise no_promise()
+        try:
+            stub = decode_pb2_grpc.DecodeServiceStub(channel)
+            answer = await stub.Keep(asked, timeout=deadline.remaining_s())
+        except grpc.aio.AioRpcError as rpc_error:
+            raise _explained(error_from_rpc(rpc_error)) from rpc_error
+        if answer.kept.tokens:
+            answer.kept.id = request.id
+        return answer.kept
+
+
+def _explained(error: HeadraceError) -> HeadraceError:
+    """A worker that is gone has lost what it promised."""
+    return no_promise() if isinstance(error, NotFound | StaleIncarnation | WorkerGone) else error

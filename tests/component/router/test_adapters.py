@@ -14,7 +14,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
-from tests.component.router.fakes.handoff import LAYOUT
+from tests.sim_layout import LAYOUT
 from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE

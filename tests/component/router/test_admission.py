@@ -99,21 +99,6 @@ async def test_a_tenant_gets_the_share_of_its_weight(rig: Rig) -> None:
     assert refused.metadata["tenant_share"] == "3"
 
 
-@with_settings(max_queued_tokens=100, admission_wait_s=0.2)
-async def test_queued_prompts_are_bounded_by_their_tokens(rig: Rig) -> None:
-    decode = await rig.add_decode(hang)
-    waiting = asyncio.create_task(_ask(rig, "greedy", text="x" * 80))
-    await until(lambda: len(decode.requests) == 1)
-    with pytest.raises(QueueFull, match="queued tokens"):
-        await _ask(rig, "greedy", text="x" * 30)
-    assert len(decode.requests) == 1
-    decode.script = reply("ok")
-    assert await _ask(rig, "greedy", text="x" * 20) == "ok"
-    await _errors([waiting])
-    # The end of the waiting request has released its tokens.
-    assert await _ask(rig, "greedy", text="x" * 99) == "ok"
-
-
 def _finish_when(event: asyncio.Event) -> Script:
     async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
         yield reserved(request)

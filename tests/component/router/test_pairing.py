@@ -8,7 +8,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
-from tests.component.router.fakes.handoff import LAYOUT
+from tests.sim_layout import LAYOUT
 from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -27,7 +27,7 @@ def _prefill_member(name: str, incarnation: str, zone: str) -> registry_pb2.Memb
     )
 
 
-@pytest.mark.parametrize("zone,remote", [("a", True), ("c", False), ("", False)])
+@pytest.mark.parametrize("zone,remote", [("a", True), ("c", False)])
 async def test_a_required_zone_decides_which_worker_prefills(
     rig: Rig, zone: str, remote: bool
 ) -> None:

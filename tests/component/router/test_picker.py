@@ -23,7 +23,7 @@ from headrace_common.access.roles import Role
 from headrace_common.access.table import PICKER_METHOD
 from headrace_common.rpc.channel import open_channel
 from headrace_router.picker.messages import DESTINATION, SUBSET
-from headrace_router.picker.server import PickerServer
+from headrace_router.picker.service import PickerServer
 from tests.component.router.fakes import FakeDecode, Rig, hang
 from tests.suite.certificates import Authority
 from tests.suite.envoy import MODES, envoy_before, find_envoy
@@ -241,7 +241,7 @@ async def test_the_key_of_the_client_is_checked(tmp_path: Path) -> None:
         await rig.close()
 
 
-@pytest.mark.parametrize("role", [None, *(role for role in Role if role is not Role.GATEWAY)])
+@pytest.mark.parametrize("role", [None, Role.PREFILL])
 async def test_only_a_gateway_may_ask(rig: Rig, role: Role | None) -> None:
     await add_worker(rig, "10.0.0.1:80")
     async with gateway(rig, role) as process:

@@ -64,15 +64,6 @@ async def test_a_class_above_the_granted_one_is_refused_by_name(keyed: Rig) -> N
     assert isinstance(again, PermissionDenied)
 
 
-async def test_without_keys_the_high_class_is_closed_until_the_operator_opens_it(rig: Rig) -> None:
-    await rig.add_decode(reply("ok"))
-    error = await rig.error_of(priority=_HIGH)
-    assert isinstance(error, PermissionDenied)
-    assert "tenant_priorities.default" in error.detail
-    rig.policy.policy.tenant_priorities["default"] = _HIGH
-    assert text_of(await rig.ask(priority=_HIGH)) == "ok"
-
-
 async def test_over_http_the_class_is_the_number_of_vllm(rig: Rig) -> None:
     decode = await rig.add_decode(reply("ok"))
     for number, priority in ((0, 0), (1, _LOW)):

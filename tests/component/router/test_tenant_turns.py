@@ -80,15 +80,8 @@ async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(keyed: 
     assert [task.request_id for task in worker.tasks] == ["short", "long", "none"]
 
 
-async def test_a_request_over_http_ends_at_its_timeout(keyed: Rig) -> None:
-    await keyed.add_decode(hang)
-    await keyed.add_prefill(hand_over, credit=0)
-    status, _, body = await keyed.post({"prompt": "a prompt", "timeout_s": 0.2}, _KEYS["chat"])
-    assert status == 504
-    assert body["error"]["headrace"]["reason"] == "DEADLINE_EXCEEDED"
-
-
-@pytest.mark.parametrize("value", [0, -1, 86_401, "soon", True])
-async def test_a_timeout_that_is_none_is_rejected_by_name(keyed: Rig, value: object) -> None:
-    status, _, body = await keyed.post({"prompt": "a prompt", "timeout_s": value}, _KEYS["chat"])
-    assert (status, body["error"]["param"]) == (400, "timeout_s")
+async def test_a_timeout_that_is_none_is_rejected_by_name(keyed: Rig) -> None:
+    for value in (0, -1, 86_401, "soon", True):
+        body = {"prompt": "a prompt", "timeout_s": value}
+        status, _, answer = await keyed.post(body, _KEYS["chat"])
+        assert (status, answer["error"]["param"]) == (400, "timeout_s"), value

@@ -20,12 +20,10 @@ from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.workers.table import Load, LoadTable, Worker
+from tests.sim_layout import LAYOUT
 
-_LAYOUT = KvLayout.attention(
-    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
-)
 _PREFILL = WorkerRef("p0", "a")
-_PULLING = {fingerprint(replace(_LAYOUT, tensor_parallel_size=2)): frozenset({_PREFILL})}
+_PULLING = {fingerprint(replace(LAYOUT, tensor_parallel_size=2)): frozenset({_PREFILL})}
 _REQUEST = PlacementRequest(
     "sim", 101, inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED, RoutePolicy(), 30.0
 )
@@ -38,7 +36,7 @@ def _ref(name: str) -> WorkerRef:
 
 def _table(loads: dict[str, Load], layouts: dict[str, KvLayout] | None = None) -> LoadTable:
     table = LoadTable(
-        Worker(_ref(name), f"{name}:1", "sim", 4_096, 10, (layouts or {}).get(name, _LAYOUT))
+        Worker(_ref(name), f"{name}:1", "sim", 4_096, 10, (layouts or {}).get(name, LAYOUT))
         for name in loads
     )
     for name, load in loads.items():
@@ -64,7 +62,7 @@ def _policy(**fields: float) -> PlacementRequest:
 
 
 def test_only_matching_layouts_are_paired() -> None:
-    other = {"d0": replace(_LAYOUT, model="other")}
+    other = {"d0": replace(LAYOUT, model="other")}
     paired = _choose({"d0": Load(), "d1": Load(held_tokens=900)}, layouts=other)
     assert (paired.worker.ref, paired.remote) == (_ref("d1"), True)
     alone = _choose({"d0": Load()}, layouts=other)
@@ -188,7 +186,7 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
 def test_only_workers_with_the_adapter_are_chosen() -> None:
     poet, other = Adapter("poet", "aa"), Adapter("poet", "bb")
     workers = [
-        Worker(_ref(name), f"{name}:1", "sim", 4_096, 10, _LAYOUT, adapters=frozenset(adapters))
+        Worker(_ref(name), f"{name}:1", "sim", 4_096, 10, LAYOUT, adapters=frozenset(adapters))
         for name, adapters in (("a", ()), ("b", (poet, Adapter("coder", "cc"))), ("c", (other,)))
     ]
     table = LoadTable(workers)
@@ -210,7 +208,7 @@ def test_of_one_name_the_adapter_of_most_workers_is_served() -> None:
 
     def table(*adapters: Adapter) -> LoadTable:
         return LoadTable(
-            Worker(_ref(next(names)), "a:1", "sim", 4_096, 10, _LAYOUT, adapters=frozenset({one}))
+            Worker(_ref(next(names)), "a:1", "sim", 4_096, 10, LAYOUT, adapters=frozenset({one}))
             for one in adapters
         )
 

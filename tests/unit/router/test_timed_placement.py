@@ -12,7 +12,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.timed_placement import (
     LOCAL,
@@ -24,10 +24,8 @@ from headrace_router.timed_placement import (
 )
 from headrace_router.workers.prompt_work import PromptQueue, PromptWork
 from headrace_router.workers.table import NO_TIMES, Load, LoadTable, Worker
+from tests.sim_layout import LAYOUT
 
-_LAYOUT = KvLayout.attention(
-    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
-)
 _TIMES = TimeModel(
     StepTimes(
         fixed_s=0.010,
@@ -72,7 +70,7 @@ def _choose(
     roles = roles or "b" * len(names)
     table = LoadTable(
         Worker(
-            *(_ref(name), f"{name}:1", "sim", 4_096, 64, _LAYOUT),
+            *(_ref(name), f"{name}:1", "sim", 4_096, 64, LAYOUT),
             computes_prompts=True,
             role=_ROLES[role],
         )
@@ -85,7 +83,7 @@ def _choose(
         map(_ref, names[:pulling])
     )
     refs |= set(others)
-    candidates = Candidates(table, columns, {fingerprint(_LAYOUT): frozenset(refs)})
+    candidates = Candidates(table, columns, {fingerprint(LAYOUT): frozenset(refs)})
     return KvAware(Random(1)).choose(request, candidates)
 
 

@@ -28,8 +28,7 @@ from headrace_common.limits import LINK_MESSAGE_BYTES_MAX
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
-from headrace_router.decode_link.answer import LinkedAnswer
-from headrace_router.decode_link.answers import LinkedAnswers
+from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 from headrace_router.decode_link.outgoing import OutgoingRequests
 
 _LOG = logging.getLogger(__name__)

@@ -72,9 +72,9 @@ def _path(headers: Mapping[str, str]) -> str:
     return headers.get(":path", "").partition("?")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class PickerParts:
-    """The parts of a router that the picker uses."""
+@dataclass(slots=True)
+class EndpointPicker:
+    """`deadline_s` bounds a decision."""
 
     tenants: Tenants
     runner: RequestRunner[AttemptTimeline]
@@ -86,23 +86,16 @@ class PickerParts:
     tracer: StoringTracer
     count_pick: Callable[[str], None]
     """Gets "picked", or the reason of the error."""
-
-
-class EndpointPicker:
-    """`deadline_s` bounds a decision."""
-
-    def __init__(self, parts: PickerParts, *, deadline_s: float, body_bytes_max: int) -> None:
-        self._parts = parts
-        self._deadline_s = deadline_s
-        self.body_bytes_max = body_bytes_max
+    deadline_s: float
+    body_bytes_max: int
 
     @property
     def ready(self) -> bool:
         """Whether a decode worker can be picked."""
         return any(
             worker.http_endpoint
-            for model in self._parts.workers.max_model_len()
-            for worker in self._parts.workers.table(model).workers
+            for model in self.workers.max_model_len()
+            for worker in self.workers.table(model).workers
         )
 
     async def pick(
@@ -115,31 +108,31 @@ class EndpointPicker:
         try:
             endpoint = await self._pick(headers, body, subset)
         except HeadraceError as error:
-            self._parts.count_pick(error.reason)
+            self.count_pick(error.reason)
             if not isinstance(error, InvalidRequest):
                 raise
             chat = _path(headers) == "/v1/chat/completions"
             raise InvalidRequest(
                 openai_violations(error.violations, chat=chat), cause=error.cause
             ) from error
-        self._parts.count_pick("picked")
+        self.count_pick("picked")
         return endpoint
 
     async def _pick(
         self, headers: Mapping[str, str], body: bytes | None, subset: frozenset[str] | None
     ) -> str:
-        tenant = self._parts.tenants.tenant_of(headers.items())
-        deadline = Deadline.after(self._deadline_s)
-        async with self._parts.runner.admitted(tenant, deadline):
+        tenant = self.tenants.tenant_of(headers.items())
+        deadline = Deadline.after(self.deadline_s)
+        async with self.runner.admitted(tenant, deadline):
             if body is None or not has_prompt(headers):
                 return self._least_loaded(subset).http_endpoint
-            cost_bytes = self._parts.size.check_json(body)
+            cost_bytes = self.size.check_json(body)
             request_id = _request_id(headers)
             convert = partial(_PROMPTS[_path(headers)], body, request_id)
-            request = await self._parts.preparer.run(tenant, cost_bytes, convert)
+            request = await self.preparer.run(tenant, cost_bytes, convert)
             if request is None:
                 return self._least_loaded(subset).http_endpoint
-            prepared = await self._parts.preparer.tokenize(request, tenant)
+            prepared = await self.preparer.tokenize(request, tenant)
             prepared = prepared.of_caller(tenant, prepared.priority)
             otel_context.attach(context_from_traceparent(headers.get("traceparent", "")))
             return self._place(prepared, request_id, deadline, subset)
@@ -151,12 +144,12 @@ class EndpointPicker:
         deadline: Deadline,
         subset: frozenset[str] | None,
     ) -> str:
-        table = self._parts.workers.table(prepared.model)
+        table = self.workers.table(prepared.model)
         allowed = {worker.ref for worker in table.workers if _is_allowed(worker, subset)}
         avoided = [worker.ref.worker_id for worker in table.workers if worker.ref not in allowed]
         timeline = RequestTimeline[AttemptTimeline]()
-        with self._parts.tracer.request_span(request_id, timeline, stored=False):
-            decision = self._parts.dispatcher.route(prepared, timeline, deadline, avoided)
+        with self.tracer.request_span(request_id, timeline, stored=False):
+            decision = self.dispatcher.route(prepared, timeline, deadline, avoided)
         worker = decision.worker
         if worker.ref not in allowed:
             raise _none_allowed(prepared.model)
@@ -172,8 +165,8 @@ class EndpointPicker:
     def _least_loaded(self, subset: frozenset[str] | None) -> Worker:
         """For requests without a prompt. Raises NoDecodeWorker."""
         found: list[tuple[float, Worker]] = []
-        for model in self._parts.workers.max_model_len():
-            table = self._parts.workers.table(model)
+        for model in self.workers.max_model_len():
+            table = self.workers.table(model)
             usable = table.reachable & ~table.draining
             found += [
                 (float(table.requests[row]), worker)
@@ -188,11 +181,11 @@ class EndpointPicker:
         """Counts the request on its worker until the worker reports it."""
         held = ExitStack()
         tokens = len(prepared.token_ids)
-        reservation = self._parts.workers.reserve_load(decision.worker.ref, tokens, routed=False)
+        reservation = self.workers.reserve_load(decision.worker.ref, tokens, routed=False)
         if reservation is not None:
             held.callback(reservation.release)
         if decision.remote:
-            expected = self._parts.queue.expect_task(
+            expected = self.queue.expect_task(
                 decision.worker.layout, tokens, prepared.priority, prepared.tenant
             )
             held.enter_context(expected)

@@ -96,7 +96,6 @@ async def test_a_decode_worker_that_rejects_is_asked_once(
     ("behaviour", "attempts"),
     [
         (start_and_end, 2),
-        (fail("INTERNAL"), 2),
         (fail("TRANSFER_FAILED"), 2),
         # A task that had not started moves within the attempt.
         (die, 1),
@@ -104,7 +103,6 @@ async def test_a_decode_worker_that_rejects_is_asked_once(
     ],
     ids=[
         "end of the stream",
-        "internal error",
         "failed transfer",
         "death before the start",
         "drain",
@@ -261,12 +259,6 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
     assert text_of(await rig.ask()) == "ok"
     assert [request.remote_prefill for request in decode.requests] == [True, True, False]
     waiting.cancel()
-
-
-async def test_a_draining_router_rejects_new_requests(rig: Rig) -> None:
-    await rig.add_decode(reply("ok"))
-    rig.router.runner.drain()
-    assert isinstance(await rig.error_of(), Draining)
 
 
 async def test_models_are_listed_with_their_workers(rig: Rig) -> None:

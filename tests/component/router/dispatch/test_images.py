@@ -50,16 +50,6 @@ async def ask(
     return [response async for response in rig.stub.Generate(request, timeout=30)]
 
 
-async def test_decode_and_prefill_get_the_images(rig: Rig) -> None:
-    decode, prefill = await rig.add_decode(reply("ok")), await rig.add_prefill(hand_over)
-    responses = await ask(rig)
-    (call,), (task,) = decode.requests, prefill.tasks
-    assert [image.data for image in call.images] == IMAGES
-    assert list(task.images) == list(call.images)
-    assert list(task.token_ids) == list(call.token_ids)[:-1]
-    assert responses[-1].usage.prompt_tokens == len(call.token_ids)
-
-
 async def test_retries_migration_and_several_answers_keep_the_images(rig: Rig) -> None:
     await rig.add_decodes(recite(3, FakeDecode.die), recite(99))
     await rig.add_prefill(hand_over)

@@ -15,7 +15,7 @@ from tests.component.router.fakes.decode import (
     reserved,
     tokens,
 )
-from tests.component.router.fakes.handoff import LAYOUT, Handoff
+from tests.component.router.fakes.handoff import Handoff
 from tests.component.router.fakes.prefill import (
     Behaviour,
     FakePrefill,
@@ -34,6 +34,7 @@ from tests.component.router.fakes.rig import (
     text_of,
     with_settings,
 )
+from tests.sim_layout import LAYOUT
 
 __all__ = [
     "CONTEXT_TOKENS",

@@ -20,8 +20,9 @@ from headrace_common.identity import new_incarnation
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_kv.layout.proto import layout_to_proto
-from tests.component.router.fakes.handoff import LAYOUT, Handoff
+from tests.component.router.fakes.handoff import Handoff
 from tests.component.router.fakes.read_tokens import ReadTokens
+from tests.sim_layout import LAYOUT
 from tests.waiting import forever
 
 CONTEXT_TOKENS = 1_024
@@ -80,10 +81,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.reports.set()
         self.stall: worker_pb2.Stall | None = None
         """What it reports of its engine."""
-        self.clock_offset_s: float | None = 0.0
-        """How far its wall clock is ahead. None: it does not send its time."""
-        self.ticket_public_keys: list[bytes] = []
-        """Of the status streams, in order."""
+        self.clock_offset_s = 0.0
+        """How far its wall clock is ahead."""
         self.hashing: worker_pb2.KvHashing | None = None
         """How it hashes cached prefixes. None: it does not support KV events."""
         self.background: list[asyncio.Task[None]] = []
@@ -116,10 +115,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Registers other values. A registry's member never changes, so this is another object."""
         self.member = registry_pb2.Member.FromString(self.member.SerializeToString())
         self.member.MergeFrom(registry_pb2.Member(**fields))
-
-    def unix_ns(self) -> int:
-        """Its wall clock."""
-        return time.time_ns() + round((self.clock_offset_s or 0.0) * 1e9)
 
     async def kill(self) -> None:
         """Breaks every connection, as the death of the process does."""
@@ -207,7 +202,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
-        self.ticket_public_keys.append(request.ticket_public_key)
         while True:
             yield worker_pb2.WatchStatusResponse(
                 worker_id=self.member.worker_id,
@@ -216,7 +210,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 running_requests=self.running_requests,
                 total_blocks=100,
                 stall=self.stall,
-                sent_unix_ns=0 if self.clock_offset_s is None else self.unix_ns(),
+                sent_unix_ns=time.time_ns() + round(self.clock_offset_s * 1e9),
             )
             await asyncio.sleep(0.05)
             await self.reports.wait()

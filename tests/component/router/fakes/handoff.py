@@ -1,14 +1,8 @@
-"""What fake decode and prefill workers share: the KV layout, and a stand-in for the data plane."""
+"""A stand-in for the data plane of fake decode and prefill workers."""
 
 from __future__ import annotations
 
 import asyncio
-
-from headrace_kv.layout.layout import KvLayout
-
-LAYOUT = KvLayout.attention(
-    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
-)
 
 
 class Handoff:

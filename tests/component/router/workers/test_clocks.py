@@ -11,7 +11,7 @@ from tests.component.router.fakes import Rig, reply
 from tests.waiting import until
 
 
-@pytest.mark.parametrize("offset_s", [-3600.0, -11.0, 11.0, 3600.0])
+@pytest.mark.parametrize("offset_s", [-3600.0, 11.0])
 async def test_a_warning_names_the_offset_of_a_wrong_clock(
     rig: Rig, caplog: pytest.LogCaptureFixture, offset_s: float
 ) -> None:

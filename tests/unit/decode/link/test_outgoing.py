@@ -7,8 +7,7 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace_decode.link.outgoing import Outgoing
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
-from headrace_router.decode_link.answer import LinkedAnswer
-from headrace_router.decode_link.answers import LinkedAnswers
+from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 
 _END = decode_pb2.Finished(cached_tokens=3)
 

@@ -15,8 +15,7 @@ from headrace_common.errors import HeadraceError, ProtocolViolation, TransferFai
 from headrace_common.rpc.status import status_of
 from headrace_decode.link.outgoing import Outgoing
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
-from headrace_router.decode_link.answer import LinkedAnswer
-from headrace_router.decode_link.answers import LinkedAnswers
+from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 from headrace_router.decode_link.outgoing import OutgoingRequests
 
 _STREAMS = (1, 2, 3, 4)

@@ -14,22 +14,19 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.registry.place import Level
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_common.time_model.proto import time_model_to_proto
 from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.prefill_queue.pairs import Pairing, PairRules
+from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.workers.table import Load, LoadTable, Worker
 from headrace_simulator.virtual_time import run_virtually
+from tests.sim_layout import LAYOUT
 
 PREFER, REQUIRE = registry_pb2.PAIR_RULE_PREFER, registry_pb2.PAIR_RULE_REQUIRE
-_LAYOUT = KvLayout.attention(
-    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
-)
 _ZONES = ("a", "b", "")
 _PROMPT_TOKENS = 101
 
@@ -82,7 +79,7 @@ class Site:
         self.pairing.update([member(name, zone) for name, zone in self.zones.items()])
         self.queue = PrefillQueue(100, sign=lambda task, ref, layout_hash: b"", pairs=self.pairing)
         self.streams = [
-            self.queue.add_worker(ref(f"p{number}"), "sim", _LAYOUT)
+            self.queue.add_worker(ref(f"p{number}"), "sim", LAYOUT)
             for number in range(len(prefill_zones))
         ]
         for stream in self.streams:
@@ -90,7 +87,7 @@ class Site:
                 self.queue.add_credits(stream, credit)
         names = [name for name in self.zones if name.startswith("d")]
         self.table = LoadTable(
-            Worker(ref(name), f"{name}:1", "sim", 4_096, 10, _LAYOUT) for name in names
+            Worker(ref(name), f"{name}:1", "sim", 4_096, 10, LAYOUT) for name in names
         )
         for name in names:
             self.table.set(ref(name), Load(total_tokens=1_000))
@@ -104,7 +101,7 @@ class Site:
             decode_incarnation="i",
         )
         known = {ref(name): tokens for name, tokens in (cached or {}).items()}
-        return self.queue.enqueue(task, layout=_LAYOUT, terms=TaskTerms(1e9, cached=known))
+        return self.queue.enqueue(task, layout=LAYOUT, terms=TaskTerms(1e9, cached=known))
 
     def choose(self, cached: dict[str, int] | None = None) -> Decision:
         columns = np.array(
@@ -156,14 +153,6 @@ async def test_the_learned_time_of_hand_overs_joins_the_cost() -> None:
     assert sent_to(site.enqueue("d1")) == "p0"
 
 
-def test_a_policy_becomes_rules() -> None:
-    assert PairRules.from_proto(registry_pb2.Policy()) == PairRules(Level.NONE, False, 0.5)
-    policy = registry_pb2.Policy(
-        pair_level=registry_pb2.PAIR_LEVEL_RACK, pair_rule=REQUIRE, far_weight=0.0
-    )
-    assert PairRules.from_proto(policy) == PairRules(Level.RACK, True, 0.0)
-
-
 async def test_without_a_level_nothing_changes() -> None:
     site = Site(["b", "a"], ["a"], registry_pb2.Policy(pair_rule=REQUIRE))
     assert site.pairing.fits(ref("d0")) is None
@@ -178,13 +167,6 @@ async def test_another_policy_holds_at_once() -> None:
     assert site.choose({"d0": 64}).worker.ref == ref("d1")
     site.pairing.update([member("d1", "a"), member("p0", "b")])
     assert not site.choose().remote
-
-
-async def test_without_a_prefill_worker_of_their_zone_prompts_are_prefilled_on_decode() -> None:
-    site = Site(["b", ""], ["a", ""], zone_policy(REQUIRE))
-    decision = site.choose()
-    assert not decision.remote
-    assert "matching KV layout and place" in decision.explanation
 
 
 async def test_placement_prefers_workers_with_a_prefill_worker_of_their_zone() -> None:
@@ -255,7 +237,7 @@ def test_placement_follows_the_rule(
 
 async def test_costs_follow_the_pulling_workers() -> None:
     site = Site(["a"], ["a"], zone_policy(REQUIRE))
-    pulling = {fingerprint(_LAYOUT): frozenset({ref("p0")})}
+    pulling = {fingerprint(LAYOUT): frozenset({ref("p0")})}
     for layouts, allowed in ((pulling, True), ({}, False), (pulling, True)):
         costs = site.pairing.costs(site.table, layouts)
         assert costs is not None

@@ -13,8 +13,8 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 from headrace_simulator.virtual_time import run_virtually
+from tests.sim_layout import LAYOUT
 from tests.unit.router.prefill_queue.test_queue import (
-    LAYOUT,
     add,
     end,
     pulling,

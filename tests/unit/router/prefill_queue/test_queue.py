@@ -27,10 +27,7 @@ from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.prefill_queue.worker_stream import CREDITS_MAX, PrefillWorkerStream
-
-LAYOUT = KvLayout.attention(
-    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
-)
+from tests.sim_layout import LAYOUT
 
 
 def unsigned(task: prefill_pb2.PrefillTask, prefill: WorkerRef, layout_hash: bytes) -> bytes:

@@ -8,14 +8,12 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from headrace_common.errors import InvalidRequest
 from headrace_router.tracing.batches import (
     ATTRIBUTES_MAX,
     BATCH_SPANS,
     attributes_as_text,
     span_batches,
 )
-from headrace_router.tracing.service import SpanCollector
 
 
 def _resource(service: str, counts: list[int]) -> ResourceSpans:
@@ -58,9 +56,3 @@ def test_the_event_loop_runs_after_each_empty_part(empty: list[ResourceSpans]) -
 def test_attributes_are_bounded() -> None:
     pairs = [KeyValue(key=str(number), value=AnyValue(int_value=number)) for number in range(1_000)]
     assert list(attributes_as_text(pairs)) == [str(number) for number in range(ATTRIBUTES_MAX)]
-
-
-@pytest.mark.parametrize("export", [b"\x0a\xff" + 10 * b"\xff", b"\x0a\x02\x0a\x7f", b"\xff"])
-async def test_an_export_that_is_no_message_is_refused(export: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="cannot be parsed"):
-        await SpanCollector(lambda batch: None).collect(export)

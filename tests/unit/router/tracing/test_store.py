@@ -221,21 +221,6 @@ def test_names_of_requests_that_share_a_trace_are_bounded() -> None:
     assert store.name_count == 10
 
 
-def test_lists_read_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = _store()
-    _add(store, _span(schema.SPAN_REQUEST, _ROOT, request="r1"))
-
-    def fail(_: object) -> None:
-        raise AssertionError("a span was read")
-
-    monkeypatch.setattr(record.TraceRecord, "contents", property(fail))
-    (trace,), _ = store.list_page(10, "")
-    assert trace.complete
-    assert not trace.spans
-    with pytest.raises(AssertionError, match="was read"):
-        store.get("r1")
-
-
 def test_spans_are_sorted_by_start_time() -> None:
     store = _store()
     for number, start_ns in enumerate((300, 100, 200)):

@@ -28,10 +28,6 @@ def test_each_worker_has_its_offset_and_its_error_at_the_same_place() -> None:
     }
 
 
-def test_a_request_without_workers_has_none() -> None:
-    assert clock_attributes({}) == {}
-
-
 def test_the_error_of_a_difference_includes_that_of_reading_both_clocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

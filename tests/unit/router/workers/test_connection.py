@@ -13,23 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.worker.v1 import worker_pb2
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import Load, Worker
 from headrace_simulator.virtual_time import run_virtually
+from tests.sim_layout import LAYOUT
 from tests.waiting import until
 
-_BLOCK_TOKENS = 16
-_LAYOUT = KvLayout.attention(
-    model="sim",
-    dtype="float32",
-    layer_count=4,
-    kv_head_count=2,
-    block_tokens=_BLOCK_TOKENS,
-    parts={"kv": 64},
-)
-_WORKER = Worker(WorkerRef("d0", "a"), "127.0.0.1:1", "sim", 4_096, 8, _LAYOUT)
+_WORKER = Worker(WorkerRef("d0", "a"), "127.0.0.1:1", "sim", 4_096, 8, LAYOUT)
 
 _EVENTS = st.one_of(
     st.tuples(st.just("reserve"), st.integers(0, 10_000), st.just(0)),
@@ -60,7 +52,7 @@ class _Naive:
         return (
             max(requests + len(new), len(self.reservations)),
             max(
-                blocks * _BLOCK_TOKENS + sum(new),
+                blocks * LAYOUT.block_tokens + sum(new),
                 sum(tokens for tokens, _ in self.reservations.values()),
             ),
         )

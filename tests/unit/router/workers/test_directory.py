@@ -9,16 +9,14 @@ import numpy as np
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
 from headrace_router.workers.table import LoadTable
+from tests.sim_layout import LAYOUT
 from tests.waiting import until
 
-_LAYOUT = KvLayout.attention(
-    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
-)
 _REF = WorkerRef("d0", "a")
 
 
@@ -66,7 +64,7 @@ def _member(max_model_len: int = 4_096, worker_id: str = _REF.worker_id) -> regi
         model="sim",
         max_model_len=max_model_len,
         max_num_seqs=8,
-        layout=layout_to_proto(_LAYOUT),
+        layout=layout_to_proto(LAYOUT),
     )
 
 

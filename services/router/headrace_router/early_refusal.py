@@ -1,4 +1,11 @@
-"""Collects what a router knows when a request arrives, and refuses the request if its first token would be late."""
+"""Refuses a request on arrival or when it is placed, if its first token is predicted to come too late.
+
+    time to first token = time since arrival + wait for a decode slot + wait in the prefill queue + prefill
+
+The prefill queue counts only for a prompt that placement sends there. The time of the prefill is that of the missing
+tokens and of their hand-over, by the mean time model of the prefill workers. It is 0 while none has reported one within
+30 s. Among workers of both roles it is what placement has predicted.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +15,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.durations import seconds_from_duration
+from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.request import ArrivedRequest
 from headrace_router.dispatch.attempt import RoutedRequest
 from headrace_router.dispatch.dispatcher import PolicySource, PrefixSource
-from headrace_router.early_refusal.prediction import (
-    DEADLINE,
-    POLICY_TARGET,
-    REQUEST_TARGET,
-    FirstTokenBound,
-    FirstTokenPrediction,
-    is_late,
-    refusal,
-    tightest_bound,
-)
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.workers.directory import WorkerDirectory
@@ -32,13 +30,93 @@ from headrace_router.workers.table import NO_TIMES
 _AGE_MAX_S: Final = 30.0
 _ERROR_MAX: Final = 0.25
 """Of a time to first token that placement has predicted."""
+RETRY_S_MIN: Final = 0.05
+RETRY_S_MAX: Final = 60.0
+DEADLINE: Final = "deadline"
+REQUEST_TARGET: Final = "ttft_target"
+POLICY_TARGET: Final = "policy"
+_TEXTS: Final = {
+    DEADLINE: "the deadline",
+    REQUEST_TARGET: "the request's ttft_target",
+    POLICY_TARGET: "the policy's ttft_target",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyRefusalParts:
-    """The parts of a router that predictions need.
+class FirstTokenBound:
+    """The time to first token that a request allows, from its arrival.
 
-    `by_deadline`: whether deadlines refuse requests, beside the targets.
+    `name` is what sets the bound: DEADLINE, REQUEST_TARGET or POLICY_TARGET.
+    """
+
+    allowed_s: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenPrediction:
+    """The parts of a predicted time to first token. `elapsed_s` is the time since the request's arrival.
+
+    The token may well come `error_s` earlier.
+    """
+
+    elapsed_s: float
+    slot_wait_s: float
+    queue_wait_s: float
+    prefill_s: float
+    error_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """From the arrival to the first token."""
+        return self.elapsed_s + self.slot_wait_s + self.queue_wait_s + self.prefill_s
+
+
+def tightest_bound(bounds: tuple[FirstTokenBound, ...]) -> FirstTokenBound | None:
+    """The bound that allows the least time. None without bounds."""
+    return min(bounds, key=lambda bound: bound.allowed_s, default=None)
+
+
+def is_late(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> bool:
+    """Whether the first token would come after the bound, even if it comes early."""
+    return prediction.total_s - prediction.error_s > bound.allowed_s
+
+
+def refusal(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> FirstTokenLate:
+    """The error for a prediction that is late.
+
+    Its retry delay is the time by which the prediction exceeds the bound. Waits shrink by that much if no other request
+    arrives. There is none when the prefill alone takes too long: then no later moment is better.
+    """
+    over_s = prediction.total_s - bound.allowed_s
+    hopeless = prediction.prefill_s > bound.allowed_s
+    remedy = (
+        "shorten the prompt, or allow more time"
+        if hopeless
+        else "send the request again later, or allow more time"
+    )
+    return FirstTokenLate(
+        f"the first token would come after about {prediction.total_s:.2f} s, and {_TEXTS[bound.name]} "
+        f"allows {bound.allowed_s:.2f} s; {remedy}",
+        metadata={
+            "bound": bound.name,
+            "allowed_s": f"{bound.allowed_s:.3f}",
+            "predicted_s": f"{prediction.total_s:.3f}",
+            "elapsed_s": f"{prediction.elapsed_s:.3f}",
+            "slot_wait_s": f"{prediction.slot_wait_s:.3f}",
+            "queue_wait_s": f"{prediction.queue_wait_s:.3f}",
+            "prefill_s": f"{prediction.prefill_s:.3f}",
+        },
+        retry_after_s=None if hopeless else min(RETRY_S_MAX, max(RETRY_S_MIN, over_s)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyRefusal:
+    """Refuses requests by their deadline or their target. Without either it does nothing.
+
+    Answers that have begun elsewhere are not refused, and neither are further answers to a prompt. Methods raise
+    FirstTokenLate. `by_deadline`: whether deadlines refuse requests, beside the targets.
     """
 
     queue: PrefillQueue
@@ -50,17 +128,6 @@ class EarlyRefusalParts:
     """Gets the served model and the predicted seconds from arrival to first token."""
     on_refusal: Callable[[str, str], None]
     """Gets the served model and the name of the bound."""
-
-
-class EarlyRefusal:
-    """Refuses requests by their deadline or their target. Without either it does nothing.
-
-    Answers that have begun elsewhere are not refused, and neither are further answers to a prompt. Methods raise
-    FirstTokenLate.
-    """
-
-    def __init__(self, parts: EarlyRefusalParts) -> None:
-        self._parts = parts
 
     def check_arrival(self, request: ArrivedRequest, slot_wait_s: float) -> None:
         """Refuses a request for which the wait for a decode slot and the prefill take too long.
@@ -81,7 +148,7 @@ class EarlyRefusal:
         bound = self._bound(request)
         if bound is None:
             return
-        table = self._parts.workers.table(prepared.model)
+        table = self.workers.table(prepared.model)
         if decision.first_s is not None and table.times.age_s <= _AGE_MAX_S:
             load = table.load(decision.worker.ref)
             times = NO_TIMES if load is None else load.times
@@ -108,11 +175,11 @@ class EarlyRefusal:
     ) -> None:
         """Records a prediction. Raises FirstTokenLate when it is beyond the bound."""
         model = request.prepared.model
-        self._parts.on_prediction(model, prediction.total_s)
+        self.on_prediction(model, prediction.total_s)
         if request.root.is_recording():
             request.root.set_attributes(_attributes(prediction, bound))
         if is_late(prediction, bound):
-            self._parts.on_refusal(model, bound.name)
+            self.on_refusal(model, bound.name)
             raise refusal(prediction, bound)
 
     def _predict(
@@ -130,7 +197,7 @@ class EarlyRefusal:
 
         def predict(cached_tokens: int) -> FirstTokenPrediction:
             missing_tokens = max(0, len(prepared.token_ids) - 1 - cached_tokens)
-            prefill_s = self._parts.queue.prefill_s(
+            prefill_s = self.queue.prefill_s(
                 prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S, sent_tokens
             )
             return FirstTokenPrediction(request.elapsed_s, slot_wait_s, queue_wait_s, prefill_s)
@@ -146,27 +213,27 @@ class EarlyRefusal:
         if request.prepared.generated or request.prepared.cached_on is not None:
             return None
         bounds: list[FirstTokenBound] = []
-        policy = self._parts.policy.policy
+        policy = self.policy.policy
         own_s = request.prepared.ttft_target_s
         if own_s is not None:
             bounds.append(FirstTokenBound(own_s, REQUEST_TARGET))
         elif policy.HasField("ttft_target"):
             bounds.append(FirstTokenBound(seconds_from_duration(policy.ttft_target), POLICY_TARGET))
-        if self._parts.by_deadline:
+        if self.by_deadline:
             allowed_s = request.elapsed_s + request.deadline.remaining_s()
             bounds.append(FirstTokenBound(allowed_s, DEADLINE))
         return tightest_bound(tuple(bounds))
 
     def _queue_wait_s(self, prepared: PreparedRequest) -> float:
-        wait_s = self._parts.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
+        wait_s = self.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
         # The error of a full queue has a hint of its own.
         return wait_s if math.isfinite(wait_s) else 0.0
 
     def _cached_tokens(self, prepared: PreparedRequest) -> int:
         """The prompt tokens in the prefix cache of the worker that has the most."""
-        prefixes, prompt = self._parts.prefixes, (prepared.prefix_ids, prepared.cache_salt)
-        table = self._parts.workers.table(prepared.model)
-        refs = set().union(*self._parts.queue.pulling_workers(prepared.adapter).values())
+        prefixes, prompt = self.prefixes, (prepared.prefix_ids, prepared.cache_salt)
+        table = self.workers.table(prepared.model)
+        refs = set().union(*self.queue.pulling_workers(prepared.adapter).values())
         by_prefill = prefixes.cached_refs(prepared.model, *prompt, refs)
         return int(max((*prefixes.cached_tokens(table, *prompt), *by_prefill.values()), default=0))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.rpc.status import status_of
-from headrace_router.early_refusal.prediction import (
+from headrace_router.early_refusal import (
     DEADLINE,
     POLICY_TARGET,
     REQUEST_TARGET,

@@ -1,1 +1,0 @@
-"""Refuses a request on arrival if its first token is predicted to come too late."""
