@@ -7,7 +7,6 @@ import pytest
 from headrace_common.time_model.model import Step
 from headrace_engine.steps import (
     EngineSteps,
-    RunningClock,
     Stall,
     StepHistory,
     StepMeter,
@@ -211,14 +210,6 @@ def test_a_busy_machine_finds_no_stall() -> None:
         engine.time.now_s += 0.5 + (number % 3) / 2
         assert engine.watch.stall() is None
         engine.watch.report(engine.meter.steps)
-
-
-def test_the_running_clock_counts_pauses_as_short() -> None:
-    time = Time()
-    clock = RunningClock(time)
-    for seconds, expected_s in ((1.0, 1.0), (100.0, 2.5), (0.5, 3.0)):
-        time.now_s += seconds
-        assert clock.now_s() == expected_s
 
 
 def test_only_a_new_step_starts_anew() -> None:

@@ -14,6 +14,7 @@ from headrace_common.errors import (
     DuplicateTransfer,
     InvalidRequest,
 )
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_engine.sim.engine import SimEngine
 from tests.component.engine.sim.support import (
@@ -80,12 +81,17 @@ async def test_the_queue_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "work",
-    [decode_work([]), decode_work(range(512)), decode_work([1], replace(GREEDY, max_tokens=0))],
+    ("work", "words"),
+    [
+        (decode_work([]), "token_ids"),
+        (decode_work(range(512)), "token_ids"),
+        (decode_work([1], replace(GREEDY, max_tokens=0)), "max_tokens"),
+        (decode_work([1], adapter=Adapter("painter", "0a")), "no adapter 'painter'"),
+    ],
 )
-async def test_wrong_requests_are_refused(work: DecodeWork) -> None:
+async def test_wrong_requests_are_refused(work: DecodeWork, words: str) -> None:
     async with decode_engine() as engine:
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequest, match=words):
             await answer_of(engine, work)
 
 
@@ -130,3 +136,20 @@ async def test_a_prompt_has_the_logprobs_that_its_tokens_had_in_an_answer(
             plain = decode_work(prompt, replace(scoring, prompt_logprobs=None), transfer_id="x3")
             _, end, _ = await answer_of(engine, plain)
             assert end.cached_tokens > 0
+
+
+async def test_a_prompt_has_the_logprobs_of_its_adapter() -> None:
+    prompt = list(range(100, 120))
+    async with decode_engine(model="sim:context=512,adapters=poet/coder:0b") as engine:
+        adapters = (None, engine.adapters[0])
+        for number, adapter in enumerate(adapters):
+            work = decode_work(prompt, adapter=adapter, cache_salt=f"0{number}")
+            answer, _, _ = await answer_of(engine, work)
+            scoring = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+            whole = [*prompt, *answer]
+            for other in adapters:
+                scored = decode_work(whole, scoring, adapter=other, transfer_id="x2")
+                _, _, (first, _) = await answer_of(engine, scored)
+                assert isinstance(first, DecodeTokens)
+                ranks = {entry.rank for entry in first.prompt_logprobs[-len(answer) :]}
+                assert (ranks == {1}) == (other == adapter)

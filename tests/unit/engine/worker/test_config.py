@@ -19,6 +19,7 @@ from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
 
 FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim"}
+POOL = {"kv_pool_address": "127.0.0.1:1"}
 
 
 def config(**settings: Any) -> WorkerConfig:
@@ -38,18 +39,6 @@ def test_a_single_worker_keeps_its_settings() -> None:
     assert worker_configs(alone) == (alone,)
 
 
-def test_labels_of_a_place_are_bounded() -> None:
-    assert config(place="zone=eu-1a, rack=R_7").place == ("zone=eu-1a", "rack=R_7")
-    for labels, remedy in (
-        ("zone=a b", "give at most 63 characters"),
-        (f"rack={'z' * 64}", "give at most 63 characters"),
-        ("eu-1a", "give each of zone, rack and host once"),
-        ("zone=a,zone=b", "give each of zone, rack and host once"),
-    ):
-        with pytest.raises(ValidationError, match=rf"place\s.*{remedy}"):
-            config(place=labels)
-
-
 def test_a_member_has_its_place() -> None:
     layout = KvLayout.attention(
         model="sim",
@@ -62,7 +51,10 @@ def test_a_member_has_its_place() -> None:
     engine: Any = SimpleNamespace(descriptor=SimpleNamespace(layout=layout), max_model_len=1)
     ref = WorkerRef("w", "1")
     for labels, place in (
-        ({"place": "zone=a,host=h"}, registry_pb2.Place(zone="a", host="h")),
+        (
+            {"place": "zone=eu-1a, rack=R_7, host=h"},
+            registry_pb2.Place(zone="eu-1a", rack="R_7", host="h"),
+        ),
         ({}, registry_pb2.Place()),
     ):
         member = worker_member(
@@ -79,26 +71,11 @@ def test_a_member_has_its_place() -> None:
         assert member.HasField("place") == bool(labels)
 
 
-def test_a_disk_without_main_memory_is_refused() -> None:
-    with pytest.raises(ValidationError, match="kv_disk_gib is 2 without kv_host_gib"):
-        config(kv_disk_gib=2.0)
+def test_blocks_on_disk_have_a_folder() -> None:
     alone = WorkerConfig.model_validate({"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2})
     ref = WorkerRef("w", "1")
     tiers = engine_config(alone, role="decode", ref=ref).tiers
     assert tiers == TierSettings(1, 2, "/var/tmp")
-
-
-@pytest.mark.parametrize(
-    "settings,remedy",
-    [
-        ({}, "kv_pool_address is set without kv_host_gib"),
-        ({"kv_host_gib": 1, "kv_pool_address": "store"}, "kv_pool_address: write it as host:port"),
-        ({"kv_host_gib": 1}, "set workers_per_process to 1, or leave kv_pool_address empty"),
-    ],
-)
-def test_a_pool_that_cannot_be_used_is_refused(settings: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(ValidationError, match=remedy):
-        config(**{"kv_pool_address": "127.0.0.1:1", **settings})
 
 
 def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() -> None:
@@ -126,10 +103,16 @@ def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() ->
         ({"health_listen": "0.0.0.0:7059"}, "give health_listen the port 0"),
         ({"internal_advertise": "127.0.0.1:7003"}, "give internal_advertise the port 0"),
         ({"worker_id": "w" * 62}, "choose a shorter worker_id"),
+        ({"kv_disk_gib": 2.0}, "kv_disk_gib is 2 without kv_host_gib"),
+        (POOL, "kv_pool_address is set without kv_host_gib"),
+        ({"kv_host_gib": 1, "kv_pool_address": "store"}, "kv_pool_address: write it as host:port"),
+        (POOL | {"kv_host_gib": 1}, "set workers_per_process to 1, or leave kv_pool_address empty"),
+        ({"place": "zone=a b"}, r"place\s.*give at most 63 characters"),
+        ({"place": f"rack={'z' * 64}"}, r"place\s.*give at most 63 characters"),
+        ({"place": "eu-1a"}, r"place\s.*give each of zone, rack and host once"),
+        ({"place": "zone=a,zone=b"}, r"place\s.*give each of zone, rack and host once"),
     ],
 )
-def test_settings_that_several_workers_cannot_share_are_refused(
-    settings: dict[str, Any], remedy: str
-) -> None:
+def test_wrong_settings_are_refused(settings: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValidationError, match=remedy):
         config(**settings)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from opentelemetry.sdk.resources import Resource
 
 from headrace.worker.v1 import worker_pb2
-from headrace_common.config import ServiceConfig
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import HistogramPoint
 from headrace_common.telemetry.metrics.process import Metrics
-from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.metrics import WorkerMetrics
@@ -22,53 +22,56 @@ from headrace_kv.prefix.events import Tier
 from tests.transfer_links import link_sent
 
 
-def test_links_count_by_workers_kind_and_transport() -> None:
-    telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
-    try:
-        metrics = WorkerMetrics(telemetry.metrics)
-        near = SendReport("x1", 0, "", "", (link_sent(),), 10, "10.0.0.2")
-        far = SendReport("x1", 1, "", "", (link_sent(), link_sent(payload_bytes=0)), 10, "10.0.0.1")
-        metrics.transfer_ended("prefill-0", "decode-0", "", 800, [near, far])
-        metrics.transfer_ended("prefill-0", "decode-1", "CANCELLED", 0, [far])
-        points = {one.name: one.points for one in telemetry.metrics.store.collect()}
-    finally:
-        telemetry.shutdown()
-    assert points[schema.METRIC_TRANSFERS] == {
+class Shown:
+    """The metrics of a worker, and their points after a sample."""
+
+    def __init__(self) -> None:
+        self._metrics = Metrics(Resource.create(), "")
+        self.workers = WorkerMetrics(self._metrics)
+
+    def __call__(self, name: str) -> Mapping[tuple[str, ...], object] | None:
+        self.workers.sample()
+        return {one.name: one.points for one in self._metrics.store.collect()}.get(name)
+
+
+@pytest.fixture
+def shown() -> Shown:
+    return Shown()
+
+
+def test_links_count_by_workers_kind_and_transport(shown: Shown) -> None:
+    near = SendReport("x1", 0, "", "", (link_sent(),), 10, "10.0.0.2")
+    far = SendReport("x1", 1, "", "", (link_sent(), link_sent(payload_bytes=0)), 10, "10.0.0.1")
+    shown.workers.transfer_ended("prefill-0", "decode-0", "", 800, [near, far])
+    shown.workers.transfer_ended("prefill-0", "decode-1", "CANCELLED", 0, [far])
+    assert shown(schema.METRIC_TRANSFERS) == {
         ("prefill-0", "done"): 1,
         ("prefill-0", "CANCELLED"): 1,
     }
-    assert points[schema.METRIC_TRANSFER_BYTES] == {("prefill-0",): 800}
+    assert shown(schema.METRIC_TRANSFER_BYTES) == {("prefill-0",): 800}
     near_pair = ("prefill-0", "decode-0", "same_host", "mooncake/tcp")
     far_pair = ("prefill-0", "decode-0", "network", "mooncake/tcp")
     other_pair = ("prefill-0", "decode-1", "network", "mooncake/tcp")
-    assert points[schema.METRIC_LINK_BYTES] == dict.fromkeys((near_pair, far_pair, other_pair), 400)
+    pairs = near_pair, far_pair, other_pair
+    assert shown(schema.METRIC_LINK_BYTES) == dict.fromkeys(pairs, 400)
     moving_s = 1e-9 * link_sent().moving_ns
-    times = points[schema.METRIC_LINK_TIME]
-    assert times == dict.fromkeys((near_pair, far_pair, other_pair), pytest.approx(moving_s))
-    rates = points[schema.METRIC_LINK_RATE]
+    assert shown(schema.METRIC_LINK_TIME) == dict.fromkeys(pairs, pytest.approx(moving_s))
+    rates = shown(schema.METRIC_LINK_RATE)
+    assert rates is not None
     # A link without bytes has no rate.
     counts = {
         labels: sum(point.counts)
         for labels, point in rates.items()
         if isinstance(point, HistogramPoint)
     }
-    assert counts == {
-        ("same_host", "mooncake/tcp"): 1,
-        ("network", "mooncake/tcp"): 2,
-    }
+    assert counts == {("same_host", "mooncake/tcp"): 1, ("network", "mooncake/tcp"): 2}
 
 
-def test_comparisons_count_by_workers_outcome_and_place() -> None:
-    telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
-    try:
-        metrics = WorkerMetrics(telemetry.metrics)
-        metrics.blocks_compared("decode-0", "prefill-0", "same")
-        metrics.blocks_compared("decode-0", "prefill-0", "same")
-        metrics.blocks_compared("decode-0", "prefill-0", "quarantined", 3, 0)
-        points = {one.name: one.points for one in telemetry.metrics.store.collect()}
-    finally:
-        telemetry.shutdown()
-    assert points[schema.METRIC_CANARY_COMPARISONS] == {
+def test_comparisons_count_by_workers_outcome_and_place(shown: Shown) -> None:
+    for _ in range(2):
+        shown.workers.blocks_compared("decode-0", "prefill-0", "same")
+    shown.workers.blocks_compared("decode-0", "prefill-0", "quarantined", 3, 0)
+    assert shown(schema.METRIC_CANARY_COMPARISONS) == {
         ("decode-0", "prefill-0", "same", "", ""): 2,
         ("decode-0", "prefill-0", "quarantined", "3", "0"): 1,
     }
@@ -81,9 +84,7 @@ class _Incoming:
         return {"open": 2, "draining": 1}
 
 
-def test_the_state_of_a_decode_worker_is_shown_while_it_serves() -> None:
-    metrics = Metrics(Resource.create(), "")
-    workers = WorkerMetrics(metrics)
+def test_the_state_of_a_decode_worker_is_shown_while_it_serves(shown: Shown) -> None:
     status = worker_pb2.WatchStatusResponse(
         running_requests=1,
         active_transfers=2,
@@ -93,87 +94,76 @@ def test_the_state_of_a_decode_worker_is_shown_while_it_serves() -> None:
         used_blocks=5,
     )
 
-    def points(name: str) -> object:
-        return {one.name: one.points for one in metrics.store.collect()}.get(name)
-
-    with workers.reporting("d0", lambda: status, reserves_blocks=True, incoming=_Incoming()):
-        workers.sample()
-        assert points(schema.METRIC_TRANSFER_STATES) == {("d0", "open"): 2, ("d0", "draining"): 1}
-        assert points(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
-        assert points(schema.METRIC_WORKER_REQUESTS) == {("d0", "running"): 1, ("d0", "waiting"): 0}
-        assert points(schema.METRIC_TRANSFERS_ACTIVE) == {("d0",): 2}
-        assert points(schema.METRIC_BLOCKS_USED) == {("d0",): 5}
-        assert points(schema.METRIC_BLOCKS_TOTAL) == {("d0",): 10}
-        assert points(schema.METRIC_BLOCKS_FREE) == {("d0",): 6}
-        assert points(schema.METRIC_BLOCKS_RESERVED) == {("d0",): 3}
-        assert points(schema.METRIC_BLOCKS_QUARANTINED) == {("d0",): 1}
-        assert points(schema.METRIC_WORKER_STALL) == {("d0",): 0}
+    with shown.workers.reporting("d0", lambda: status, reserves_blocks=True, incoming=_Incoming()):
+        assert shown(schema.METRIC_TRANSFER_STATES) == {("d0", "open"): 2, ("d0", "draining"): 1}
+        assert shown(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
+        assert shown(schema.METRIC_WORKER_REQUESTS) == {("d0", "running"): 1, ("d0", "waiting"): 0}
+        assert shown(schema.METRIC_TRANSFERS_ACTIVE) == {("d0",): 2}
+        assert shown(schema.METRIC_BLOCKS_USED) == {("d0",): 5}
+        assert shown(schema.METRIC_BLOCKS_TOTAL) == {("d0",): 10}
+        assert shown(schema.METRIC_BLOCKS_FREE) == {("d0",): 6}
+        assert shown(schema.METRIC_BLOCKS_RESERVED) == {("d0",): 3}
+        assert shown(schema.METRIC_BLOCKS_QUARANTINED) == {("d0",): 1}
+        assert shown(schema.METRIC_WORKER_STALL) == {("d0",): 0}
         status.stall.age.FromSeconds(9)
-        workers.sample()
-        assert points(schema.METRIC_WORKER_STALL) == {("d0",): 9}
-    assert points(schema.METRIC_TRANSFER_STATES) is None
-    assert points(schema.METRIC_BLOCKS_TOTAL) is None
+        assert shown(schema.METRIC_WORKER_STALL) == {("d0",): 9}
+    assert shown(schema.METRIC_TRANSFER_STATES) is None
+    assert shown(schema.METRIC_BLOCKS_TOTAL) is None
 
 
-def test_loads_from_lower_tiers_are_counted_once_for_all_ranks() -> None:
-    metrics = Metrics(Resource.create(), "")
-    workers = WorkerMetrics(metrics)
+def test_loads_from_lower_tiers_are_counted_once_for_all_ranks(shown: Shown) -> None:
     loads = LoadTimes()
 
-    def loaded() -> object:
-        workers.sample()
-        points = {one.name: one.points for one in metrics.store.collect()}
-        return points.get(schema.METRIC_TIER_LOADED_BLOCKS)
-
-    with workers.reporting(
+    with shown.workers.reporting(
         "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, tier_loads=loads
     ):
-        assert loaded() is None
+        assert shown(schema.METRIC_TIER_LOADED_BLOCKS) is None
         for rank in range(2):
             loads.record(TierLoad(Tier.HOST, 3, 0.1), rank)
-        assert loaded() == {("prefill-0", "host"): 3}
+        assert shown(schema.METRIC_TIER_LOADED_BLOCKS) == {("prefill-0", "host"): 3}
         loads.record(TierLoad(Tier.DISK, 2, 0.1))
         loads.record(TierLoad(Tier.HOST, 1, 0.1))
-        assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
+        assert shown(schema.METRIC_TIER_LOADED_BLOCKS) == {
+            ("prefill-0", "host"): 4,
+            ("prefill-0", "disk"): 2,
+        }
     # A counter stays after its worker.
-    assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
+    assert shown(schema.METRIC_TIER_LOADED_BLOCKS) == {
+        ("prefill-0", "host"): 4,
+        ("prefill-0", "disk"): 2,
+    }
 
 
-async def test_blocks_stored_below_kv_memory_are_counted_by_tier() -> None:
-    metrics = Metrics(Resource.create(), "")
-    workers = WorkerMetrics(metrics)
+async def test_blocks_stored_below_kv_memory_are_counted_by_tier(shown: Shown) -> None:
     prefixes = PrefixEventPublisher(WorkerRef("prefill-0", "a" * 16), 8, tiers=tuple(Tier))
 
-    def stored() -> object:
-        workers.sample()
-        points = {one.name: one.points for one in metrics.store.collect()}
-        return points.get(schema.METRIC_TIER_STORED_BLOCKS)
-
-    with workers.reporting(
+    with shown.workers.reporting(
         "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, prefixes=prefixes
     ):
         prefixes.stored(None, [1, 2, 3])
-        assert stored() is None
+        assert shown(schema.METRIC_TIER_STORED_BLOCKS) is None
         prefixes.stored(None, [1, 2], Tier.HOST)
         prefixes.stored(2, [3], Tier.HOST)
         prefixes.stored(None, [1], Tier.REMOTE)
-        assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 1}
+        assert shown(schema.METRIC_TIER_STORED_BLOCKS) == {
+            ("prefill-0", "host"): 3,
+            ("prefill-0", "remote"): 1,
+        }
         prefixes.stored(1, [2], Tier.REMOTE)
-        assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 2}
+        assert shown(schema.METRIC_TIER_STORED_BLOCKS) == {
+            ("prefill-0", "host"): 3,
+            ("prefill-0", "remote"): 2,
+        }
 
 
-def test_promises_are_counted_and_broken_ones_once() -> None:
-    metrics = Metrics(Resource.create(), "")
-    workers = WorkerMetrics(metrics)
+def test_promises_are_counted_and_broken_ones_once(shown: Shown) -> None:
     counts = NO_PROMISES
 
     def points() -> list[object]:
-        workers.sample()
-        found = {one.name: one.points for one in metrics.store.collect()}
         names = schema.METRIC_PROMISES, schema.METRIC_PROMISED_BLOCKS, schema.METRIC_BROKEN_PROMISES
-        return [found.get(name) for name in names]
+        return [shown(name) for name in names]
 
-    with workers.reporting(
+    with shown.workers.reporting(
         "decode-0", worker_pb2.WatchStatusResponse, reserves_blocks=True, promises=lambda: counts
     ):
         # An engine without tiers.
@@ -190,28 +180,21 @@ def test_promises_are_counted_and_broken_ones_once() -> None:
     assert points()[:2] == [None, None]
 
 
-def test_the_errors_of_the_time_model_are_shown_once_it_has_learned() -> None:
-    metrics = Metrics(Resource.create(), "")
-    workers = WorkerMetrics(metrics)
+def test_the_errors_of_the_time_model_are_shown_once_it_has_learned(shown: Shown) -> None:
     model = TimeModel()
 
-    def errors() -> object:
-        workers.sample()
-        points = {one.name: one.points for one in metrics.store.collect()}
-        return points.get(schema.METRIC_TIME_ERROR)
-
-    with workers.reporting(
+    with shown.workers.reporting(
         "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, times=lambda: model
     ):
-        assert errors() is None
+        assert shown(schema.METRIC_TIME_ERROR) is None
         model = TimeModel(
             StepTimes(prompt_steps=9, error_p50=0.05, error_p90=0.1),
             HandoverTimes(count=2, error_p50=0.2, error_p90=0.4),
         )
-        assert errors() == {
+        assert shown(schema.METRIC_TIME_ERROR) == {
             ("prefill-0", "step", "p50"): 0.05,
             ("prefill-0", "step", "p90"): 0.1,
             ("prefill-0", "handover", "p50"): 0.2,
             ("prefill-0", "handover", "p90"): 0.4,
         }
-    assert errors() is None
+    assert shown(schema.METRIC_TIME_ERROR) is None
