@@ -45,11 +45,11 @@ async def answer_as_vllm_alone(folder: Path, engine_args: str, devices: tuple[st
     """Each prompt while the other rank is idle, and then all together."""
     job = partial(
         run_job,
-        "tests.vllm.data_parallel:alone",
+        "tests.vllm.plain:greedy_tokens",
         model=str(MODEL),
         prompts=PROMPTS,
         max_tokens=[TOKENS] * len(PROMPTS),
-        engine={"block_size": BLOCK_TOKENS},
+        engine={"block_size": BLOCK_TOKENS, "max_model_len": 1024},
     )
     expected = (await asyncio.to_thread(job))["tokens"]
     requests = [greedy(prompt, TOKENS) for prompt in PROMPTS]

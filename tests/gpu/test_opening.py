@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.handoff.messages import LayerRange, TransferTarget
+from headrace_kv.handoff.messages import LayerRange
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.in_memory_transport import KIND, InMemoryTransport
+from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
@@ -161,34 +162,10 @@ def test_a_cpu_needs_neither_ordered_sender_nor_fence() -> None:
     from headrace_engine.torch_memory.device_memory import open_tensor_transport, order_sender
 
     transport, stream_order = open_tensor_transport(torch.zeros(64), KIND, "127.0.0.1")
-    assert order_sender(Recorder([]), stream_order) is None
+    assert order_sender(Recorder(), stream_order) is None
     assert stream_order.mark().query()
     stream_order.fence()
     transport.close()
-
-
-class Recorder:
-    """A sender that records its calls."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-        self.pushed = threading.Event()
-
-    def open(self, target: TransferTarget) -> None:
-        self._calls.append("open")
-
-    def push(self, piece: LayerRange) -> None:
-        self._calls.append(f"push {piece.layer}")
-        self.pushed.set()
-
-    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None:
-        self._calls.append(f"state {read().hex()}")
-
-    def finish(self, transfer_id: str) -> None:
-        self._calls.append("finish")
-
-    def stop(self, transfer_id: str, reason: str, detail: str) -> None:
-        self._calls.append("stop")
 
 
 class Event:
@@ -196,8 +173,10 @@ class Event:
 
     def __init__(self) -> None:
         self.done = False
+        self.polled = threading.Event()
 
     def query(self) -> bool:
+        self.polled.set()
         return self.done
 
 
@@ -225,19 +204,19 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
         return stream
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    calls: list[str] = []
-    sender = Recorder(calls)
+    sender = Recorder()
     ordered = order_sender(sender, CudaOrder(torch.device("cuda", 1), None))
     assert ordered is not None
     ordered.push(LayerRange("a", 0, 0, 8, (1,), 0))
     ordered.push(LayerRange("a", 1, 0, 8, (1,), 0))
     assert devices == [torch.device("cuda", 1)] * 2
-    assert not sender.pushed.wait(0.05)
+    assert stream.events[0].polled.wait(20.0)
+    assert sender.events == []
     stream.events[0].done = True
-    assert sender.pushed.wait(5.0)
-    assert not stream.events[1].done
+    assert sender.wait(1) == ["push a 0"]
+    assert stream.events[1].polled.wait(20.0)
     ordered.close()
-    assert calls == ["push 0"]
+    assert sender.events == ["push a 0"]
 
 
 def test_the_fence_flushes_with_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace_engine.interface import DecodeWork
 from headrace_kv.prefix.cache_salt import adapter_salt
 from headrace_kv.prefix.events import Tier
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, running_pair
@@ -52,8 +51,7 @@ async def measure(model: str) -> AdapterResult:
         for name in NAMES:
             more = _terms(pair, name)
             result.plain[name] = [
-                (await _alone(pair, pair.work(prompt, SAMPLING, remote_kv=False, **more))).token_ids
-                for prompt in prompts
+                (await pair.plain(prompt, SAMPLING, **more)).token_ids for prompt in prompts
             ]
         await pair.reset()
         for name in NAMES:
@@ -78,7 +76,7 @@ async def measure(model: str) -> AdapterResult:
         await pair.reset()
         mixed = await asyncio.gather(
             *(
-                _alone(pair, pair.work(prompt, SAMPLING, remote_kv=False, **_terms(pair, name)))
+                pair.plain(prompt, SAMPLING, **_terms(pair, name))
                 for name in NAMES
                 for prompt in prompts
             )
@@ -100,13 +98,6 @@ def _terms(pair: Pair, name: str) -> dict[str, Any]:
     adapters = {one.name: one for one in pair.decode.adapters}
     adapter = adapters.get(name)
     return {"adapter": adapter, "cache_salt": adapter_salt("", adapter)}
-
-
-async def _alone(pair: Pair, work: DecodeWork) -> Answer:
-    answer = Answer()
-    async for event in pair.decode.decode(work):
-        answer.take(event)
-    return answer
 
 
 async def _split(pair: Pair, name: str, prompt: list[int]) -> Answer:

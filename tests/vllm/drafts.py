@@ -11,7 +11,6 @@ from typing import Any
 from headrace_engine.interface import Sampling
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import CHUNK_TOKENS, Answer, Pair, prompt_of, reset, running_pair
-from tests.waiting import until
 
 SAMPLING = Sampling(temperature=0.0, max_tokens=48)
 CONTEXT_TOKENS = 1600
@@ -79,9 +78,7 @@ async def answers(
         await pair.reset()
         together = await asyncio.gather(*(pair.split(prompt, SAMPLING) for prompt in prompts))
         found.tokens[TOGETHER] = [answer.token_ids for answer in together]
-        for engine in (pair.prefill, pair.decode):
-            await until(lambda engine=engine: not engine.load.used_blocks)  # type: ignore[misc]
-            found.left_blocks.append(engine.load.used_blocks)
+        found.left_blocks = await pair.left_blocks()
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from tests.vllm.pair import (
     reset,
     running_pair,
 )
+from tests.vllm.plain import engine_of
 from tests.vllm.test_kv_events import hasher_of, until_announced
 
 CONTEXT_TOKENS = 2048
@@ -46,16 +47,9 @@ class Answers:
 
 async def alone(model: str) -> Answers:
     """The answers of vLLM alone."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    from vllm import LLM, SamplingParams
+    llm = engine_of(model, max_model_len=CONTEXT_TOKENS, limit_mm_per_prompt={"video": 0})
+    from vllm import SamplingParams
 
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        max_model_len=CONTEXT_TOKENS,
-        enforce_eager=True,
-        limit_mm_per_prompt={"video": 0},
-    )
     family = FAMILIES[Path(model).name]
 
     def answers(sampling: Sampling) -> dict[str, list[int]]:
@@ -117,42 +111,17 @@ class Cases:
 
     async def local(self, prompt: Prompt, sampling: Sampling = GREEDY, **more: Any) -> Answer:
         """Generates on decode alone."""
-        answer = Answer()
-        work = self._work(prompt, sampling, remote_kv=False, **more)
-        async with asyncio.timeout(TIMEOUT_S):
-            async for event in self._pair.decode.decode(work):
-                answer.take(event)
-        return answer
+        return await self._pair.plain(prompt.token_ids, sampling, images=prompt.images, **more)
 
     async def split(self, prompt: Prompt, sampling: Sampling = GREEDY, **more: Any) -> Answer:
         """Hands the prompt over. Decode encodes no image for it."""
-        answer = Answer()
         before = self._counts.of("decode")
-        work = self._work(prompt, sampling, **more)
-        async with asyncio.timeout(TIMEOUT_S):
-            async for event in self._pair.decode.decode(work):
-                answer.take(event)
-                if isinstance(event, Reservation) and event.start_token < event.end_token:
-                    transfer = self._pair.reserve(event)
-                    answer.prefill, answer.summary = await asyncio.gather(
-                        self._pair.prefill.prefill(self._task(work, event)), transfer.wait()
-                    )
-                    self._pair.decode.arrived(work.transfer_id)
+        answer = await self._pair.split(prompt.token_ids, sampling, images=prompt.images, **more)
         self.found.encoded_for_handovers += self._counts.of("decode") - before
         return answer
 
-    def _work(
-        self, prompt: Prompt, sampling: Sampling, generated: Sequence[int] = (), **more: Any
-    ) -> DecodeWork:
-        return self._pair.work(prompt.token_ids, sampling, generated, images=prompt.images, **more)
-
-    def _task(self, work: DecodeWork, reservation: Reservation) -> PrefillWork:
-        return PrefillWork(
-            work.token_ids[:-1],
-            self._pair.target(reservation),
-            cache_salt=work.cache_salt,
-            images=work.images,
-        )
+    def _work(self, prompt: Prompt, **more: Any) -> DecodeWork:
+        return self._pair.work(prompt.token_ids, images=prompt.images, **more)
 
     async def cold(self) -> None:
         """Each prompt with empty caches, on decode alone and handed over."""
@@ -238,7 +207,7 @@ class Cases:
         """A prefill that ends while it sends costs the attempt. The next attempt, and the fallback, answer alike."""
         await self._pair.reset()
         prompt = self.prompts["an image in two chunks"]
-        work = self._work(prompt, GREEDY)
+        work = self._work(prompt)
         events = self._pair.decode.decode(work)
         reservation = await anext(events)
         assert isinstance(reservation, Reservation)
@@ -253,7 +222,10 @@ class Cases:
                 handle(peer, request)
 
         receiver.handle = lose_layers  # type: ignore[method-assign]
-        task = asyncio.create_task(self._pair.prefill.prefill(self._task(work, reservation)))
+        target = self._pair.target(reservation)
+        task = asyncio.create_task(
+            self._pair.prefill.prefill(PrefillWork(work.token_ids[:-1], target, images=work.images))
+        )
         await asyncio.wait_for(sent.wait(), TIMEOUT_S)
         task.cancel()
         await asyncio.wait({task})
@@ -306,7 +278,7 @@ class Cases:
             "images": replace(image, data=broken, content_hash=content_hash(broken)),
         }.items():
             for remote_kv in (False, True):
-                work = self._work(replace(prompt, images=(changed,)), GREEDY, remote_kv=remote_kv)
+                work = self._work(replace(prompt, images=(changed,)), remote_kv=remote_kv)
                 with pytest.raises(InvalidRequest) as caught:
                     await anext(self._pair.decode.decode(work))
                 assert list(caught.value.violations) == [field_name]

@@ -22,7 +22,6 @@ OFFLOADING = {
 }
 TURNS = 36
 AT_ONCE = 4
-QUIET_S = 60.0
 
 
 @dataclass(slots=True)
@@ -70,9 +69,7 @@ async def conversations(model: str, engine_args: str = ENGINE_ARGS) -> Result:
             for prompt in prompts:
                 _take(result, await pair.split(prompt))
         result.wrong = await _many(pair)
-        for engine in (pair.prefill, pair.decode):
-            await until(lambda: not engine.usage().used_blocks, QUIET_S)  # noqa: B023
-            result.left_blocks.append(engine.usage().used_blocks)
+        result.left_blocks = await pair.left_blocks()
     return result
 
 

@@ -18,7 +18,6 @@ import grpc.aio
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
-from headrace_common.registry.adapters import Adapter
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
     DecodeEnded,
@@ -141,6 +140,12 @@ class Pair:
         for engine in (self.prefill, self.decode):
             await reset(engine)
 
+    async def left_blocks(self) -> list[int]:
+        """The blocks in use of each engine, once there are none."""
+        engines = (self.prefill, self.decode)
+        await until(lambda: not any(one.load.used_blocks for one in engines), TIMEOUT_S)
+        return [one.load.used_blocks for one in engines]
+
     def target(self, reservation: Reservation, timeout_s: float = TIMEOUT_S) -> TransferTarget:
         """The target of a transfer into the reservation."""
         return TransferTarget(
@@ -176,12 +181,12 @@ class Pair:
         prompt: Sequence[int],
         sampling: Sampling = GREEDY,
         generated: Sequence[int] = (),
-        cache_salt: str = "",
+        **more: Any,
     ) -> Answer:
-        """Generates on the decode engine alone, after the `generated` tokens."""
+        """Generates on the decode engine alone, after the `generated` tokens. `more`: fields of the work."""
         answer = Answer()
         async with asyncio.timeout(TIMEOUT_S):
-            work = self.work(prompt, sampling, generated, remote_kv=False, cache_salt=cache_salt)
+            work = self.work(prompt, sampling, generated, remote_kv=False, **more)
             async for event in self.decode.decode(work):
                 answer.take(event)
         return answer
@@ -191,18 +196,17 @@ class Pair:
         prompt: Sequence[int],
         sampling: Sampling = GREEDY,
         generated: Sequence[int] = (),
-        cache_salt: str = "",
-        adapter: Adapter | None = None,
+        **more: Any,
     ) -> Answer:
-        """Prefills on one engine and decodes on the other, after the `generated` tokens."""
+        """Prefills on one engine and decodes on the other, after the `generated` tokens. `more`: of both works."""
         answer = Answer()
-        work = self.work(prompt, sampling, generated, cache_salt=cache_salt, adapter=adapter)
+        work = self.work(prompt, sampling, generated, **more)
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self.decode.decode(work):
                 answer.take(event)
                 if isinstance(event, Reservation) and event.start_token < event.end_token:
                     answer.prefill, answer.summary = await self.hand_over(
-                        work.token_ids, event, cache_salt, adapter
+                        work.token_ids, event, **more
                     )
                     answer.arrived_ns = time.monotonic_ns()
                     self.decode.arrived(work.transfer_id)
@@ -296,16 +300,12 @@ class Pair:
         )
 
     async def hand_over(
-        self,
-        prompt: Sequence[int],
-        reservation: Reservation,
-        cache_salt: str = "",
-        adapter: Adapter | None = None,
+        self, prompt: Sequence[int], reservation: Reservation, **more: Any
     ) -> tuple[PrefillOutcome, TransferSummary]:
         """Transfers the prompt's KV into a reservation."""
         transfer = self.reserve(reservation)
         target = self.target(reservation)
-        work = PrefillWork(tuple(prompt[:-1]), target, cache_salt=cache_salt, adapter=adapter)
+        work = PrefillWork(tuple(prompt[:-1]), target, **more)
         outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
         return outcome, summary
 

@@ -46,9 +46,8 @@ async def answers(model: str, prefill_args: str, decode_args: str) -> Mode:
         for name, run in RUNS.items():
             mode.answers[name] = [answer.token_ids for answer in await run(pair)]
             await pair.reset()
+        mode.left_blocks = await pair.left_blocks()
         for engine in (pair.prefill, pair.decode):
-            await until(lambda engine=engine: not engine.load.used_blocks)  # type: ignore[misc]
-            mode.left_blocks.append(engine.load.used_blocks)
             assert engine._llm is not None
             scheduler = engine._llm.vllm_config.scheduler_config
             mode.scheduler.append(scheduler.get_scheduler_cls().__name__)

@@ -116,7 +116,7 @@ def test_adapters_of_run_time_answer_as_vllm_that_was_started_with_them(
         dtype=dtype_of(device),
         folders={name: str(folder / name) for name in ("poet", "coder")},
         prompts=prompts,
-        max_tokens=COUNT,
+        max_tokens=[COUNT] * len(prompts),
     )["tokens"]
     assert len({tuple(plain[name][0]) for name in NAMES}) == len(NAMES)
     asyncio.run(_use(tmp_path, device, folder, prompts, plain))

@@ -16,6 +16,7 @@ from headrace_cli.up.supervisor import ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.durations import duration_from_seconds
 from tests.suite.deployment import greedy, suite
+from tests.vllm.conftest import on_services
 from tests.vllm.pair import STEPS_AHEAD
 from tests.vllm.test_services import SEEDED, assert_same, prompt_of
 from tests.waiting import until
@@ -36,16 +37,7 @@ BOTH: dict[str, Any] = {
         ("worker", "max_num_batched_tokens", "256"),
     ),
 }
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(280),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
-]
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = on_services(MODEL)
 
 
 def requests(

@@ -25,15 +25,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.filterwarn
 
 
 @pytest.mark.parametrize(
-    ("fault", "model", "layer", "first", "engine_args"),
-    [
-        ("heads", MODEL, 5, 5, ""),
-        ("stale", MODEL, 0, 0, ""),
-        ("scale", "tiny-llama", 1, 1, FP8),
-    ],
+    ("fault", "model", "layer", "engine_args"),
+    [("heads", MODEL, 5, ""), ("stale", MODEL, 0, ""), ("scale", "tiny-llama", 1, FP8)],
 )
 def test_a_fault_in_what_has_arrived_is_found_in_its_layer(
-    run_job: RunJob, fault: str, model: str, layer: int, first: int, engine_args: str
+    run_job: RunJob, fault: str, model: str, layer: int, engine_args: str
 ) -> None:
     found = Found(
         **run_job(
@@ -47,22 +43,22 @@ def test_a_fault_in_what_has_arrived_is_found_in_its_layer(
     )
     assert not found.before
     assert found.requests == 2
-    assert found.layers == [first, first]
-    assert f"layer {first}, head {found.heads[1]}" in found.detail
+    assert found.layers == [layer, layer]
+    assert f"layer {layer}, head {found.heads[1]}" in found.detail
 
 
 @pytest.mark.parametrize(
-    ("fault", "layer", "first", "dtype"),
-    [("rope", 0, 0, "float32"), ("rope", 0, 0, "bfloat16"), ("weights", 4, 4, "float32")],
+    ("fault", "layer", "dtype"),
+    [("rope", 0, "float32"), ("rope", 0, "bfloat16"), ("weights", 4, "float32")],
 )
 def test_another_model_that_passes_the_fingerprint_is_found_from_its_start(
-    run_job: RunJob, fault: str, layer: int, first: int, dtype: str
+    run_job: RunJob, fault: str, layer: int, dtype: str
 ) -> None:
     found = Found(
         **run_job(f"{JOB}:planted_in_model", model=MODEL, fault=fault, layer=layer, dtype=dtype)
     )
     assert found.requests == 2
-    assert found.layers == [first, first]
+    assert found.layers == [layer, layer]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from headrace.inference.v1 import inference_pb2
 from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
-from tests.vllm.conftest import RunJob
-from tests.vllm.data_parallel import MLA, as_ranks
+from tests.vllm.conftest import RunJob, on_services
+from tests.vllm.data_parallel import as_ranks
 from tests.vllm.pair import STEPS_AHEAD
 
 MODEL = Path("models/tiny-deepseek-v2")
@@ -31,16 +29,7 @@ ALONE = [(prompt_of(60 + 90 * number, number), 12) for number in range(3)]
 TOGETHER = [(prompt_of(100 + 40 * number, number), 40) for number in range(10, 16)]
 AFTERWARDS = (prompt_of(90, 9), 12)
 LONG = [(prompt_of(80 + number, number), 150) for number in range(20, 23)]
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(280),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make test-vllm"),
-]
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = on_services(MODEL)
 
 
 def tokens_of(outcomes: list[Outcome]) -> list[list[int]]:
@@ -49,9 +38,14 @@ def tokens_of(outcomes: list[Outcome]) -> list[list[int]]:
 
 async def test_ranks_answer_as_one_engine_and_end_together(tmp_path: Path, run_job: RunJob) -> None:
     prompts, counts = zip(*ALONE, *TOGETHER, AFTERWARDS, *LONG, strict=True)
-    job = "tests.vllm.data_parallel:alone"
     found = await asyncio.to_thread(
-        partial(run_job, job, model=MODEL.name, prompts=prompts, max_tokens=counts, engine=MLA)
+        run_job,
+        "tests.vllm.plain:greedy_tokens",
+        model=MODEL.name,
+        prompts=prompts,
+        max_tokens=counts,
+        mends_rotation=True,
+        engine={"max_model_len": 1024},
     )
     expected = iter(found["tokens"])
     topology: dict[str, Any] = {

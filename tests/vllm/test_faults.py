@@ -46,24 +46,6 @@ async def start(pair: Pair, prompt: list[int], timeout_s: float = TIMEOUT_S) -> 
     return Sending(events, reservation, transfer, waiting, prefill)
 
 
-async def blocks_are_held(pair: Pair) -> bool:
-    assert pair.decode._llm is not None
-    return not await pair.decode._llm.reset_prefix_cache()
-
-
-async def test_blocks_of_an_aborted_request_are_freed_when_its_cache_arrives(pair: Pair) -> None:
-    prompt = prompt_of(201)
-    work = pair.work(prompt)
-    events = pair.decode.decode(work)
-    reservation = await anext(events)
-    await events.aclose()
-    assert isinstance(reservation, Reservation)
-    await pair.hand_over(prompt, reservation)
-    assert await blocks_are_held(pair)
-    pair.decode.arrived(work.transfer_id)
-    await pair.reset()
-
-
 async def test_a_request_aborted_before_its_reservation_leaves_no_blocks(pair: Pair) -> None:
     for delay_s in (0.0, 0.001, 0.01):
         events = pair.decode.decode(pair.work(prompt_of(202)))

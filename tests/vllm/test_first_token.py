@@ -107,17 +107,6 @@ async def test_a_stop_token_and_the_last_token_end_a_continued_answer(pair: Pair
     assert stopped.end.stopped
 
 
-async def test_chunks_of_a_long_prompt_do_not_advance_the_seed(pair: Pair) -> None:
-    """vLLM draws once per chunk, which must not advance the random state."""
-    prompt = prompt_of(2 * CHUNK_TOKENS + 100)
-    chunked = await pair.plain(prompt, SEEDED)
-    # Nearly all of it is cached now, so there is one chunk.
-    at_once = await pair.plain(prompt, SEEDED)
-    handed = await pair.split_after_first(prompt, SEEDED)
-    await pair.reset()
-    assert chunked.token_ids == at_once.token_ids == handed.token_ids
-
-
 # The first token from prefill, or from its hidden state.
 
 
@@ -142,6 +131,7 @@ async def test_an_answer_after_a_first_token_equals_plain_vllm(
 async def test_the_first_token_at_the_edges_of_blocks_and_chunks(
     pair: Pair, length: int, maker: str
 ) -> None:
+    """vLLM draws once per chunk, which must not advance the random state."""
     prompt = prompt_of(length)
     plain = await plain_of(pair, prompt, SEEDED)
     # The second time, both have most of it cached.

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.vllm.conftest import ON_PAIR
-from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Pair, prompt_of, reset
+from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Pair, prompt_of
 from tests.waiting import until
 
 pytestmark = ON_PAIR
@@ -64,23 +64,6 @@ async def test_a_short_prompt_is_computed_beside_long_ones(pair: Pair) -> None:
     ended = [one.compute_end_unix_ns for one in long if one is not None]
     assert len(ended) == 3
     assert short.compute_end_unix_ns < min(ended)
-
-
-async def test_logprobs_and_stop_tokens(pair: Pair) -> None:
-    prompt = prompt_of(40)
-    plain = await pair.plain(prompt)
-    await pair.reset()
-    stop = plain.token_ids[5]
-    first_stop = plain.token_ids.index(stop)
-    split = await pair.split(prompt, replace(GREEDY, stop_token_ids=(stop,), logprobs=3))
-    await pair.reset()
-    assert split.end is not None
-    assert split.end.stopped
-    assert split.token_ids == plain.token_ids[: first_stop + 1]
-    assert len(split.logprobs) == len(split.token_ids)
-    for token_id, entry in zip(split.token_ids, split.logprobs, strict=True):
-        assert len(entry.alternatives) == 3
-        assert entry.alternatives[0] == (token_id, entry.logprob)
 
 
 async def test_the_scheduler_reports_when_the_first_step_starts(pair: Pair) -> None:
@@ -153,30 +136,3 @@ async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
     cached = sorted(one.prefill.cached_tokens for one in split if one.prefill is not None)
     assert cached == [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS]
-
-
-async def test_no_tokens_are_transferred_when_decode_has_them_all(pair: Pair) -> None:
-    prompt = prompt_of(4 * BLOCK_TOKENS + 1)
-    first = await pair.split(prompt)
-    again = await pair.split(prompt)
-    await pair.reset()
-    assert again.reservation is not None
-    assert again.summary is None
-    assert again.reservation.block_ids == ()
-    assert again.reservation.start_token == again.reservation.end_token == 4 * BLOCK_TOKENS
-    assert again.token_ids == first.token_ids
-
-
-async def test_prefill_sends_tokens_from_its_cache(pair: Pair) -> None:
-    prompt = prompt_of(700)
-    first = await pair.split(prompt)
-    await reset(pair.decode)
-    again = await pair.split(prompt)
-    await pair.reset()
-    assert again.prefill is not None
-    assert again.summary is not None
-    assert first.summary is not None
-    # Whole blocks of the 699 tokens were cached.
-    assert again.prefill.cached_tokens == 699 // BLOCK_TOKENS * BLOCK_TOKENS
-    assert again.summary.payload_bytes == first.summary.payload_bytes
-    assert again.token_ids == first.token_ids

@@ -10,24 +10,21 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "variant"),
     [
-        "tiny-deepseek-v2",
-        "tiny-gemma3",
-        pytest.param("tiny-lfm2", marks=pytest.mark.core),
-        "tiny-mamba2",
-        "tiny-deepseek-v3",
-        "tiny-gpt-oss",
-        "tiny-llama4",
-        "tiny-qwen3-next",
+        ("tiny-deepseek-v2", ""),
+        ("tiny-gemma3", ""),
+        pytest.param("tiny-lfm2", "", marks=pytest.mark.core),
+        ("tiny-mamba2", ""),
+        ("tiny-deepseek-v3", ""),
+        ("tiny-gpt-oss", ""),
+        ("tiny-llama4", ""),
+        ("tiny-qwen3-next", ""),
+        ("tiny-llama", "fp8"),
     ],
 )
-def test_two_engines_answer_as_one(run_job: RunJob, model: str) -> None:
-    check(run_job, model)
-
-
-def test_two_engines_with_quantized_kv_answer_as_one(run_job: RunJob) -> None:
-    check(run_job, "tiny-llama", variant="fp8")
+def test_two_engines_answer_as_one(run_job: RunJob, model: str, variant: str) -> None:
+    check(run_job, model, variant)
 
 
 def check(run_job: RunJob, model: str, variant: str = "", **stages: int) -> None:

@@ -15,7 +15,7 @@ from headrace_common.errors import TransferTimeout
 from headrace_common.telemetry import schema
 from tests.freezing import freeze, thaw
 from tests.suite.deployment import Outcome, Suite, suite
-from tests.vllm.conftest import RunJob
+from tests.vllm.conftest import RunJob, on_services
 from tests.vllm.pair import BLOCK_TOKENS, STEPS_AHEAD, prompt_of
 from tests.vllm.prefix_fetch import FROZEN_TURN, TURNS
 
@@ -36,16 +36,7 @@ VLLM: dict[str, Any] = {
         ("prefill", "prefix_fetch_timeout_s", "30"),
     ),
 }
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(280),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
-]
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = on_services(MODEL)
 
 
 async def ask(it: Suite, prompt: list[int]) -> Outcome:

@@ -29,6 +29,7 @@ SEEDED: dict[str, Any] = {
 }
 REQUESTS = 10
 pytestmark = [
+    pytest.mark.usefixtures("state_folder"),
     pytest.mark.timeout(280),
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
 ]
@@ -38,11 +39,6 @@ def on(device: str) -> dict[str, Any]:
     """Options of a deployment on a device. Skips the test without it."""
     require(device)
     return {**VLLM, "settings": shared(device, dtype="float32", engine_args="--enforce-eager")}
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -42,7 +42,7 @@ def require_plain_tokens(found: dict[str, Any], model: str, **more: bool) -> Non
         "tests.vllm.plain:greedy_tokens",
         model=model,
         prompts=prompts,
-        max_tokens=DRAFTED.max_tokens,
+        max_tokens=[DRAFTED.max_tokens] * len(prompts),
         **more,
     )
     assert found["tokens"].keys() == {*WAYS, TOGETHER}

@@ -16,6 +16,7 @@ from headrace_cli.members import member_rows
 from tests.freezing import freeze, thaw
 from tests.suite.deployment import Suite, greedy, suite
 from tests.suite.slow_process import Delays
+from tests.vllm.conftest import on_services
 from tests.waiting import until
 
 MODEL = Path("models/tiny-llama")
@@ -28,16 +29,7 @@ VLLM: dict[str, Any] = {
     "settings": (("decode", "dtype", "float32"),),
 }
 ANSWERED_S = 60.0
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(280),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
-]
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+pytestmark = on_services(MODEL)
 
 
 def requests(tokens: int) -> list[inference_pb2.GenerateRequest]:

@@ -37,14 +37,6 @@ def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> N
     assert plain["left_blocks"] == ahead["left_blocks"] == [0, 0]
 
 
-@pytest.mark.parametrize("by_prefill", [True, False])
-def test_engines_of_both_modes_exchange_kv(run_job: RunJob, by_prefill: bool) -> None:
-    prefill_args, decode_args = (STEPS_AHEAD, "") if by_prefill else ("", STEPS_AHEAD)
-    found = run_job(JOB, model="tiny-llama", prefill_args=prefill_args, decode_args=decode_args)
-    assert found["answers"]["handed over"] == found["answers"]["alone"]
-    assert found["left_blocks"] == [0, 0]
-
-
 def config_of(role: Role, *, ahead: bool | None) -> Any:
     """vLLM's configuration as a worker of the role makes it, with a connector that transfers nothing."""
     from vllm.engine.arg_utils import AsyncEngineArgs

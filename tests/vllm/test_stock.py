@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
 import time
 import uuid
@@ -15,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.ports import free_port
+from tests.vllm.pair import prompt_of
 from tests.vllm.stock import (
     BLOCK_TOKENS,
     MODEL,
@@ -45,11 +45,6 @@ QUICK = {
 LAYER_COUNT = 4
 TOKEN_BYTES = 2 * 4 * 32 * 4
 LENGTHS = (2, 33, 300, 700)
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    numbers = random.Random(f"{length}/{seed}")
-    return [numbers.randrange(8, 408) for _ in range(length)]
 
 
 def payload_bytes(tokens: int) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from tests.vllm.pair import prompt_of
 from tests.vllm.stock import MODEL, Wanted, complete, connector, pairing, serving
-from tests.vllm.test_stock import params_of, prompt_of
+from tests.vllm.test_stock import params_of
 
 pytestmark = [
     pytest.mark.vllm,

@@ -22,7 +22,6 @@ FAULTS: Final[dict[str, Callable[[Path], int]]] = {
     "changed": change_every_page,
     "truncated": truncate_files,
 }
-QUIET_S: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -64,9 +63,7 @@ async def lost_disk(model: str, fault: str, at_once: bool, engine_args: str) -> 
                     await _evict(pair)
                     result.changed = FAULTS[fault](Path(folder))
                 await _round(pair, prompts, result, at_once=at_once and number == 2)
-            for engine in (pair.prefill, pair.decode):
-                await until(lambda: not engine.usage().used_blocks, QUIET_S)  # noqa: B023
-                result.left_blocks.append(engine.usage().used_blocks)
+            result.left_blocks = await pair.left_blocks()
     return result
 
 

@@ -110,43 +110,33 @@ class HiddenStates:
         if not get_pp_group().is_last_rank:
             return None
         with torch.inference_mode():
-            return self._headrace_sample(state, prompt, encoded_params, bitmask, adapter)
+            runner = self.model_runner
+            dtype = self.vllm_config.model_config.dtype
+            row = torch.frombuffer(bytearray(state), dtype=dtype).unsqueeze(0).to(runner.device)
+            if runner.lora_config:
+                loras = {LoRARequest(*adapter)} if adapter else set()
+                numbers = (adapter[1] if adapter else 0,)
+                # Each step sets its own before its forward pass.
+                runner._set_active_loras(numbers, numbers, loras)  # noqa: SLF001 - it has no public name
+            head = self._headrace_head or runner.model.compute_logits
+            logits = head(row)
+            if logits is None or tensor_parallel_rank():
+                return None
+            logits = logits.float()
+            if bitmask:
+                import xgrammar
 
-    def _headrace_sample(
-        self,
-        state: bytes,
-        prompt: list[int],
-        encoded_params: bytes,
-        bitmask: bytes,
-        adapter: Sequence[Any],
-    ) -> SampledToken | None:
-        runner = self.model_runner
-        dtype = self.vllm_config.model_config.dtype
-        row = torch.frombuffer(bytearray(state), dtype=dtype).unsqueeze(0).to(runner.device)
-        if runner.lora_config:
-            loras = {LoRARequest(*adapter)} if adapter else set()
-            numbers = (adapter[1] if adapter else 0,)
-            # Each step sets its own before its forward pass.
-            runner._set_active_loras(numbers, numbers, loras)  # noqa: SLF001 - it has no public name
-        head = self._headrace_head or runner.model.compute_logits
-        logits = head(row)
-        if logits is None or tensor_parallel_rank():
-            return None
-        logits = logits.float()
-        if bitmask:
-            import xgrammar
-
-            bits = torch.frombuffer(bytearray(bitmask), dtype=torch.int32).unsqueeze(0)
-            xgrammar.apply_token_bitmask_inplace(logits, bits.to(runner.device))
-        params = msgspec.msgpack.decode(encoded_params, type=SamplingParams)
-        if self._headrace_batch is None:
-            self._headrace_batch = FirstBatch(self.vllm_config, runner.device)
-        output = runner.sampler(logits, self._headrace_batch.replace(prompt, params))
-        token_id = int(output.sampled_token_ids[0, 0])
-        found = output.logprobs_tensors
-        if found is None:
-            return token_id, [], []
-        return token_id, found.logprob_token_ids[0].tolist(), found.logprobs[0].tolist()
+                bits = torch.frombuffer(bytearray(bitmask), dtype=torch.int32).unsqueeze(0)
+                xgrammar.apply_token_bitmask_inplace(logits, bits.to(runner.device))
+            params = msgspec.msgpack.decode(encoded_params, type=SamplingParams)
+            if self._headrace_batch is None:
+                self._headrace_batch = FirstBatch(self.vllm_config, runner.device)
+            output = runner.sampler(logits, self._headrace_batch.replace(prompt, params))
+            token_id = int(output.sampled_token_ids[0, 0])
+            found = output.logprobs_tensors
+            if found is None:
+                return token_id, [], []
+            return token_id, found.logprob_token_ids[0].tolist(), found.logprobs[0].tolist()
 
 
 def _apply_head(

@@ -119,12 +119,6 @@ def until_reported(tiers: TierExecutor, wanted: tuple[set[str], set[str], set[st
     assert step(tiers) == NONE
 
 
-def test_a_request_runs_when_its_load_has_ended(tiers: TierExecutor, copier: Copier) -> None:
-    assert step(tiers, copying(LOAD, loads={"r": False})) == NONE
-    copier.turn.release()
-    until_reported(tiers, (set(), {"r"}, set()))
-
-
 def test_loads_are_measured(tiers: TierExecutor, copier: Copier, loads: list[TierLoad]) -> None:
     step(tiers, copying(STORE))
     step(tiers, copying(LOAD, loads={"r": False}))
@@ -159,13 +153,6 @@ def test_a_request_waits_for_its_load_and_its_transfer(tiers: TierExecutor, copi
         until_reported(tiers, (set(), {"r"}, {"r"}))
     else:
         assert until_failed == (set(), {"r"}, {"r"})
-
-
-def test_a_failed_load_fails_its_request(tiers: TierExecutor, copier: Copier) -> None:
-    copier.fails = True
-    step(tiers, copying(LOAD, loads={"r": False}))
-    copier.turn.release()
-    until_reported(tiers, (set(), {"r"}, {"r"}))
 
 
 def test_blocks_of_an_ended_request_stay_until_they_are_stored(

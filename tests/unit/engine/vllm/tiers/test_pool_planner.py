@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.step_plan import PoolMove, StepPlan
 from headrace_engine.vllm.tiers import pool_planner
 from headrace_engine.vllm.tiers.planner import BlockChange, TierPlanner
 from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.prefix.events import Tier
+from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
+from tests.unit.engine.vllm.tiers.test_planner import BLOCK, hashes
 
-BLOCK = 4
 LONG_S = 1e6
 
 
@@ -52,10 +55,6 @@ def planner(
     if lookup is not None:
         tiers.pool.attach(lookup)
     return tiers
-
-
-def hashes(*numbers: int) -> list[bytes]:
-    return [number.to_bytes(8, "big") for number in numbers]
 
 
 def moves_of(tiers: TierPlanner) -> list[PoolMove]:
@@ -142,20 +141,32 @@ def test_a_published_block_that_is_computed_again_is_published_again(lookup: Loo
         tiers.pool.moves_ended([(move.number, 1)])
 
 
+class Scheduler(ConnectorScheduler):
+    """Without requests."""
+
+    def on_new_request(self, request: Any) -> None: ...
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
+
+    def shutdown(self) -> None: ...
+
+
 def test_an_engine_without_requests_makes_steps_for_moves_of_a_moment(
     lookup: Lookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_planner, "IDLE_STEPS_S", LONG_S)
     tiers = planner(lookup, publishes=True)
-    moving = [tiers.pool.is_moving]
+    scheduler = Scheduler(ATTENTION, lambda _: None, 0.0, tiers)
+    pending = [scheduler.has_pending_push_work()]
     computed(tiers, "a", hashes(1))
-    moving.append(tiers.pool.is_moving)
-    tiers.pool.moves_ended([(move.number, 1) for move in moves_of(tiers)])
-    moving.append(tiers.pool.is_moving)
+    pending.append(scheduler.has_pending_push_work())
+    scheduler.moves_ended([(move.number, 1) for move in moves_of(tiers)])
+    pending.append(scheduler.has_pending_push_work())
     monkeypatch.setattr(pool_planner, "IDLE_STEPS_S", 0.0)
     computed(tiers, "b", hashes(2))
-    moving.append(tiers.pool.is_moving)
-    assert moving == [False, True, False, False]
+    pending.append(scheduler.has_pending_push_work())
+    assert pending == [False, True, False, False]
 
 
 def test_an_answer_after_the_time_of_its_request_moves_nothing(lookup: Lookup) -> None:
