@@ -69,6 +69,7 @@ async def test_ignored_fields_are_named_in_a_header() -> None:
     rejected = await LocalApp(rejects_unknown_fields=True).chat(verbosity="low")
     assert (rejected.status, rejected.error["param"]) == (400, "verbosity")
     assert rejected.error["code"] == "unknown_parameter"
+    assert "correct its name" in rejected.error["message"]
 
 
 @pytest.mark.parametrize(

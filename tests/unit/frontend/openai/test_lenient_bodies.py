@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.body import UnknownFields
 from headrace_frontend.openai.conversion import chat_request, completion_requests
 from headrace_frontend.request.validation import request_violations
@@ -35,15 +34,6 @@ def test_unknown_fields_are_named_and_logged_once(caplog: pytest.LogCaptureFixtu
     assert unknown.check(chat(user="u", store=True, seed=None, unheard_of=None)) == []
     many = chat(**{f"field_{number}": 1 for number in range(1_000)})
     assert len(unknown.check(many)) == 16
-
-
-def test_unknown_fields_can_be_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="correct its name") as caught:
-        UnknownFields(rejected=True).check(chat(max_token=5))
-    assert (list(caught.value.violations), caught.value.cause) == (
-        ["max_token"],
-        "unknown_parameter",
-    )
 
 
 @pytest.mark.parametrize(

@@ -391,39 +391,21 @@ def test_an_answer_cannot_begin_and_continue_a_message(
 
 
 def test_violations_have_the_names_of_openai_fields() -> None:
-    violations = {
-        "sampling.max_tokens": "a",
-        "sampling.stop[1]": "b",
-        "chat.messages[0].role": "c",
-        "sampling.logprobs": "d",
-        "text": "e",
-        "model": "f",
+    names = {
+        "sampling.max_tokens": "max_completion_tokens",
+        "sampling.stop[1]": "stop[1]",
+        "chat.messages[0].role": "messages[0].role",
+        "sampling.logprobs": "top_logprobs",
+        "text": "prompt",
+        "model": "model",
+        "chat.tools[1].parameters": "tools[1].function.parameters",
+        "chat.tool_choice.function_name": "tool_choice",
+        "chat.template_kwargs": "chat_template_kwargs",
+        "chat.messages[2].tool_calls[0].name": "messages[2].tool_calls[0].function.name",
+        "sampling.structured_outputs.choice.texts[3]": "structured_outputs.choice[3]",
+        "sampling.structured_outputs.json": "response_format.json_schema.schema",
     }
-    assert openai_violations(violations, chat=True) == {
-        "max_completion_tokens": "a",
-        "stop[1]": "b",
-        "messages[0].role": "c",
-        "top_logprobs": "d",
-        "prompt": "e",
-        "model": "f",
-    }
+    for name, openai_name in names.items():
+        violations = openai_violations({name: "remedy"}, chat=True, formatted=True)
+        assert violations == {openai_name: "remedy"}
     assert openai_violations({"tokens.ids[3]": "x"}, chat=False) == {"prompt[3]": "x"}
-
-
-def test_violations_of_tools_and_forms_have_the_names_of_openai_fields() -> None:
-    violations = {
-        "chat.tools[1].parameters": "a",
-        "chat.tool_choice.function_name": "b",
-        "chat.template_kwargs": "c",
-        "chat.messages[2].tool_calls[0].name": "d",
-        "sampling.structured_outputs.choice.texts[3]": "e",
-        "sampling.structured_outputs.json": "f",
-    }
-    assert openai_violations(violations, chat=True, formatted=True) == {
-        "tools[1].function.parameters": "a",
-        "tool_choice": "b",
-        "chat_template_kwargs": "c",
-        "messages[2].tool_calls[0].function.name": "d",
-        "structured_outputs.choice[3]": "e",
-        "response_format.json_schema.schema": "f",
-    }

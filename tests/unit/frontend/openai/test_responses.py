@@ -152,23 +152,6 @@ def test_a_token_that_is_part_of_a_character_has_no_bytes() -> None:
     assert token["bytes"] is None
 
 
-def test_a_whole_completion_has_offsets_over_all_messages() -> None:
-    form = CompletionFormat(HEAD, ByteCodec())
-    choice = CollectedChoice()
-    usage = inference_pb2.Usage(prompt_tokens=1, completion_tokens=2)
-    for part in (
-        message("a", **logprobs(97, -1.0)),
-        message("b", **logprobs(98, -2.0), finish_reason=LENGTH, usage=usage),
-    ):
-        choice.add(part, form.tokens_of(part))
-    whole = json.loads(form.whole([choice], 1))
-    assert whole["object"] == "text_completion"
-    assert whole["choices"][0]["text"] == "ab"
-    assert whole["choices"][0]["finish_reason"] == "length"
-    assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 1]
-    assert whole["usage"]["total_tokens"] == 3
-
-
 @pytest.mark.parametrize("sizes", [(6,), (1, 1, 1, 1, 1, 1), (2, 4), (3, 3)])
 def test_offsets_count_characters_of_the_text(sizes: tuple[int, ...]) -> None:
     """One event or several. The second character has three tokens, and the last token has no text."""
@@ -183,8 +166,10 @@ def test_offsets_count_characters_of_the_text(sizes: tuple[int, ...]) -> None:
         choice.add(sent, form.tokens_of(sent))
         offsets += read(form.event(0, sent))["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 1, 1, 1, 2, 3]
-    whole = json.loads(form.whole([choice], 1))["choices"][0]
-    assert (whole["text"], whole["logprobs"]["text_offset"]) == ("a\u20acb", offsets)
+    whole = json.loads(form.whole([choice], 1))
+    assert whole["object"] == "text_completion"
+    (found,) = whole["choices"]
+    assert (found["text"], found["logprobs"]["text_offset"]) == ("a\u20acb", offsets)
 
 
 def test_tokens_are_returned_where_they_are_wanted() -> None:
@@ -253,15 +238,7 @@ def test_clients_learn_when_to_retry() -> None:
     assert headers_of(errors.NotFound("gone")) == {}
 
 
-def test_statuses_of_invalid_requests() -> None:
-    for cause, status in (("model_not_found", 404), ("context_length_exceeded", 400)):
-        error = InvalidRequest({"model": "what happened"}, cause=cause)
-        assert status_of(error) == status
-        assert error_object(error)["error"]["code"] == cause
-        assert error_object(error)["error"]["headrace"]["reason"] == "INVALID_FIELD"
-    invalid = InvalidRequest({"temperature": "too high"})
-    assert (status_of(invalid), error_object(invalid)["error"]["code"]) == (400, "invalid_value")
-    assert error_object(InvalidRequest({"n": "too many"}))["error"]["param"] == "n"
+def test_an_http_error_has_its_own_status() -> None:
     assert status_of(HttpError(405, "method", "use GET")) == 405
 
 
