@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,17 @@ class Recorded:
         )
 
 
-async def started(
+@asynccontextmanager
+async def serving(
     config: ServiceConfig, recorded: Recorded | None = None, **options: Any
-) -> tuple[GrpcServer, str]:
-    """A server with the handlers, and its internal address."""
+) -> AsyncIterator[str]:
+    """Runs a server with the handlers. Yields its internal address."""
     server = GrpcServer(config, (), **options)
     server.server.add_generic_rpc_handlers([(recorded or Recorded()).handlers()])
-    return server, await server.start()
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(None)
 
 
 @pytest.fixture
@@ -94,9 +99,8 @@ async def served(authority: Authority) -> AsyncIterator[tuple[Recorded, str]]:
     """A server with mutual TLS, and its internal address."""
     recorded = Recorded()
     config = ServiceConfig(**asdict(authority.sign("registry", "registry")))
-    server, endpoint = await started(config, recorded)
-    yield recorded, endpoint
-    await server.stop(None)
+    async with serving(config, recorded) as endpoint:
+        yield recorded, endpoint
 
 
 async def error_of(endpoint: str, identity: TlsFiles, method: str, data: bytes) -> HeadraceError:
@@ -157,9 +161,11 @@ async def test_an_open_stream_ends_after_the_key_of_its_token_was_removed(tmp_pa
     file = tmp_path / "keys.pem"
     file.write_bytes(b"\n".join(map(public_key_of, keys)))
     config = ServiceConfig(token_keys_file=str(file))
-    server, endpoint = await started(config, times=InternalTimes(credential_check_s=0.1))
     tokens = [create_token(key, Role.OPERATOR, "", 600) for key in keys]
-    async with grpc.aio.insecure_channel(endpoint) as channel:
+    async with (
+        serving(config, times=InternalTimes(credential_check_s=0.1)) as endpoint,
+        grpc.aio.insecure_channel(endpoint) as channel,
+    ):
         call: Any = channel.unary_stream(_WATCH)
         ending, going_on = (
             call(b"hold", metadata=((TOKEN_KEY, token),), timeout=60) for token in tokens
@@ -169,7 +175,6 @@ async def test_an_open_stream_ends_after_the_key_of_its_token_was_removed(tmp_pa
         assert isinstance(await error_of_call(ending), Unauthenticated)
         assert not going_on.done()
         going_on.cancel()
-    await server.stop(None)
 
 
 @pytest.mark.parametrize(("cause", "requests"), [("expired", "one"), ("not trusted", "many")])
@@ -181,12 +186,12 @@ async def test_an_open_stream_ends_when_its_certificate_is_no_longer_valid(
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(authority.file.read_bytes() + other.file.read_bytes())
     config = ServiceConfig(**asdict(replace(files, tls_authority_file=str(trusted))))
-    server, endpoint = await started(config, times=InternalTimes(credential_check_s=0.1))
     # Long enough for a handshake on a slow machine.
     valid_for = dt.timedelta(seconds=4) if cause == "expired" else dt.timedelta(days=1)
     ending_files = other.sign("operator-0", "operator", valid_for)
     ending_files = replace(ending_files, tls_authority_file=files.tls_authority_file)
     async with (
+        serving(config, times=InternalTimes(credential_check_s=0.1)) as endpoint,
         open_channel(endpoint, ending_files) as ending_channel,
         open_channel(endpoint, authority.sign("operator-1", "operator")) as other_channel,
     ):
@@ -205,7 +210,6 @@ async def test_an_open_stream_ends_when_its_certificate_is_no_longer_valid(
         again = await error_of_call(held_stream(ending_channel, "one"))
         assert isinstance(again, Unauthenticated)
         going_on.cancel()
-    await server.stop(None)
 
 
 def held_stream(channel: grpc.aio.Channel, requests: str) -> Any:
@@ -238,9 +242,11 @@ def _accepted_on(port: int) -> list[Any]:
 
 async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go_on() -> None:
     times = InternalTimes(connection_age_s=0.5)
-    server, endpoint = await started(ServiceConfig(insecure=True), times=times)
-    port = int(endpoint.rpartition(":")[2])
-    async with grpc.aio.insecure_channel(endpoint) as channel:
+    async with (
+        serving(ServiceConfig(insecure=True), times=times) as endpoint,
+        grpc.aio.insecure_channel(endpoint) as channel,
+    ):
+        port = int(endpoint.rpartition(":")[2])
         watch: Any = channel.unary_stream(_WATCH)
         held = watch(b"hold", timeout=60)
         assert await held.read() == b"answer to hold"
@@ -253,7 +259,6 @@ async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go
         await until(on_another_connection, 30, "another connection", 0.1)
         assert not held.done()
         held.cancel()
-    await server.stop(None)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])

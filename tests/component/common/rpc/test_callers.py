@@ -94,9 +94,11 @@ async def _served(refused: Counter[str]) -> AsyncIterator[_Served]:
     assert server.client_server is not None
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
     await server.start()
-    async with open_channel(server.client_endpoint) as channel:
-        yield _Served(channel, servicer, bounds, removed)
-    await server.stop(0)
+    try:
+        async with open_channel(server.client_endpoint) as channel:
+            yield _Served(channel, servicer, bounds, removed)
+    finally:
+        await server.stop(0)
 
 
 async def _error_of(asking: Any) -> HeadraceError:

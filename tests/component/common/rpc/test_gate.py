@@ -61,15 +61,17 @@ async def _served() -> AsyncIterator[tuple[_Gate, _Servicer, Any, Any]]:
     assert server.client_server is not None
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
     await server.start()
-    async with open_channel(server.client_endpoint) as channel:
-        path = "/headrace.inference.v1.InferenceService/"
-        yield (
-            gate,
-            servicer,
-            channel.unary_stream(f"{path}Generate"),
-            channel.unary_unary(f"{path}ListModels"),
-        )
-    await server.stop(0)
+    path = "/headrace.inference.v1.InferenceService/"
+    try:
+        async with open_channel(server.client_endpoint) as channel:
+            yield (
+                gate,
+                servicer,
+                channel.unary_stream(f"{path}Generate"),
+                channel.unary_unary(f"{path}ListModels"),
+            )
+    finally:
+        await server.stop(0)
 
 
 async def _finish(call: Any) -> None:
