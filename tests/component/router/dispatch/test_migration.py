@@ -147,6 +147,24 @@ async def test_a_response_stays_on_a_stalled_worker_until_another_can_have_it(ri
     assert responses[-1].timing.attempts == 2
 
 
+async def test_a_response_leaves_a_worker_that_only_its_connection_shows_to_live(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def be_silent(worker: FakeDecode) -> None:
+        worker.reports.clear()
+        await forever()
+
+    monkeypatch.setenv("HEADRACE_PING_TIMEOUT_S", "1")
+    silent, _ = await rig.add_decodes(recite(9, be_silent), recite(99))
+    responses = await rig.ask(sampling=sampling())
+    if responses[-1].timing.attempts == 1:
+        responses = await rig.ask(sampling=sampling())
+    assert text_of(responses) == TEXT
+    assert responses[-1].timing.attempts == 2
+    silent.reports.set()
+    await until(lambda: bool(rig.router.workers.table("sim").reachable.all()))
+
+
 async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
     rig.policy.policy.retry_budget = 1
     for _ in range(4):
