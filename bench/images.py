@@ -113,22 +113,20 @@ async def plain(model: Path, folder: Path) -> AsyncIterator[str]:
     variables = [f"{name}={value}" for name, value in vllm_environment(keep_memory=True).items()]
     server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager")
     base = f"http://127.0.0.1:{port}"
-    async with (
-        process("env", *variables, *server, *arguments, log=log) as child,
-        httpx.AsyncClient(timeout=5) as client,
-        asyncio.timeout(None) as limit,
-    ):
-        limit.reschedule(asyncio.get_running_loop().time() + START_S)
-        while True:
-            if child.returncode is not None:
-                raise RuntimeError(log.read_text()[-4_000:])
-            try:
-                if (await client.get(f"{base}/health")).status_code == 200:
-                    break
-            except httpx.TransportError:
+    async with process("env", *variables, *server, *arguments, log=log) as child:
+        async with asyncio.timeout(START_S), httpx.AsyncClient(timeout=5) as client:
+            while not await _is_ready(client, base):
+                if child.returncode is not None:
+                    raise RuntimeError(log.read_text()[-4_000:])
                 await asyncio.sleep(0.5)
-        limit.reschedule(None)
         yield base
+
+
+async def _is_ready(client: httpx.AsyncClient, base: str) -> bool:
+    try:
+        return (await client.get(f"{base}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Sample]]:
@@ -143,7 +141,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
         bases = {OURS: f"http://{deployment.http}", PLAIN: plain_base}
         for number in range(-arguments.warm, arguments.repetitions):
             image = image_url(arguments.pixels, 1_000 + number)
-            for way in alternating([OURS, PLAIN], number % 4):
+            for way in alternating([OURS, PLAIN], number):
                 sample = await ask(client, bases[way], model.name, image)
                 print(f"{number} {way}: {sample}", file=sys.stderr, flush=True)
                 if number >= 0:
