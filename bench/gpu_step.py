@@ -41,7 +41,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_engine.interface import DecodeTokens, DecodeWork
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef
 from tests.devices import CPU, CUDA, machine
 from tests.vllm.pair import GREEDY, engine_config
 

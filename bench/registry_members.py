@@ -36,8 +36,7 @@ from headrace_common.identity import new_incarnation
 from headrace_common.process.free_port import free_port
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import KvLayout, layout_to_proto
 
 _RENEWALS_PER_TTL: Final = 3
 _REGISTRATIONS_AT_ONCE: Final = 64

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Final
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult, session_of
 from headrace_kv.transport.factory import OPENERS
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.tickets import SigningKey, TicketKeys, sign_handoff
-from headrace_kv.handoff.tickets import RouterTickets
-from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.layout.proto import layout_hash
+from headrace_kv.compatibility import layout_hash
+from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.tickets import RouterTickets
 
 
 @dataclass

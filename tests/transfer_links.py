@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from headrace_common.telemetry.layer_stamps import pack_writes
-from headrace_kv.handoff.messages import LinkSent
+from headrace_kv.messages import LinkSent
 
 US: Final = 1_000
 START_UNIX_NS: Final = 10**18

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake.transport import configure_environment

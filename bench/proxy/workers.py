@@ -32,8 +32,7 @@ from headrace_common.identity import new_incarnation
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import KvLayout, layout_to_proto
 
 TOKENS: Final = 64
 MODEL: Final = "sim"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto, pack_hashes, xor_of
 from headrace_kv.prefix.hashing import PrefixHasher, root_hash
 

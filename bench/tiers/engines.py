@@ -19,7 +19,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_engine.interface import DecodeEnded, DecodeTokens, DecodeWork
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierSettings
 from tests.pool_store import Store

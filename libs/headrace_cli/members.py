@@ -18,8 +18,7 @@ from headrace_cli.client import list_members, open_router_internally, worker_sta
 from headrace_cli.output import Column, fitted_table, message_object, notice_console, print_json
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import HeadraceError, LayoutMismatch
-from headrace_kv.layout.compatibility import PairFault
-from headrace_kv.layout.proto import pair_faults_of
+from headrace_kv.compatibility import PairFault, pair_faults_of
 
 NO_ANSWER: Final = "no answer"
 UNKNOWN_VERSION: Final = "0.1.0 or older"

@@ -148,7 +148,7 @@ def message_bytes_max(max_model_len: int) -> int:
 def write_quiet_s(
     lease_ttl_s: float = WRITE_LEASE_S, quarantine_s: float = WRITE_QUARANTINE_S
 ) -> float:
-    """Seconds after a sender was lost until none of its writes can land: see `headrace_kv.handoff.leases`."""
+    """Seconds after a sender was lost until none of its writes can land: see `headrace_kv.leases`."""
     return 2 * lease_ttl_s + quarantine_s
 
 

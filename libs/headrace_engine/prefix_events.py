@@ -13,7 +13,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InternalError, QueueFull
 from headrace_engine.prefix_event_log import PrefixEventLog
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import LOAD_TIME_MAX_S, KvEvent, Tier, event_to_proto
 from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_hasher
 

@@ -17,8 +17,8 @@ from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
-from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_planner.settings import WorkerProfile
 from headrace_router.placement import (

@@ -19,7 +19,7 @@ from headrace_common.time_model.proto import step_times_to_proto
 from headrace_decode.admission.admission import BlockAdmission, Capacity
 from headrace_engine.prefix_event_log import PrefixEventLog
 from headrace_engine.step_budget import TokenBounds
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import WorkerProfile

@@ -42,15 +42,15 @@ from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.process.kill_timer import KillTimer
 from headrace_decode.admission.admission import SeenTransfers
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.handoff.leases import QuarantinePolicy, WriteLease
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.plan.shard_map import Key
+from headrace_kv.copy_plan import Runs
+from headrace_kv.layout import KvLayout
+from headrace_kv.leases import QuarantinePolicy, WriteLease
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.ledger import Ledger
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer, unpacked
 from headrace_kv.send.write_scheduler import WriteScheduler
+from headrace_kv.shard_map import Key
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.networks import Address, Networks

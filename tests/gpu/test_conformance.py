@@ -63,7 +63,7 @@ def test_memory_in_reach_of_the_transport(
 @pytest.mark.parametrize("pair", [("direct", "direct"), ("direct", "cpu"), ("cpu", "direct")])
 def test_memory_in_reach_meets_staged_memory(pair: tuple[str, str]) -> None:
     pytest.importorskip("torch")
-    from headrace_kv.plan.copy_plan import Runs
+    from headrace_kv.copy_plan import Runs
     from tests.gpu.tensors import TensorMemory, open_staged
 
     ends = [(open_staged(PeerSettings(KIND, memory=m)), TensorMemory(8192, m)) for m in pair]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.handoff.messages import LayerRange
+from headrace_kv.messages import LayerRange
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.in_memory_transport import KIND, InMemoryTransport

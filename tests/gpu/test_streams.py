@@ -13,7 +13,7 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
-from headrace_kv.handoff.messages import LayerRange, TransferTarget
+from headrace_kv.messages import LayerRange, TransferTarget
 from headrace_kv.transport.memory import Bytes, Mark, Piece
 
 if TYPE_CHECKING:

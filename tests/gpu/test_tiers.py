@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from headrace_kv.layout.layout import KvLayout, RankMemory
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
-from headrace_kv.plan.shard_map import HEAD_OUTER, Edge, place_regions
 from headrace_kv.prefix.events import Tier
+from headrace_kv.shard_map import HEAD_OUTER, Edge, place_regions
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.factory import open_transport
 from tests.gpu.test_streams import keep_busy

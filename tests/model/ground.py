@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from headrace_kv.layout.layout import KvLayout, RankMemory, Region
-from headrace_kv.plan.shard_map import place_regions
+from headrace_kv.layout import KvLayout, RankMemory, Region
+from headrace_kv.shard_map import place_regions
 from headrace_kv.transport.base import KvTransport, WriteResult
 
 LEASE_S = 3.0

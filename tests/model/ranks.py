@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace_kv.handoff.leases import Clock
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
+from headrace_kv.layout import WorkerRef
+from headrace_kv.leases import Clock
+from headrace_kv.messages import SendReport
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, TransferFailed, WorkerGone
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.send.context import SenderContext

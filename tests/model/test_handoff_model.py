@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kv.handoff.leases import WriteLease
+from headrace_kv.leases import WriteLease
 from headrace_kv.receive.ledger import Ledger
 from tests.model.explorer import Course, Search, explore, run, run_random
 from tests.model.ground import LEASE_S, QUIET_S, Settings

@@ -24,7 +24,7 @@ class VirtualHandle:
 
 
 class VirtualTimers:
-    """See headrace_kv.handoff.leases.Timers; also the senders' clock."""
+    """See headrace_kv.leases.Timers; also the senders' clock."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport
 from tests.rdma.peers import (
     ALLOCATORS,

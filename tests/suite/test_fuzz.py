@@ -42,8 +42,7 @@ from headrace_common.access.table import Listener, methods_of
 from headrace_common.deadlines import Deadline
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.rpc.channel import open_blocking_channel, open_channel
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.layout import WorkerRef, layout_from_proto
 from tests.channels import permitted_metadata, role_metadata
 from tests.router_key import RouterKey
 from tests.suite.deployment import Suite, greedy, prompt_of, suite

@@ -12,7 +12,7 @@ from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from tests.vllm.pair import ENGINE_ARGS, Pair, counts, reset, running_pair
 from tests.waiting import until
 

@@ -26,9 +26,9 @@ from headrace_decode.canary.canary import Canary, Comparison
 from headrace_engine.interface import BlockErrors, Engine, ReceivedBlock
 from headrace_engine.vllm.model_folder import SAMPLE_BYTES
 from headrace_engine.vllm.service import launch
-from headrace_kv.handoff.messages import Reservation, reserved_span
-from headrace_kv.plan.copy_plan import CopyPlanner
-from headrace_kv.plan.shard_map import Edge
+from headrace_kv.copy_plan import CopyPlanner
+from headrace_kv.messages import Reservation, reserved_span
+from headrace_kv.shard_map import Edge
 from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, running_pair
 
 SHORT = replace(GREEDY, max_tokens=2)

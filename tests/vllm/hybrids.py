@@ -13,8 +13,8 @@ from typing import Any
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import PrefillWork
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import STATE, TOKENS
+from headrace_kv.layout import STATE, TOKENS
+from headrace_kv.messages import Reservation
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, reset, running_pair
 
 CONTEXT_TOKENS = 1024

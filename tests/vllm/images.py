@@ -17,7 +17,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError, InvalidRequest, TransferFailed
 from headrace_engine.interface import DecodeWork, PrefillWork, Sampling
 from headrace_engine.vllm.compat import extra_config
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from headrace_kv.prefix.images import content_hash, hashed_token_ids
 from tests.vllm.image_prompts import FAMILIES, PROMPTS, WIDE, Family, Picture, Prompt, text
 from tests.vllm.pair import (

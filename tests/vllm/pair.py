@@ -31,13 +31,13 @@ from headrace_engine.interface import (
 )
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
-from headrace_kv.handoff.hidden_state import HiddenFormat
-from headrace_kv.handoff.messages import Reservation, TransferTarget
-from headrace_kv.handoff.tickets import NoTickets
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.hidden_state import HiddenFormat
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.messages import Reservation, TransferTarget
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.tickets import NoTickets
 from tests.waiting import until
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))

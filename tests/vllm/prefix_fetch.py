@@ -17,8 +17,8 @@ from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.handoff.messages import prefix_transfer
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.messages import prefix_transfer
 from headrace_kv.receive.receiver import Receiver
 from headrace_prefill.prefix_fetch import FetchRule
 from tests.component.prefill.fetching import DECODE, PREFILL, FetchingWorkers, serve

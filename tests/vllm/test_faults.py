@@ -11,7 +11,7 @@ import pytest
 
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, TransferTimeout
 from headrace_engine.interface import DecodeEvent, PrefillOutcome, PrefillWork
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import TIMEOUT_S, Pair, prompt_of, reset

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, Sampling
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from tests.vllm.conftest import ON_PAIR, RunJob
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair, prompt_of
 

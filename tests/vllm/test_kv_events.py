@@ -7,7 +7,7 @@ from random import Random
 
 from headrace_engine.interface import EngineUsage, Sampling
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import unpack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher
 from tests.vllm.conftest import ON_PAIR

@@ -11,9 +11,9 @@ import pytest
 
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.rank.memory import Arena, describe_arena, rank_memory
-from headrace_kv.layout.layout import TOKEN_OUTER, TOKENS
-from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
-from headrace_kv.plan.shard_map import Edge
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.layout import TOKEN_OUTER, TOKENS
+from headrace_kv.shard_map import Edge
 from tests.vllm.conftest import IMPORTS_VLLM
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.service import launch
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from tests.vllm.conftest import IMPORTS_VLLM, RunJob
 from tests.vllm.pair import STEPS_AHEAD
 from tests.vllm.steps_ahead import LENGTHS, RUNS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from headrace_kv.plan.shard_map import shards
+from headrace_kv.shard_map import shards
 from tests.vllm.conftest import RunJob
 from tests.vllm.pair import STEPS_AHEAD
 from tests.vllm.tensor_parallel import CHUNK_TOKENS, SAMPLING, CellResult, Transferred, prompts

@@ -21,7 +21,7 @@ from headrace_common.errors import ConfigError
 from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
 from headrace_common.time_model.proto import time_model_from_proto
 from headrace_common.version import version
-from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.layout import layout_from_proto
 from headrace_planner.settings import WorkerProfile, learned_profile
 
 

@@ -23,7 +23,7 @@ from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec, Topology, wor
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import Conflict, HeadraceError
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
-from headrace_kv.layout.proto import pair_faults_of
+from headrace_kv.compatibility import pair_faults_of
 from headrace_planner.observation import WorkerCounts
 
 RESTARTED: Final = (*WORKER_SERVICES, "pool", "planner")

@@ -51,9 +51,9 @@ from headrace_engine.sim.sequence import (
 from headrace_engine.sim.stepper import SimClock, Stepper
 from headrace_engine.sim.validation import check_decode, check_prefill
 from headrace_engine.steps import StepWatch
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import KvDescriptor, RankMemory
+from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
+from headrace_kv.messages import SendReport
 from headrace_kv.pool.engine_blocks import pool_secret
 from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, TokenLogprobs
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 
 
 class DecodeEventQueue:

@@ -15,9 +15,9 @@ from headrace_common.errors import (
     TransferTimeout,
     from_reason,
 )
-from headrace_kv.handoff.hidden_state import hidden_state_rank
-from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
-from headrace_kv.layout.layout import KvLayout
+from headrace_kv.hidden_state import hidden_state_rank
+from headrace_kv.layout import KvLayout
+from headrace_kv.messages import LayerRange, SendReport, TransferTarget
 
 if TYPE_CHECKING:
     from headrace_kv.send.sender import RankSender

@@ -25,7 +25,7 @@ from headrace_engine.sim.sequence import Sequence
 from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, plan_step, step_of
 from headrace_engine.step_budget import Answers, Prompt, prompt_budget
 from headrace_engine.steps import EngineSteps, StepMeter
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 
 _logger = logging.getLogger(__name__)
 _WAITING_PER_RUNNING = 4

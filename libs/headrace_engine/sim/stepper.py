@@ -27,7 +27,7 @@ from headrace_engine.sim.model.sampling import (
 )
 from headrace_engine.sim.model.settings import SimSettings, SimShape
 from headrace_engine.sim.sequence import Sequence
-from headrace_kv.layout.layout import STATE, CacheGroup
+from headrace_kv.layout import STATE, CacheGroup
 
 
 class SimClock:

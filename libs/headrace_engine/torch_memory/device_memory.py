@@ -16,7 +16,7 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
 from headrace_engine.torch_memory.stream_order import DeviceOrder, open_copy_stream, open_order
-from headrace_kv.plan.runs import Int64Array
+from headrace_kv.runs import Int64Array
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import PASSED, Bytes, Mark, MemoryRanges, Piece, gather

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from headrace_common.errors import QueueFull, TransferFailed
-from headrace_kv.handoff.messages import LayerRange, TransferTarget
+from headrace_kv.messages import LayerRange, TransferTarget
 from headrace_kv.transport.memory import PASSED, Mark
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from headrace_engine.vllm.layer_groups import (
     StatePart,
     state_heads,
 )
-from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.errors import ConfigError
-from headrace_kv.handoff.hidden_state import HiddenFormat
-from headrace_kv.layout.layout import TOKEN_OUTER
+from headrace_kv.hidden_state import HiddenFormat
+from headrace_kv.layout import TOKEN_OUTER
 from headrace_kv.prefix.events import Tier
 
 if TYPE_CHECKING:

@@ -45,9 +45,9 @@ from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.rank_group import RankGroup
 from headrace_engine.vllm.settings import WATCH_METHOD
-from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
+from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.mapped_memory import MappedMemory
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import Final
 
-from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
+from headrace_kv.layout import STATE, TOKENS, GroupKind
 
 GATED_DELTA_NET: Final = "gdn_attn"
 MAMBA2: Final = "mamba2"

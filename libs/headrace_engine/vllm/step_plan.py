@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.messages import TransferTarget
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from headrace_common.registry.adapters import (
 from headrace_common.registry.link import CALL_TIMEOUT_S
 from headrace_common.registry.listing import all_members
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -29,7 +29,7 @@ from headrace_engine.interface import Engine
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import REGISTRATION_TIMEOUT_S, WorkerConfig
 from headrace_engine.worker.metrics import WorkerMetrics
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 RouterListener = Callable[[list[registry_pb2.Member]], None]
 

@@ -30,8 +30,7 @@ from headrace_engine.worker.config import (
 )
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.serve import BuildServer, serve_worker
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.layout.proto import descriptor_from_proto
+from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 from headrace_kv.send.sender import SenderThread
 
 _LOG = logging.getLogger(__name__)

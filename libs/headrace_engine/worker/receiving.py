@@ -13,10 +13,10 @@ from headrace_common.tickets import TicketKeys
 from headrace_engine.worker.config import WorkerConfig
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.transfer_peers import TransferPeers
-from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.receive.observer import ReceiverFeature
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.networks import parse_networks
 
 

@@ -31,8 +31,7 @@ from headrace_engine.worker.config import (
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
 from headrace_engine.worker.metrics import Incoming, Status
 from headrace_engine.worker.status import StatusSignal, WatchedStatus, WorkerStatusServicer
-from headrace_kv.layout.layout import KvDescriptor
-from headrace_kv.layout.proto import descriptor_to_proto
+from headrace_kv.layout import KvDescriptor, descriptor_to_proto
 
 
 class WorkerMembership:

@@ -36,7 +36,7 @@ from headrace_common.time_model.proto import time_model_to_proto
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import Stall, StepWatch
 from headrace_engine.worker.adapters import ChangeAdapter
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.request.completion_text import PendingTokens, PromptLogprobs
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 PENDING_TOKENS_MAX = 1_024
 

@@ -47,7 +47,7 @@ from headrace_frontend.request.size import (
     tokens_left,
 )
 from headrace_frontend.tenants import DEFAULT_TENANT
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import adapter_salt, client_salt
 from headrace_kv.prefix.images import hashed_token_ids
 from headrace_text.codec import TextCodec, TooManyTokens

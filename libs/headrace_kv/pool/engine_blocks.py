@@ -16,10 +16,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.proto import layout_to_proto
-from headrace_kv.plan.shard_map import Shard, shards
+from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_kv.pool.remote import BATCH_BLOCKS_MAX, RemotePool, leading
+from headrace_kv.shard_map import Shard, shards
 
 _VERSION: Final = 2
 """Of the names, of the order of bytes in a block, and of the seal."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import ProtocolViolation, StaleIncarnation
-from headrace_kv.layout.compatibility import require_compatible
-from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.layout.proto import layout_from_proto
-from headrace_kv.plan.shard_map import shards
+from headrace_kv.compatibility import require_compatible
+from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
+from headrace_kv.shard_map import shards
 
 
 def validate_handshake(

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_kv.handoff.messages import Reservation, first_sent_tokens
-from headrace_kv.layout.compatibility import count_spans
-from headrace_kv.layout.layout import STATE, KvLayout
-from headrace_kv.plan.shard_map import Edge, Key, edges, local_edges
+from headrace_kv.compatibility import count_spans
+from headrace_kv.layout import STATE, KvLayout
+from headrace_kv.messages import Reservation, first_sent_tokens
+from headrace_kv.shard_map import Edge, Key, edges, local_edges
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from headrace_kv.handoff.messages import Reservation, reserved_span
-from headrace_kv.layout.layout import KvDescriptor, RankMemory
-from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs
-from headrace_kv.plan.shard_map import Key
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs
+from headrace_kv.layout import KvDescriptor, RankMemory
+from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, LocalCopy, LocalLedger
 from headrace_kv.receive.observer import (
     ReceiverFeature,
@@ -34,6 +33,7 @@ from headrace_kv.receive.observer import (
     TransferView,
     call_when_done,
 )
+from headrace_kv.shard_map import Key
 from headrace_kv.transport.memory import copy_runs
 
 _log = logging.getLogger(__name__)

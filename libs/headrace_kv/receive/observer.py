@@ -17,10 +17,10 @@ from typing import Final, Protocol, TypeVar
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.plan.shard_map import Key
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.ledger import LayerLanded
+from headrace_kv.shard_map import Key
 
 _log = logging.getLogger(__name__)
 

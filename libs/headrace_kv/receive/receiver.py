@@ -30,15 +30,15 @@ from headrace_common.errors import (
 )
 from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets import TicketKey, unauthenticated
-from headrace_kv.handoff.hidden_state import HiddenFormat, format_of
-from headrace_kv.handoff.leases import QuarantinePolicy, Timers
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.tickets import HandoffTickets
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.hidden_state import HiddenFormat, format_of
+from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.leases import QuarantinePolicy, Timers
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.handshake import validate_handshake
 from headrace_kv.receive.observer import ReceiverFeature, TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary
 from headrace_kv.receive.transfer_table import IncomingTransfers, PendingOpens
+from headrace_kv.tickets import HandoffTickets
 
 __all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "TransferSummary"]
 

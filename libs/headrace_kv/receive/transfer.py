@@ -17,15 +17,14 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_common.tickets import TicketKey
-from headrace_kv.handoff.hidden_state import (
+from headrace_kv.hidden_state import (
     HiddenFormat,
     IncomingHiddenState,
     hidden_state_rank,
 )
-from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy, TimerHandle, Timers
-from headrace_kv.handoff.messages import Reservation, reservation_fields
-from headrace_kv.handoff.tickets import digest_seed
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.leases import Quarantine, QuarantinePolicy, TimerHandle, Timers
+from headrace_kv.messages import Reservation, reservation_fields
 from headrace_kv.receive.ledger import LayerLanded, Ledger
 from headrace_kv.receive.observer import (
     ACTIVE_STATES,
@@ -33,6 +32,7 @@ from headrace_kv.receive.observer import (
     TransferObserver,
     TransferState,
 )
+from headrace_kv.tickets import digest_seed
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,7 +13,7 @@ from functools import partial
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, ProtocolViolation
-from headrace_kv.handoff.leases import QuarantinePolicy, TimerHandle, Timers, running_timers
+from headrace_kv.leases import QuarantinePolicy, TimerHandle, Timers, running_timers
 from headrace_kv.receive.observer import ReceiverFeature, TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
 

@@ -18,11 +18,10 @@ from headrace_common.errors import (
     ProtocolViolation,
     TransferFailed,
 )
-from headrace_kv.handoff.checksum import DigestMode, destination_digest, digest_share, is_digested
-from headrace_kv.handoff.messages import Reservation, reserved_span
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.plan.copy_plan import CopyPlanner
-from headrace_kv.plan.shard_map import Edge, Key
+from headrace_kv.checksum import DigestMode, destination_digest, digest_share, is_digested
+from headrace_kv.copy_plan import CopyPlanner
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
 from headrace_kv.receive.observer import (
     ReceiverFeature,
@@ -31,6 +30,7 @@ from headrace_kv.receive.observer import (
     TransferView,
     call_when_done,
 )
+from headrace_kv.shard_map import Edge, Key
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 _log = logging.getLogger(__name__)

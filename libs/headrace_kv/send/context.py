@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from headrace_common.access.credentials import Credentials
 from headrace_common.deadlines import Deadline
 from headrace_common.process.kill_timer import KillTimer
-from headrace_kv.handoff.hidden_state import HiddenFormat
-from headrace_kv.handoff.leases import Clock
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.hidden_state import HiddenFormat
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.leases import Clock
+from headrace_kv.messages import SendReport
 from headrace_kv.transport.base import KvTransport
 
 DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]

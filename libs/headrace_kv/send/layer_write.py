@@ -11,10 +11,10 @@ import numpy as np
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
-from headrace_kv.handoff.messages import LayerRange, LinkSent, Reservation, first_sent_tokens
-from headrace_kv.layout.layout import STATE, KvLayout
-from headrace_kv.plan.copy_plan import BlockSpan, Int64Array, Runs
-from headrace_kv.plan.shard_map import Edge, edges_from
+from headrace_kv.copy_plan import BlockSpan, Int64Array, Runs
+from headrace_kv.layout import STATE, KvLayout
+from headrace_kv.messages import LayerRange, LinkSent, Reservation, first_sent_tokens
+from headrace_kv.shard_map import Edge, edges_from
 from headrace_kv.transport.base import KvTransport, WriteResult, find_host
 
 

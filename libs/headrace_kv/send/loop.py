@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import Draining, HeadraceError
-from headrace_kv.handoff.checksum import is_digested, source_digest
-from headrace_kv.handoff.messages import LayerRange, Reservation, TransferTarget
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.checksum import is_digested, source_digest
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.messages import LayerRange, Reservation, TransferTarget
 from headrace_kv.send import proto
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.layer_write import LayerWrite

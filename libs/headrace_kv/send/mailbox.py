@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace_common.errors import Draining, DuplicateTransfer, QueueFull
-from headrace_kv.handoff.messages import LayerRange
+from headrace_kv.messages import LayerRange
 
 Command = tuple[Callable[..., None], tuple[Any, ...]]
 

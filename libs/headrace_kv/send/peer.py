@@ -7,14 +7,14 @@ from typing import Protocol
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError
-from headrace_kv.handoff.hidden_state import hidden_state_rank
-from headrace_kv.handoff.messages import LayerRange
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
-from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
-from headrace_kv.plan.shard_map import Edge
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.hidden_state import hidden_state_rank
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.messages import LayerRange
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.stream import HandoffStream
+from headrace_kv.shard_map import Edge
 
 
 class WriteObserver(Protocol):

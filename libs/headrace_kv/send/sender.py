@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.errors import QueueFull
-from headrace_kv.handoff.messages import LayerRange, TransferTarget
+from headrace_kv.messages import LayerRange, TransferTarget
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox

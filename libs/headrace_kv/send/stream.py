@@ -24,11 +24,10 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.handoff.leases import LateWriteGuard, WriteLease
-from headrace_kv.handoff.messages import Reservation, reservation_from_proto
-from headrace_kv.layout.compatibility import require_compatible
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.compatibility import require_compatible
+from headrace_kv.layout import KvDescriptor, WorkerRef, layout_to_proto
+from headrace_kv.leases import LateWriteGuard, WriteLease
+from headrace_kv.messages import Reservation, reservation_from_proto
 from headrace_kv.send import proto
 from headrace_kv.send.context import SenderContext
 

@@ -7,18 +7,18 @@ from collections import deque
 from enum import Enum
 
 from headrace_common.errors import InternalError, TransferTimeout
-from headrace_kv.handoff.hidden_state import OutgoingHiddenState
-from headrace_kv.handoff.messages import (
+from headrace_kv.copy_plan import BlockSpan
+from headrace_kv.hidden_state import OutgoingHiddenState
+from headrace_kv.messages import (
     LayerRange,
     Reservation,
     SendReport,
     TransferTarget,
 )
-from headrace_kv.handoff.tickets import digest_seed
-from headrace_kv.plan.copy_plan import BlockSpan
-from headrace_kv.plan.shard_map import Edge
 from headrace_kv.send.layer_write import LayerWrite, LinkRecord, WritePlan
 from headrace_kv.send.peer import SenderPeer
+from headrace_kv.shard_map import Edge
+from headrace_kv.tickets import digest_seed
 
 _LAYERS_NAMED_MAX = 16
 

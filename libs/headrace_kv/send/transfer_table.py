@@ -6,7 +6,7 @@ import logging
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError, InternalError
-from headrace_kv.handoff.messages import TransferTarget
+from headrace_kv.messages import TransferTarget
 from headrace_kv.send import proto
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.layer_write import WritePlan

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace_common.errors import ConfigError
-from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
-from headrace_kv.plan.shard_map import WHOLE_BLOCKS, PlacedRegions, place_regions
+from headrace_kv.layout import TOKENS, KvLayout, RankMemory
 from headrace_kv.pool.memory import SEAL_BYTES, PoolMemory, SharedArena
+from headrace_kv.shard_map import WHOLE_BLOCKS, PlacedRegions, place_regions
 from headrace_kv.transport.memory import (
     PAGE_BYTES,
     Bytes,

@@ -14,13 +14,13 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from headrace_common.errors import ConfigError, InternalError, TransferFailed
-from headrace_kv.layout.layout import KvLayout, RankMemory, Region
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Int64Array
+from headrace_kv.layout import KvLayout, RankMemory, Region
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Int64Array
-from headrace_kv.plan.runs import Runs, interleave
-from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.prefix.events import Tier
+from headrace_kv.runs import Runs, interleave
+from headrace_kv.shard_map import Edge, heads_held
 from headrace_kv.storage.host import HostStorage, block_bytes_of
 from headrace_kv.transport.memory import PASSED, Bytes, Mark, Piece, bytes_at, copy_runs
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.networks import Address, Networks
 

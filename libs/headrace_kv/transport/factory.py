@@ -10,7 +10,7 @@ from typing import Final
 
 from headrace_common.errors import ConfigError
 from headrace_common.limits import write_quiet_s
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.transport import open_mooncake

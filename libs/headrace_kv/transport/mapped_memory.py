@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.layout.layout import RankMemory
-from headrace_kv.plan.copy_plan import Int64Array
+from headrace_kv.copy_plan import Int64Array
+from headrace_kv.layout import RankMemory
 from headrace_kv.transport.memory import Bytes, bytes_at, gather, scatter
 
 SHARED_BYTES_MIN: Final = 32 * 1024 * 1024

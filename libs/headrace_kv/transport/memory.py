@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.plan.copy_plan import Int64Array, Runs
+from headrace_kv.copy_plan import Int64Array, Runs
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024

@@ -23,7 +23,7 @@ from headrace_decode.proto import kept_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 

@@ -30,7 +30,7 @@ from headrace_decode.proto import keep_terms, kept_to_proto, work_from_proto
 from headrace_decode.running import RunningAttempt
 from headrace_decode.spans import record_attempt, start_attributes
 from headrace_engine.interface import Engine
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
 
 log = logging.getLogger(__name__)

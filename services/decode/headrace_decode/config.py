@@ -17,7 +17,7 @@ from headrace_common.config import (
 from headrace_engine.config import CONSTRAINT_CPU_S
 from headrace_engine.worker.config import WorkerConfig, served_name
 from headrace_frontend.config import FrontendConfig
-from headrace_kv.handoff.checksum import DigestMode
+from headrace_kv.checksum import DigestMode
 
 
 class DecodeConfig(WorkerConfig, FrontendConfig):

@@ -14,10 +14,10 @@ from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_decode.attempts import Attempts
 from headrace_engine.interface import Engine, PrefillWork
-from headrace_kv.handoff.messages import TransferTarget, prefix_transfer
-from headrace_kv.handoff.tickets import HandoffTickets
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import TransferTarget, prefix_transfer
 from headrace_kv.prefix.images import whole_images_end
+from headrace_kv.tickets import HandoffTickets
 
 _TIMEOUT_S: Final = 10.0
 """For callers without a deadline."""

@@ -16,7 +16,7 @@ from headrace_decode.admission.admission import BlockAdmission
 from headrace_decode.attempts import Attempts
 from headrace_decode.link.session import LinkSession, LinkSessions
 from headrace_engine.interface import Engine
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
 
 

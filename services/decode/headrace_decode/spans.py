@@ -12,7 +12,7 @@ from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary.canary import Comparison
 from headrace_engine.interface import DecodeWork
 from headrace_engine.worker.metrics import tier_attributes
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from headrace_kv.handoff.messages import LinkSent
+from headrace_kv.messages import LinkSent
 
 _LINKS_MAX: Final = 1_024
 # A shorter transfer measures delays rather than bandwidth.

@@ -14,8 +14,8 @@ from headrace_common.telemetry.layer_stamps import (
     last_write,
 )
 from headrace_common.telemetry.setup import Telemetry
-from headrace_kv.handoff.messages import LinkSent, SendReport
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import LinkSent, SendReport
 from headrace_prefill.bandwidths import LinkBandwidths, transfer_s
 
 Attributes: TypeAlias = dict[str, str | int | float]

@@ -21,7 +21,7 @@ from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.receiving import KvReceiving
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import layout_to_proto
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.prefix_fetch import PrefixFetcher, open_fetcher
 from headrace_prefill.pull.puller import TaskPuller

@@ -21,8 +21,8 @@ from headrace_common.tasks import end_task
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
 from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
-from headrace_kv.handoff.messages import Reservation, TransferTarget, prefix_transfer
-from headrace_kv.layout.layout import STATE, WorkerRef
+from headrace_kv.layout import STATE, WorkerRef
+from headrace_kv.messages import Reservation, TransferTarget, prefix_transfer
 from headrace_kv.prefix.images import ImageSpan, whole_images_end
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver
 from headrace_prefill.config import FetchingConfig

@@ -14,8 +14,8 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import PrefillOutcome
 from headrace_engine.worker.metrics import tier_attributes
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import SendReport
 from headrace_prefill.link_spans import LinkSpans
 from headrace_prefill.prefix_fetch import FetchRecord
 

@@ -37,8 +37,8 @@ from headrace_engine.proto import (
     sampling_from_proto,
 )
 from headrace_engine.steps import Stall
-from headrace_kv.handoff.messages import SendReport, TransferTarget
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import SendReport, TransferTarget
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans, last_link

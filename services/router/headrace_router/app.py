@@ -30,7 +30,7 @@ from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner, RunnerTraits
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.adapters.changes import AdapterChanges, ListMembers, no_registry
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig

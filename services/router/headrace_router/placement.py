@@ -20,7 +20,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.timed_placement import (
     NO_TARGETS,
     OtherDecision,

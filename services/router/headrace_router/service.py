@@ -26,7 +26,7 @@ from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT, Tenants
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.models import ModelCatalog

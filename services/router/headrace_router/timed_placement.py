@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from headrace.inference.v1 import bounds_pb2, inference_pb2
 from headrace_common.durations import duration_from_seconds
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.workers.table import Flags, LoadTable, Numbers, TimeColumns, Worker
 
 Rows = NDArray[np.intp]

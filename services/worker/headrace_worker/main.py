@@ -18,7 +18,7 @@ from headrace_decode.main import DecodeServer
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import layout_to_proto
 from headrace_prefill.prefix_fetch import open_fetcher
 from headrace_prefill.pull.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker

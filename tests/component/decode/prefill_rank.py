@@ -9,10 +9,9 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import HeadraceError
-from headrace_kv.handoff.hidden_state import HiddenFormat
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.hidden_state import HiddenFormat
+from headrace_kv.layout import WorkerRef, layout_to_proto
+from headrace_kv.messages import Reservation
 from tests.component.decode.scripted_engine import LAYOUT, REF
 from tests.linked_call import LinkedCall
 from tests.router_key import RouterKey

@@ -14,9 +14,9 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.plan.shard_map import place_regions
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.messages import SendReport
+from headrace_kv.shard_map import place_regions
 
 REF = WorkerRef("decode-0", "00112233445566ff")
 LAYOUT = KvLayout.attention(

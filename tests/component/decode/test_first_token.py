@@ -24,8 +24,8 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.handoff.hidden_state import HiddenFormat, hidden_state_message
-from headrace_kv.handoff.tickets import digest_seed
+from headrace_kv.hidden_state import HiddenFormat, hidden_state_message
+from headrace_kv.tickets import digest_seed
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
     HIDDEN_FORMAT,

@@ -15,7 +15,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_decode.admission.retry_hint import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
     PIECE_BYTES,

@@ -31,7 +31,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc, error_from_status
 from headrace_decode.link import session
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import PrefillRank
 from tests.component.decode.scripted_engine import REF

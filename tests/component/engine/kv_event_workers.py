@@ -17,8 +17,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.workers.directory import worker_from_member
 from headrace_router.workers.table import LoadTable

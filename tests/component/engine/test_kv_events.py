@@ -18,7 +18,7 @@ from headrace_common.errors import (
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.worker import status
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from tests.component.engine.kv_event_workers import (
     BLOCK_TOKENS,
     MODEL,

@@ -18,11 +18,10 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.status import ErrorInterceptor
-from headrace_kv.handoff.leases import Clock, Timers
-from headrace_kv.handoff.messages import LayerRange, Reservation, SendReport, TransferTarget
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.plan.shard_map import heads_held, place_regions
+from headrace_kv.copy_plan import Runs
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.leases import Clock, Timers
+from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
@@ -30,6 +29,7 @@ from headrace_kv.receive.transfer import TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender, SenderLimits
+from headrace_kv.shard_map import heads_held, place_regions
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from tests.in_memory_transport import FaultPlan, InMemoryTransport, MemoryFabric

@@ -28,11 +28,11 @@ from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import SimClock
-from headrace_kv.handoff.leases import Timers
-from headrace_kv.handoff.tickets import RouterTickets
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.leases import Timers
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.base import KvTransport
 from headrace_prefill.prefix_fetch import FetchContext, FetchRecord, FetchRule, PrefixFetcher
 from headrace_prefill.worker import PrefillWorker

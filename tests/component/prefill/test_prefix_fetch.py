@@ -30,9 +30,9 @@ from headrace_common.limits import write_quiet_s
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets import SigningKey
-from headrace_kv.handoff.leases import Timers
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
+from headrace_kv.layout import WorkerRef
+from headrace_kv.leases import Timers
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.prefill.fetching import (
     DECODE,

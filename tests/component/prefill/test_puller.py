@@ -17,7 +17,7 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_engine.steps import Stall
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_prefill.pull import session
 from headrace_prefill.pull.puller import TaskPuller
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until

@@ -13,8 +13,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.config import ServiceConfig
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_prefill.pull.puller import TaskPuller
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService

@@ -11,8 +11,7 @@ from headrace.inference.v1 import adapter_pb2, inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import WorkerRef, layout_to_proto
 from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
 from tests.sim_layout import LAYOUT
 from tests.waiting import until

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import layout_to_proto
 from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
 from tests.sim_layout import LAYOUT
 from tests.waiting import until

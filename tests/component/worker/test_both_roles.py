@@ -28,7 +28,7 @@ from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_engine.worker.process import RegistryDescriptors
 from headrace_engine.worker.serve import serve_worker
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_registry.config import RegistryConfig
 from headrace_worker.config import BothConfig
 from headrace_worker.main import BothServer

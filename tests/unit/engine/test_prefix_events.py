@@ -12,7 +12,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, QueueFull
 from headrace_engine import prefix_events
 from headrace_engine.prefix_events import PrefixEventPublisher, Subscription
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 Message = worker_pb2.SubscribeKvEventsResponse
 

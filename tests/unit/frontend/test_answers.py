@@ -15,7 +15,7 @@ from headrace_common.process.pacing import LoopLoad
 from headrace_frontend.answers import AnswerGroup, Outlets, answer_count, write_response
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest, prepare
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_text.load import ByteCodec
 
 WORKER = WorkerRef("decode-0", "1")

@@ -11,8 +11,8 @@ from headrace_common.config import ServiceConfig
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import NEVER
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import SendReport
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
 from tests.ended_spans import ended_spans

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_common.time_model.model import StepTimes
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_prefill.prefix_fetch import FetchRule
 
 NEAR = WorkerRef("decode-0", "00")

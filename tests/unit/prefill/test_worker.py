@@ -18,8 +18,8 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.time_model.model import NO_STEPS
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, TokenLogprobs
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import SendReport
 from headrace_prefill.worker import PrefillWorker
 from tests.transfer_links import link_sent
 

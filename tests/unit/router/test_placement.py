@@ -16,8 +16,8 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
-from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.workers.table import Load, LoadTable, Worker
 from tests.sim_layout import LAYOUT

@@ -11,8 +11,8 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
-from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.timed_placement import (
     LOCAL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 from headrace_simulator.workers import WorkerCache

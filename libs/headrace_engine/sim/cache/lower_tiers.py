@@ -15,7 +15,7 @@ from typing import Final
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.lower_tiers import (

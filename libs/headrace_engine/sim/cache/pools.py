@@ -11,7 +11,7 @@ from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers
 from headrace_engine.sim.sequence import Sequence
-from headrace_kv.layout.layout import STATE, CacheGroup
+from headrace_kv.layout import STATE, CacheGroup
 from headrace_kv.manager.block_pool import BlockPool, CachedBlock
 from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks, TierHit
 from headrace_kv.manager.promises import KeepTerms, Kept

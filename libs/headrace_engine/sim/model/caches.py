@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from headrace_kv.layout.layout import STATE, TOKEN_OUTER, CacheGroup, GroupKind, Part
+from headrace_kv.layout import STATE, TOKEN_OUTER, CacheGroup, GroupKind, Part
 
 TOKEN_INNER: Final = "token_inner"
 """An opaque block_format: tokens are the innermost dimension, so no token is contiguous."""

@@ -28,7 +28,7 @@ from headrace_engine.sim.model.bit_mixer import (
 from headrace_engine.sim.model.caches import SimCache, SimPart
 from headrace_engine.sim.model.sampling import choose_token, token_logprobs
 from headrace_engine.sim.model.settings import SimSettings
-from headrace_kv.layout.layout import STATE
+from headrace_kv.layout import STATE
 
 GREEDY = Sampling(temperature=0.0)
 

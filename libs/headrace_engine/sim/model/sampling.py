@@ -18,7 +18,7 @@ import numpy as np
 from headrace_common.errors import KvCorrupt
 from headrace_engine.interface import Sampling, StructuredOutputs, TokenLogprobs
 from headrace_engine.sim.model.bit_mixer import counted_words, mix_int, mix_words
-from headrace_kv.handoff.hidden_state import HiddenFormat
+from headrace_kv.hidden_state import HiddenFormat
 
 SUPPORTED_FORMS = ("choice", "json", "json_object")
 _LEVELS_MAX = 16

@@ -13,8 +13,8 @@ from headrace_common.errors import ConfigError
 from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 from headrace_common.registry.adapters import Adapter, adapter_to_proto, announced_violations
 from headrace_engine.sim.model.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
-from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
-from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, heads_held
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
+from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, heads_held
 
 if TYPE_CHECKING:
     from headrace_engine.config import EngineConfig

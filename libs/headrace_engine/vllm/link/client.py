@@ -19,8 +19,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import DeadlineExceeded, from_reason
 from headrace_common.rpc.channel import LOCAL_OPTIONS
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.layout.proto import descriptor_from_proto
+from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 
 log = logging.getLogger(__name__)
 

@@ -33,13 +33,10 @@ from headrace_engine.vllm.link.messages import (
     steps_from_proto,
     tier_load_from_proto,
 )
-from headrace_kv.handoff.messages import (
-    Reservation,
-    SendReport,
-    reservation_from_proto,
-)
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.layout.proto import (
+from headrace_kv.layout import (
+    KvDescriptor,
+    KvLayout,
+    WorkerRef,
     descriptor_to_proto,
     layout_from_proto,
     layout_to_proto,
@@ -47,6 +44,11 @@ from headrace_kv.layout.proto import (
 )
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.promises import KeepTerms, Kept
+from headrace_kv.messages import (
+    Reservation,
+    SendReport,
+    reservation_from_proto,
+)
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:

@@ -45,16 +45,22 @@ from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
 from headrace_engine.vllm.step_plan import BlockComparison, StepPlan
 from headrace_engine.vllm.tiers.executor import PoolExecutor, TierExecutor
-from headrace_kv.handoff.hidden_state import hidden_state_rank
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
-from headrace_kv.layout.proto import layout_from_proto, layout_to_proto, rank_memory_to_proto
+from headrace_kv.hidden_state import hidden_state_rank
+from headrace_kv.layout import (
+    STATE,
+    KvLayout,
+    RankMemory,
+    layout_from_proto,
+    layout_to_proto,
+    rank_memory_to_proto,
+)
 from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.plan.shard_map import heads_held
+from headrace_kv.messages import SendReport
 from headrace_kv.pool.engine_blocks import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.shard_map import heads_held
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.mapped_memory import share_pages

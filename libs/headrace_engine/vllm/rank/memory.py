@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_kv.layout.layout import (
+from headrace_kv.layout import (
     STATE,
     TOKEN_OUTER,
     TOKENS,
@@ -19,7 +19,7 @@ from headrace_kv.layout.layout import (
     RankMemory,
     Region,
 )
-from headrace_kv.plan.shard_map import heads_held
+from headrace_kv.shard_map import heads_held
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from headrace_engine.vllm.step_plan import (
     StepPlan,
     TokenRange,
 )
-from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
+from headrace_kv.messages import LayerRange, SendReport, TransferTarget
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.event_ordered_sender import Sender

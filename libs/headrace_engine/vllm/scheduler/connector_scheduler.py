@@ -16,7 +16,7 @@ from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, StepPlanne
 from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
 from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

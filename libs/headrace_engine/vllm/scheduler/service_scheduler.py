@@ -42,9 +42,9 @@ from headrace_engine.vllm.settings import (
 )
 from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.layout import layout_from_proto
 from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
+from headrace_kv.messages import Reservation
 from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, pool_secret
 from headrace_kv.pool.remote import RemotePool
 

@@ -25,8 +25,8 @@ from headrace_engine.vllm.settings import (
     sends_cached_only,
 )
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
-from headrace_kv.handoff.messages import Reservation, TransferTarget
-from headrace_kv.layout.layout import STATE, TOKENS
+from headrace_kv.layout import STATE, TOKENS
+from headrace_kv.messages import Reservation, TransferTarget
 
 # While all requests wait for their KV, vLLM runs empty steps in a loop, and a new request is only
 # scheduled after the current one. A long step is used only where requests are announced, and none is on its way.

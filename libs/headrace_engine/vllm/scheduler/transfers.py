@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headrace_kv.handoff.messages import Reservation, TransferTarget
+from headrace_kv.messages import Reservation, TransferTarget
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -14,7 +14,7 @@ from headrace_engine.interface import BlockErrors, ReceivedBlock, Sampling
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import request_errors, sampling_params
-from headrace_kv.layout.layout import TOKENS, KvLayout
+from headrace_kv.layout import TOKENS, KvLayout
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -24,7 +24,7 @@ from headrace_engine.vllm.service.sampling import (
     tokens_of,
 )
 from headrace_engine.vllm.settings import read_kept, receive_params
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput, TokensPrompt

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from headrace_engine.vllm.link.server import LinkServer
-    from headrace_kv.handoff.hidden_state import HiddenFormat
+    from headrace_kv.hidden_state import HiddenFormat
 
 
 _ID = "first"

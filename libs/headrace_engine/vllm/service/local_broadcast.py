@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from headrace_kv.layout.layout import KvDescriptor, RankMemory
-from headrace_kv.plan.runs import Runs
+from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.receive.local_broadcast import WRITE_BYTES, LocalBroadcast, LocalWrite
+from headrace_kv.runs import Runs
 from headrace_kv.transport.mapped_memory import MappedMemory
 from headrace_kv.transport.memory import Bytes
 

@@ -25,7 +25,7 @@ from headrace_engine.vllm.service.sampling import (
     tokens_of,
 )
 from headrace_engine.vllm.settings import PrefillTimes, PrefixParams, send_params
-from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.messages import Reservation, SendReport
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

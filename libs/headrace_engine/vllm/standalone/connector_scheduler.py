@@ -34,12 +34,12 @@ from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
-from headrace_kv.handoff.messages import Reservation, SendReport
-from headrace_kv.handoff.tickets import NoTickets
-from headrace_kv.layout.layout import STATE, KvDescriptor, KvLayout, WorkerRef
+from headrace_kv.layout import STATE, KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.manager.lower_tiers import LowerTiers
+from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.receive.receiver import Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.tickets import NoTickets
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -21,8 +21,8 @@ from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.vllm.settings import PARAMS_KEY
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 
 PORT_MAX = 65_535

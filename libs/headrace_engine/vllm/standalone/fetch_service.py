@@ -28,9 +28,8 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.handoff.messages import SendReport, TransferTarget
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.layout.proto import descriptor_from_proto, descriptor_to_proto
+from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto, descriptor_to_proto
+from headrace_kv.messages import SendReport, TransferTarget
 
 
 @dataclass(frozen=True, slots=True)

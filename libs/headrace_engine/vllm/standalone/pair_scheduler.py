@@ -28,8 +28,8 @@ from headrace_engine.vllm.standalone.fetch_client import (
 )
 from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import TransferSummary
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import (
     KvTransport,
     WriteResult,

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Final, Protocol
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult, host_of
 
 _WINDOW_ENTRIES = 256

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult, host_of
 from headrace_kv.transport.mooncake.write_job import NO_BATCH, MooncakeEngine, PeerWrites, WriteJob
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_kv.plan.copy_plan import Int64Array, Runs
+from headrace_kv.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import Strategy, WriteResult
 from headrace_kv.transport.memory import Bytes, Memory
 

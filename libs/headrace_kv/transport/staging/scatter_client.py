@@ -16,7 +16,7 @@ import grpc
 
 from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import host_of
 from headrace_kv.transport.staging.buffer import BufferSlots
 from headrace_kv.transport.staging.scatter_server import LandingLimits

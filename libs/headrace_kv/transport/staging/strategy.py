@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.plan.copy_plan import Int64Array, Runs
+from headrace_kv.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import Strategy
 from headrace_kv.transport.memory import by_length
 

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import (
     KvTransport,
     Strategy,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
 from headrace_decode.admission.retry_hint import RetryHint
-from headrace_kv.layout.layout import CacheGroup
+from headrace_kv.layout import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)

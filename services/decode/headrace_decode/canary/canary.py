@@ -17,8 +17,8 @@ from headrace_common.tasks import end_task
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary.tolerance import Difference, PairTolerance
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.observer import ReceiverFeature
 from headrace_kv.receive.verification import CorruptSenderTracker
 

@@ -43,7 +43,7 @@ from headrace_frontend.running.runner import RequestRunner, RunnerTraits
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import load_tenants
-from headrace_kv.layout.proto import engine_hash
+from headrace_kv.layout import engine_hash
 from headrace_text.codec import TextCodec
 from headrace_text.load import SIMULATED_MODEL, load_codecs
 

@@ -14,7 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import WorkerGone
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 
 class RouterPrefills:

@@ -30,7 +30,7 @@ from headrace_common.registry.adapters import (
 )
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
 # A worker that starts meanwhile is asked too. Each round finds those of the round before.

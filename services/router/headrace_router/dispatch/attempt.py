@@ -26,7 +26,7 @@ from headrace_common.telemetry.setup import child_context
 from headrace_frontend.promises import kept_of
 from headrace_frontend.running.completion import AttemptOutcome
 from headrace_frontend.running.request import AdmittedRequest
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.decode_call import DecodeCall

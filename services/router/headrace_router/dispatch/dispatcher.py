@@ -19,8 +19,8 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AttemptOutcome, finish_response
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT
-from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.attempt import (
     Attempt,

@@ -32,7 +32,7 @@ from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_frontend.running.tracer import trace_id_of
 from headrace_frontend.tenants import DEFAULT_TENANT
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue

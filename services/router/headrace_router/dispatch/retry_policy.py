@@ -23,7 +23,7 @@ from headrace_common.errors import (
     TransferTimeout,
     WorkerGone,
 )
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 ErrorClasses: TypeAlias = tuple[type[HeadraceError], ...]
 

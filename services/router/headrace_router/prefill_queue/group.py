@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from headrace_common.callers.priority import Priority
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
 from headrace_router.prefill_queue.prefill_times import PrefillTimes
 from headrace_router.prefill_queue.task import QueuedTask

@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.place import Level, Place, place_from_proto
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.placement import PairCosts
 from headrace_router.workers.table import LoadTable
 

@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from headrace_common.time_model.model import TimeModel, mean_model
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512

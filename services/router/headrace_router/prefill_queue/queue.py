@@ -36,8 +36,8 @@ from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.time_model.proto import time_model_from_proto
 from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
-from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.placement import PairCosts
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing, Pulling

@@ -15,8 +15,7 @@ from headrace_common.errors import InvalidRequest, ProtocolViolation, WorkerGone
 from headrace_common.process.silence import wait_silent
 from headrace_common.registry.adapters import adapters_from_proto, announced_violations
 from headrace_common.rpc.channel import ping_timeout_s
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 

@@ -18,7 +18,7 @@ from headrace_common.latency.clocks import clocks_now
 from headrace_common.registry.adapters import Adapter
 from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_frontend.tenants import DEFAULT_TENANT
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
 
 _PREFERRED_WORKERS_MAX: Final = 8
 _AT_FRONT: Final = 0

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from sortedcontainers import SortedDict
 
 from headrace_common.callers.priority import Priority
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
 

@@ -16,8 +16,8 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation
 from headrace_common.registry.adapters import Adapter
 from headrace_common.tasks import BoundedQueue
-from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.layout.proto import layout_hash
+from headrace_kv.compatibility import layout_hash
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, SignTask
 
 CREDITS_MAX: Final = 1_024

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.hashing import PromptHashes, TokenIds
 from headrace_router.prefix_cache.model_index import IndexedWorkers, ModelIndex
 from headrace_router.prefix_cache.tier_prices import TierPrices

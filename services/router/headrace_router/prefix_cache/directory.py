@@ -15,8 +15,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.process.pacing import heartbeat_interval_s
 from headrace_common.registry.duties import WORKERS
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_kv.prefix.events import Tier, load_time_from_proto
 from headrace_kv.prefix.hashing import TokenIds, key_fingerprint
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts

@@ -14,7 +14,7 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation
 from headrace_common.process.pacing import SHORTEST_S, must_change
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import event_from_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 from headrace_router.workers.dials import Dials, RetryDelay

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.errors import InternalError
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, unpack_hashes
 from headrace_kv.prefix.hashing import PromptHashes
 from headrace_router.prefix_cache.block_table import PrefixTable, by_slot

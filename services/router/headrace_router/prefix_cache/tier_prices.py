@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_router.workers.table import Numbers
 

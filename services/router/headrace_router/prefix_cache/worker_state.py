@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headrace_common.errors import InternalError
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import HASH_BYTES, KvEvent, xor_of_packed
 
 # Changes are digested together: one call for thousands of hashes costs little more than for one.

@@ -15,7 +15,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
 from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.worker_stream import PrefillLoad

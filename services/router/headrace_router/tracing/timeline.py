@@ -20,7 +20,7 @@ from headrace_common.latency.steps import (
     prefill_steps,
 )
 from headrace_frontend.running.timeline import now_us
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
 from headrace_router.tracing.request_record import AttemptFacts

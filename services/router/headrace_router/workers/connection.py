@@ -22,7 +22,7 @@ from headrace_common.process.silence import wait_silent
 from headrace_common.rpc.channel import ping_timeout_s
 from headrace_common.tasks import run_forever
 from headrace_common.time_model.proto import time_model_from_proto
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock
 from headrace_router.workers.dials import Dials, RetryDelay

@@ -18,8 +18,7 @@ from headrace_common.process.pacing import LoopLoad, heartbeat_interval_s
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import GENERATE, WorkerRoles, role_by_policy
 from headrace_frontend.request.model_names import Adapters
-from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials

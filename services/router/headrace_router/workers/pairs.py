@@ -10,9 +10,8 @@ from typing import Final
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import LayoutMismatch
 from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
-from headrace_kv.layout.compatibility import PairSide, pair_faults
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_hash, pair_side
+from headrace_kv.compatibility import PairSide, layout_hash, pair_faults, pair_side
+from headrace_kv.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
 # A deployment with as many kinds of layouts is wrong in another way.

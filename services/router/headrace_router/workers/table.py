@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import TimeModel
-from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.layout.proto import engine_hash
+from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import KvLayout, WorkerRef, engine_hash
 from headrace_router.workers.prompt_work import NO_WORK, PromptWork
 from headrace_router.workers.slots import DecodeSlots
 

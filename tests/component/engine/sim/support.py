@@ -27,17 +27,17 @@ from headrace_engine.interface import (
 )
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import SimClock
-from headrace_kv.handoff.checksum import DigestMode
-from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
-from headrace_kv.handoff.tickets import NoTickets
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.plan.shard_map import edges, heads_held
+from headrace_kv.checksum import DigestMode
+from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
+from headrace_kv.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.pool.remote import PoolOpener
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.shard_map import edges, heads_held
+from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.base import KvTransport
 from tests.in_memory_transport import KIND
 from tests.sim_clock import ManualClock

@@ -18,7 +18,7 @@ from headrace_common.errors import (
 )
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import Chunk
-from headrace_kv.handoff.messages import LayerSent
+from headrace_kv.messages import LayerSent
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer
 from tests.component.engine.sim.support import (

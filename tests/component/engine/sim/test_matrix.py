@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
-from headrace_kv.layout.layout import STATE
-from headrace_kv.plan.shard_map import expected_keys
+from headrace_kv.layout import STATE
+from headrace_kv.shard_map import expected_keys
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.component.engine.sim.support import (

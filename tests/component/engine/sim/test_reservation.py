@@ -8,7 +8,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from tests.component.engine.sim.support import (
     answer_of,
     check_answer,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import TransferFailed
+from headrace_kv.copy_plan import Runs
 from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.engine.kv_event_workers import random_prompt

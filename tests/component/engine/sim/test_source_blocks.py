@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from headrace_common.errors import Cancelled
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.engine.sim.support import close, decode_work, pair

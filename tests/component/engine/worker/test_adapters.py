@@ -23,7 +23,7 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.adapters import Adapter, RuntimeAdapter, runtime_adapter_to_proto
 from headrace_engine.worker.adapters import WorkerAdapters
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 OLD, NEW = Adapter("poet", "aa"), Adapter("poet", "bb")
 ANNOUNCE = worker_pb2.ChangeAdapterRequest(announce=worker_pb2.ChangeAdapterRequest.Announce())

@@ -13,8 +13,7 @@ from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.receive.observer import TransferState
 from tests.component.kv.harness import TOKENS, Rig, running
 from tests.waiting import until

@@ -18,8 +18,8 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_common.limits import write_quiet_s
-from headrace_kv.handoff.leases import Clock
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.leases import Clock
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.transfer import PrefillPeer

@@ -16,12 +16,12 @@ from headrace_common.errors import KvCorrupt, TransferFailed, Unauthenticated
 from headrace_common.limits import TICKET_BYTES_MAX
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets import SigningKey, TicketKey
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.tickets import digest_seed
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.send import transfer as send_transfer
+from headrace_kv.tickets import digest_seed
 from tests.component.kv.handoff.test_bad_messages import (
     STRANGER,
     hello,

@@ -28,13 +28,12 @@ import pytest
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.status import ErrorInterceptor
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.tickets import NoTickets
-from headrace_kv.layout.layout import KvDescriptor, RankMemory, WorkerRef
-from headrace_kv.layout.proto import descriptor_to_proto
-from headrace_kv.plan.shard_map import place_regions
+from headrace_kv.layout import KvDescriptor, RankMemory, WorkerRef, descriptor_to_proto
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.shard_map import place_regions
+from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.base import session_of
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake import listen_filter

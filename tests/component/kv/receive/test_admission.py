@@ -13,13 +13,13 @@ from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.tickets import NoTickets
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.stream import HandoffStream
+from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.networks import Address, parse_networks
 from tests.component.kv.harness import Arena, make_layout
 from tests.in_memory_transport import InMemoryTransport

@@ -21,11 +21,9 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.tickets import NoTickets
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.plan.shard_map import edges
+from headrace_kv.copy_plan import Runs
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.ledger import LayerLanded, LocalLedger
 from headrace_kv.receive.local_broadcast import (
     LocalBroadcast,
@@ -35,6 +33,8 @@ from headrace_kv.receive.local_broadcast import (
 )
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.shard_map import edges
+from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.base import KvTransport
 from tests.component.kv.harness import (
     BLOCK_TOKENS,

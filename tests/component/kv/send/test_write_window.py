@@ -6,7 +6,7 @@ from collections import deque
 from concurrent.futures import Future
 
 from headrace_common.errors import Cancelled
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.kv.harness import running
 from tests.in_memory_transport import InMemoryTransport, MemoryFabric

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.layout.layout import CacheGroup, KvLayout, Part, RankMemory
+from headrace_kv.layout import CacheGroup, KvLayout, Part, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.prefix.events import Tier
+from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
 from headrace_kv.transport.memory import Bytes, HostMemory, Mark, Piece, wait_for
 

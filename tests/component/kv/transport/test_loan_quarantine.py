@@ -6,8 +6,8 @@ import pytest
 
 from headrace_decode.config import DecodeConfig
 from headrace_engine.worker.config import engine_config
-from headrace_kv.handoff.leases import LateWriteGuard, QuarantinePolicy
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.leases import LateWriteGuard, QuarantinePolicy
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.staging.transport import StagedTransport
 

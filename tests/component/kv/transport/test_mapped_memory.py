@@ -13,8 +13,8 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_engine.vllm.service.local_broadcast import copy_between, open_broadcast
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
-from headrace_kv.plan.runs import Runs
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.runs import Runs
 from headrace_kv.transport.mapped_memory import SHARED_BYTES_MIN, MappedMemory, share_pages
 from headrace_kv.transport.memory import Bytes
 

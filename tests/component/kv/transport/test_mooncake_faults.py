@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.factory import open_transport
 from tests.rdma.harness import one_run
 from tests.rdma.peers import PeerSettings, ProcessPeer

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_common.limits import write_quiet_s
-from headrace_kv.plan.copy_plan import Int64Array, Runs
+from headrace_kv.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import WriteResult, session_of
 from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.staging.scatter_client import ScatterClient

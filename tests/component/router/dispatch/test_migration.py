@@ -19,7 +19,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.telemetry import schema
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
 from tests.component.router.fakes import (
     FakeDecode,

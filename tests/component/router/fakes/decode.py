@@ -19,7 +19,7 @@ from headrace_common.errors import DecodeFull
 from headrace_common.identity import new_incarnation
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import reported_error, status_of
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import layout_to_proto
 from tests.component.router.fakes.handoff import Handoff
 from tests.component.router.fakes.read_tokens import ReadTokens
 from tests.sim_layout import LAYOUT

@@ -11,7 +11,7 @@ import grpc.aio
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.identity import new_incarnation
 from headrace_common.rpc.channel import open_channel
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import layout_to_proto
 from tests.component.router.fakes.handoff import Handoff
 from tests.sim_layout import LAYOUT
 

@@ -19,7 +19,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_text.codec import TextCodec

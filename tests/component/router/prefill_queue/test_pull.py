@@ -12,7 +12,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import DuplicateTransfer, ProtocolViolation
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.prefill_queue.worker_stream import CREDITS_MAX
 from tests.component.router.fakes import LAYOUT, FakePrefill, Rig, hand_over, stall

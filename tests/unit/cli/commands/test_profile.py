@@ -13,8 +13,7 @@ from headrace_cli.app import app
 from headrace_cli.commands import profile
 from headrace_cli.commands.profile import profile_of
 from headrace_common.errors import ConfigError
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_planner.settings import WorkerProfile
 
 _Role = registry_pb2.Member.Role

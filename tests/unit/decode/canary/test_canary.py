@@ -16,8 +16,8 @@ from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary.canary import BLOCKS_MAX, Canary, Comparison
 from headrace_decode.canary.tolerance import LEARNED_COMPARISONS
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock, Sampling
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.messages import Reservation
 from tests.virtually import virtually
 
 BLOCK = 4

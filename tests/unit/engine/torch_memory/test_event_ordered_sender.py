@@ -11,7 +11,7 @@ import pytest
 
 from headrace_common.errors import QueueFull, TransferFailed
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, OrderingLimits
-from headrace_kv.handoff.messages import LayerRange, TransferTarget
+from headrace_kv.messages import LayerRange, TransferTarget
 
 WAIT_S = 20.0
 """The sender has a thread of its own, so waits are real. They end with the awaited event."""

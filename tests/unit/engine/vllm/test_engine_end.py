@@ -11,7 +11,7 @@ import pytest
 from headrace_common.errors import HeadraceError, InternalError, WorkerGone
 from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 
 class Group:

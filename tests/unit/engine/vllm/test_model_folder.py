@@ -14,7 +14,7 @@ from headrace_common.errors import ConfigError
 from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.model_folder import read_model_folder
 from headrace_engine.vllm.service import launch
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
 
 CONFIG = {

@@ -16,7 +16,7 @@ from headrace_engine.vllm.layer_groups import (
     StateHeads,
     state_heads,
 )
-from headrace_kv.plan.shard_map import heads_held
+from headrace_kv.shard_map import heads_held
 
 TAPS = 3
 Bytes = NDArray[np.uint8]

@@ -15,7 +15,7 @@ from headrace_engine.worker.config import (
     worker_configs,
     worker_member,
 )
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
 
 FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim"}

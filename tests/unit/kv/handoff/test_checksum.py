@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.handoff.checksum import (
+from headrace_kv.checksum import (
     SAMPLED_SHARE,
     destination_digest,
     digest_share,
     is_digested,
     source_digest,
 )
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.plan.runs import Runs
+from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.verification import CorruptSenderTracker
+from headrace_kv.runs import Runs
 from headrace_kv.transport.memory import HOST_MEMORY
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError, KvCorrupt, LayoutMismatch, ProtocolViolation
-from headrace_kv.handoff.hidden_state import (
+from headrace_kv.hidden_state import (
     BYTES_MAX,
     HiddenFormat,
     IncomingHiddenState,
     hidden_state_message,
     hidden_state_rank,
 )
-from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout import KvLayout
 
 SEED = 7
 FORM = HiddenFormat("bfloat16", 50)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from headrace_common.process.kill_timer import KillTimer
-from headrace_kv.handoff.leases import LateWriteGuard
+from headrace_kv.leases import LateWriteGuard
 
 QUARANTINE_S = 15.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy, WriteLease
+from headrace_kv.leases import Quarantine, QuarantinePolicy, WriteLease
 
 
 def test_renewals_extend() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from headrace.kv.v1 import layout_pb2
 from headrace_common.errors import LayoutMismatch
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.proto import layout_from_proto, layout_to_proto
+from headrace_kv.layout import KvLayout, layout_from_proto, layout_to_proto
 from headrace_registry.validation import descriptor_violations, layout_violations
 
 MOST = 2**32 - 1

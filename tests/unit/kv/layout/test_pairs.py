@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_kv.layout.compatibility import PairSide, pair_faults
-from headrace_kv.layout.layout import CacheGroup, KvLayout
-from headrace_kv.layout.proto import layout_to_proto, pair_faults_of
+from headrace_kv.compatibility import PairSide, pair_faults, pair_faults_of
+from headrace_kv.layout import CacheGroup, KvLayout, layout_to_proto
 
 LAYOUT = KvLayout.attention(
     model="m:1",

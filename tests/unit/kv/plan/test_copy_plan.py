@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
-from headrace_kv.layout.layout import KvLayout, RankMemory
-from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs, plan_runs
-from headrace_kv.plan.shard_map import HEAD_OUTER, Dimension, Edge, place_regions
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs, plan_runs
+from headrace_kv.layout import KvLayout, RankMemory
+from headrace_kv.shard_map import HEAD_OUTER, Dimension, Edge, place_regions
 
 BLOCK_TOKENS = 4
 UNIT = 10

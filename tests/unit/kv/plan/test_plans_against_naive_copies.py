@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace_common.deadlines import Deadline
-from headrace_kv.handoff.messages import LayerRange, Reservation
-from headrace_kv.layout.compatibility import require_compatible
-from headrace_kv.layout.layout import (
+from headrace_kv.compatibility import require_compatible
+from headrace_kv.copy_plan import CopyPlanner, Runs
+from headrace_kv.layout import (
     STATE,
     TOKEN_OUTER,
     TOKENS,
@@ -29,11 +29,11 @@ from headrace_kv.layout.layout import (
     RankMemory,
     Region,
 )
-from headrace_kv.plan.copy_plan import CopyPlanner, Runs
-from headrace_kv.plan.shard_map import HEAD_OUTER, heads_held, place_regions
+from headrace_kv.messages import LayerRange, Reservation
 from headrace_kv.receive.ledger import LayerLanded, Ledger, LocalLedger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
 from headrace_kv.send.layer_write import WritePlan
+from headrace_kv.shard_map import HEAD_OUTER, heads_held, place_regions
 from tests.in_memory_transport import InMemoryTransport, MemoryFabric
 
 SPARE_BLOCKS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace_kv.plan.runs import Runs, interleave
+from headrace_kv.runs import Runs, interleave
 
 
 def part(*starts: int) -> Runs:

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import LayoutMismatch
-from headrace_kv.layout.compatibility import fingerprint, require_compatible
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.proto import layout_from_proto, layout_to_proto
-from headrace_kv.plan.shard_map import (
+from headrace_kv.compatibility import fingerprint, require_compatible
+from headrace_kv.layout import KvLayout, layout_from_proto, layout_to_proto
+from headrace_kv.shard_map import (
     edges,
     edges_from,
     expected_keys,

@@ -8,11 +8,11 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.plan.shard_map import heads_held
+from headrace_kv.layout import KvLayout
 from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, RankBlocks, pool_secret
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.remote import RemotePool, leading
+from headrace_kv.shard_map import heads_held
 from headrace_kv.storage.host import HostStorage
 
 SECRET = pool_secret(9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headrace_kv.plan.shard_map import Shard
 from headrace_kv.pool.engine_blocks import PoolKeys
 from headrace_kv.pool.memory import (
     PACKET_BYTES_MAX,
@@ -18,6 +17,7 @@ from headrace_kv.pool.memory import (
     setup_to_packet,
 )
 from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
+from headrace_kv.shard_map import Shard
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout import KvLayout
 from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys
 from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
 from tests.memory_pool import InMemoryPool, MemoryStore

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace_common.errors import ProtocolViolation
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import STATE, CacheGroup, KvLayout, Part
-from headrace_kv.plan.shard_map import edges
+from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.ledger import Ledger
+from headrace_kv.shard_map import edges
 
 BLOCK_TOKENS = 4
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_common.errors import InternalError
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import KvLayout
-from headrace_kv.plan.shard_map import Edge, edges, local_edges
+from headrace_kv.layout import KvLayout
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.ledger import LayerLanded, LocalCopy, LocalLedger
+from headrace_kv.shard_map import Edge, edges, local_edges
 from tests.unit.kv.receive.test_ledger import make_layout
 
 TOKENS = 10

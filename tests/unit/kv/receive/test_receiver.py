@@ -12,11 +12,8 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_common.tickets import SigningKey, TicketKeys, sign_handoff
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.tickets import NoTickets, RouterTickets
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
-from headrace_kv.plan.shard_map import Key
+from headrace_kv.layout import WorkerRef, layout_to_proto
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.observer import (
     ReceiverFeature,
     ResumeTransfer,
@@ -26,6 +23,8 @@ from headrace_kv.receive.observer import (
 )
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
+from headrace_kv.shard_map import Key
+from headrace_kv.tickets import NoTickets, RouterTickets
 from tests.model.virtual_time import VirtualDeadline, VirtualTimers
 from tests.unit.kv.receive.test_ledger import make_layout
 from tests.virtually import virtually

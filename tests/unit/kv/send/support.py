@@ -8,15 +8,15 @@ from typing import Any, cast
 import numpy as np
 
 from headrace_common.deadlines import Deadline
-from headrace_kv.handoff.messages import LayerRange, TransferTarget
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.plan.copy_plan import BlockSpan, Runs
-from headrace_kv.plan.shard_map import Edge
+from headrace_kv.copy_plan import BlockSpan, Runs
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.messages import LayerRange, TransferTarget
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.stream import HandoffStream
 from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.shard_map import Edge
 from tests.in_memory_transport import InMemoryTransport
 
 BLOCK_TOKENS = 4

@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 
 from headrace_common.telemetry.layer_stamps import WRITES_MAX, last_write, unpack_writes
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.plan.copy_plan import BlockSpan
-from headrace_kv.plan.shard_map import Edge
+from headrace_kv.copy_plan import BlockSpan
+from headrace_kv.messages import Reservation
 from headrace_kv.send.layer_write import LayerWrite, LinkRecord, WritePlan
 from headrace_kv.send.peer import WindowWait
+from headrace_kv.shard_map import Edge
 from headrace_kv.transport.base import Strategy, WriteResult
 from tests.in_memory_transport import InMemoryTransport
 from tests.unit.kv.send.support import (

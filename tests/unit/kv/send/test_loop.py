@@ -11,15 +11,15 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import TransferFailed, WorkerGone
-from headrace_kv.handoff.leases import Clock, WriteLease
-from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
-from headrace_kv.layout.layout import KvDescriptor, RankMemory, WorkerRef
-from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.plan.shard_map import place_regions
+from headrace_kv.copy_plan import Runs
+from headrace_kv.layout import KvDescriptor, RankMemory, WorkerRef
+from headrace_kv.leases import Clock, WriteLease
+from headrace_kv.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.stream import HandoffStream
+from headrace_kv.shard_map import place_regions
 from headrace_kv.transport.base import WriteResult
 from tests.in_memory_transport import InMemoryTransport
 from tests.unit.kv.send.support import BLOCK_TOKENS, LAYOUT, make_range, no_descriptor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_kv.handoff.hidden_state import hidden_state_message
+from headrace_kv.hidden_state import hidden_state_message
 from headrace_kv.send.proto import batches, commit
 
 

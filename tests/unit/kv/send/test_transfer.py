@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace_common.errors import ProtocolViolation
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.messages import Reservation
 from headrace_kv.send.layer_write import WritePlan
 from headrace_kv.send.transfer import OutgoingTransfer
 from headrace_kv.transport.base import WriteResult

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kv.plan.copy_plan import Int64Array
-from headrace_kv.plan.runs import Runs
+from headrace_kv.copy_plan import Int64Array
+from headrace_kv.runs import Runs
 from headrace_kv.transport import memory
 from headrace_kv.transport.base import join_sessions, session_of
 from headrace_kv.transport.memory import Bytes, MemoryRanges, by_length, copy_runs, gather, scatter

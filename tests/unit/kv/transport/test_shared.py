@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import QueueFull
-from headrace_kv.plan.runs import Runs
+from headrace_kv.runs import Runs
 from headrace_kv.transport.factory import SharedTransport
 from headrace_kv.transport.networks import Networks, parse_networks
 from tests.in_memory_transport import InMemoryTransport

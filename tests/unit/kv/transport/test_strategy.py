@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import Strategy
 from headrace_kv.transport.staging.strategy import (
     StagingPlanner,

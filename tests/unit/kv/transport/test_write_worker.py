@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.mooncake import write_job, write_worker
 from headrace_kv.transport.mooncake.write_worker import WriteWorker

@@ -24,7 +24,7 @@ from headrace_common.errors import (
     TransferTimeout,
     WorkerGone,
 )
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch.retry_policy import FailedAttempt, RetryState
 
 _CLOCK = "headrace_router.dispatch.retry_policy.time.monotonic"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.prefill_queue.prefill_times import PrefillTimes
 
 _HANDOVERS = HandoverTimes(fixed_s=0.002, s_per_byte=1e-9, count=9)

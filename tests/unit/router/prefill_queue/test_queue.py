@@ -22,8 +22,8 @@ from headrace_common.errors import (
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_common.time_model.proto import time_model_to_proto
-from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.compatibility import fingerprint
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.prefill_queue.worker_stream import CREDITS_MAX, PrefillWorkerStream

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.inference.v1 import inference_pb2
 from headrace_engine.prefix_event_log import PrefixEventLog
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_router.placement import Candidates, KvAware, PlacementRequest, RoutePolicy

@@ -8,8 +8,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import KvLayout, WorkerRef, layout_to_proto
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from tests.local_channel import LocalChannel

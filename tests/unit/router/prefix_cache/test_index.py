@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace_common.errors import InternalError
 from headrace_engine.prefix_event_log import SNAPSHOT_HASHES_MAX, PrefixEventLog
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, pack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher, PromptHashes
 from headrace_router.prefix_cache.block_table import Depths, PrefixTable, by_slot

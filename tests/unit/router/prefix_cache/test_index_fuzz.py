@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.worker.v1 import worker_pb2
 from headrace_engine.prefix_event_log import PrefixEventLog
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, event_from_proto, event_to_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import ProtocolViolation
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import LOAD_TIME_MAX_S, Tier, load_time_from_proto
 from headrace_router.prefix_cache.tier_prices import UNMEASURED_SHARES, TierPrices
 

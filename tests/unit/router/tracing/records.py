@@ -11,7 +11,7 @@ from headrace_common.latency.breakdown import break_down
 from headrace_common.latency.steps import AttemptSteps, DecodeSteps, PrefillSteps, RequestSteps
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.later import PendingSpan
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.tracing.request_record import AttemptFacts, RoutedRecord
 
 TRACE_ID = 0xAB

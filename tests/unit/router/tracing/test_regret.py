@@ -16,7 +16,7 @@ from headrace_common.latency.steps import (
     RequestSteps,
 )
 from headrace_common.telemetry import schema
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.timed_placement import OtherDecision
 from headrace_router.tracing.regret import regret_of
 from tests.unit.router.tracing.records import attempt, ended

@@ -15,7 +15,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import Part
 from headrace_frontend.running.timeline import RequestTimeline
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing import worker_clocks

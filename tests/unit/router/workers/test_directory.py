@@ -9,8 +9,7 @@ import numpy as np
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
 from headrace_router.workers.table import LoadTable

@@ -25,11 +25,17 @@ from headrace_engine.vllm.link.messages import (
     write_startup_error,
 )
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
-from headrace_kv.handoff.messages import Reservation, SendReport
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from headrace_kv.layout import (
+    KvDescriptor,
+    KvLayout,
+    RankMemory,
+    WorkerRef,
+    layout_to_proto,
+    rank_memory_to_proto,
+)
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.promises import KeepTerms, Kept
+from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.networks import parse_networks
 from tests.transfer_links import link_sent

@@ -20,8 +20,8 @@ from headrace_engine.vllm.standalone.fetch_service import (
     FetchService,
     PendingFetches,
 )
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.messages import SendReport
 from tests.component.engine.vllm.link.test_link import LAYOUT, SENT, memory
 from tests.waiting import until
 

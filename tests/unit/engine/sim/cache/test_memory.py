@@ -14,7 +14,7 @@ from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import choose_token
 from headrace_engine.sim.model.settings import SimShape, parse_settings
-from headrace_kv.layout.layout import STATE
+from headrace_kv.layout import STATE
 
 BLOCK_TOKENS = 4
 BLOCK_COUNT = 8

@@ -9,7 +9,7 @@ from headrace_common.errors import ConfigError
 from headrace_engine.config import EngineConfig
 from headrace_engine.factory import build_engine
 from headrace_engine.sim.model.settings import parse_settings, plan_shape
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 CONFIG = EngineConfig(engine="sim", model="sim", role="decode", ref=WorkerRef("w", "1" * 16))
 

@@ -17,7 +17,7 @@ from headrace_engine.vllm.rank.memory import (
     layout_of,
     rank_memory,
 )
-from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
 
 BASE = 0x10000
 

@@ -10,7 +10,7 @@ import pytest
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.rank.memory import Arena, describe_arena, join_stages
-from headrace_kv.layout.layout import STATE, TOKENS
+from headrace_kv.layout import STATE, TOKENS
 from tests.unit.engine.vllm.rank.test_memory import describe, group, tensor
 
 

@@ -10,8 +10,8 @@ from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.rank import step_executor
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.step_plan import HostSend, StepPlan, TokenRange
-from headrace_kv.handoff.messages import SendReport, TransferTarget
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import SendReport, TransferTarget
 from tests.blocking_clock import BlockingClock
 from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
 

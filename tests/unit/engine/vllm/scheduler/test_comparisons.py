@@ -13,7 +13,7 @@ from headrace_engine.vllm.scheduler.comparisons import ComparisonPlanner
 from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
 from headrace_engine.vllm.settings import COMPARISON_KEY
 from headrace_engine.vllm.step_plan import BlockComparison
-from headrace_kv.layout.layout import TOKENS
+from headrace_kv.layout import TOKENS
 
 BLOCK = 16
 RECEIVED = 7

@@ -21,8 +21,8 @@ from headrace_engine.vllm.settings import (
     waits_for_kv,
 )
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import TOKENS
+from headrace_kv.layout import TOKENS
+from headrace_kv.messages import Reservation
 from tests.unit.engine.vllm.scheduler.test_step_planner import (
     ATTENTION,
     BLOCK,

@@ -17,8 +17,8 @@ from headrace_engine.vllm.scheduler.step_planner import StepPlanner
 from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
 from headrace_engine.vllm.settings import read_params, receive_params, send_params
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
-from headrace_kv.handoff.messages import Reservation, TransferTarget
-from headrace_kv.layout.layout import STATE, TOKENS, GroupKind, WorkerRef
+from headrace_kv.layout import STATE, TOKENS, GroupKind, WorkerRef
+from headrace_kv.messages import Reservation, TransferTarget
 
 BLOCK = 32
 

@@ -20,7 +20,7 @@ from headrace_engine.vllm.service.engine_args import (
     take_offloading,
 )
 from headrace_engine.worker.config import WorkerConfig
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 
 
 def test_arguments_are_split_as_in_a_shell() -> None:

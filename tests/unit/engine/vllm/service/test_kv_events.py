@@ -10,7 +10,7 @@ import pytest
 
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.vllm.service.kv_events import VllmPrefixes
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import Tier, unpack_hashes
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_kv.prefix.images import content_hash, hashed_token_ids

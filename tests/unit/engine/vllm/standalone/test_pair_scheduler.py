@@ -30,8 +30,8 @@ from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingF
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
-from headrace_kv.handoff.messages import Reservation, TransferTarget
-from headrace_kv.layout.layout import STATE, CacheGroup, KvLayout, Part, WorkerRef
+from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part, WorkerRef
+from headrace_kv.messages import Reservation, TransferTarget
 from headrace_kv.receive.receiver import TransferSummary
 
 TOKENS = tuple(range(100, 170))

@@ -18,10 +18,10 @@ from headrace_engine.vllm.step_plan import (
     TokenRange,
 )
 from headrace_engine.vllm.tiers.executor import TierExecutor
-from headrace_kv.handoff.messages import TransferTarget
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.messages import TransferTarget
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.memory import Mark
 from tests.waiting import until

@@ -10,7 +10,7 @@ from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_engine.vllm.tiers.planner import TierPlanner, plan_tiers
 from headrace_engine.vllm.tiers.pool_planner import PoolUse
-from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
+from headrace_kv.layout import STATE, TOKENS, GroupKind
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierSettings
 from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.prefix.events import Tier

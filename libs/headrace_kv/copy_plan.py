@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
-from headrace_kv.layout.layout import RankMemory, Region
-from headrace_kv.plan.runs import (
+from headrace_kv.layout import RankMemory, Region
+from headrace_kv.runs import (
     Axis,
     Int64Array,
     PairedPart,
@@ -22,7 +22,7 @@ from headrace_kv.plan.runs import (
     pair_parts,
     plan_part,
 )
-from headrace_kv.plan.shard_map import Edge
+from headrace_kv.shard_map import Edge
 
 __all__ = ["BlockSpan", "CopyPlanner", "Int64Array", "Runs", "plan_runs"]
 

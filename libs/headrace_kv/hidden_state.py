@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import KvCorrupt, LayoutMismatch, ProtocolViolation
-from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout import KvLayout
 
 ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 BYTES_MAX: Final = 256 * 1024

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.layout.layout import Region
+from headrace_kv.layout import Region
 
 Int64Array = NDArray[np.int64]
 

@@ -19,7 +19,7 @@ from math import lcm
 from typing import Final, Literal
 
 from headrace_common.errors import ConfigError, LayoutMismatch
-from headrace_kv.layout.layout import (
+from headrace_kv.layout import (
     STATE,
     TOKEN_OUTER,
     CacheGroup,

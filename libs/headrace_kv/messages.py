@@ -10,8 +10,8 @@ import numpy as np
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
-from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
-from headrace_kv.plan.copy_plan import BlockSpan
+from headrace_kv.copy_plan import BlockSpan
+from headrace_kv.layout import TOKENS, KvLayout, WorkerRef
 
 
 @dataclass(frozen=True, slots=True)

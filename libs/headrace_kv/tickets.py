@@ -9,8 +9,8 @@ from typing import Protocol
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.tickets import TicketKey, TicketKeys, check_handoff
-from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.layout.proto import layout_hash
+from headrace_kv.compatibility import layout_hash
+from headrace_kv.layout import KvLayout, WorkerRef
 
 _SEED_BYTES = 8
 

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from headrace_kv.plan.runs import Int64Array, Runs
+from headrace_kv.runs import Int64Array, Runs
 from headrace_kv.transport.memory import Memory
 
 DigestMode = Literal["off", "sampled", "on"]

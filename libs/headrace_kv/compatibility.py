@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import LayoutMismatch
-from headrace_kv.layout.layout import KvLayout
+from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE
+from headrace_kv.layout import KvLayout, engine_hash, layout_from_proto
 
 
 def fingerprint(layout: KvLayout) -> KvLayout:
@@ -148,3 +150,23 @@ def _ids(sides: Iterable[PairSide]) -> tuple[str, ...]:
 def _list_ids(ids: tuple[str, ...]) -> str:
     more = len(ids) - _IDS_NAMED
     return ", ".join(ids[:_IDS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def layout_hash(layout: KvLayout) -> bytes:
+    """SHA-256 of the layout's fingerprint: equal for all workers that can exchange KV."""
+    return engine_hash(fingerprint(layout))
+
+
+def pair_faults_of(members: Iterable[registry_pb2.Member]) -> list[PairFault]:
+    """As pair_faults, for the members of a registry. Raises LayoutMismatch as layout_from_proto does."""
+    sides = [(member.role, pair_side(member)) for member in members if member.HasField("layout")]
+    return pair_faults(
+        [side for role, side in sides if role in COMPUTE_PROMPTS],
+        [side for role, side in sides if role in GENERATE],
+    )
+
+
+def pair_side(member: registry_pb2.Member) -> PairSide:
+    """A worker's record as a member of pairs. Raises LayoutMismatch as layout_from_proto does."""
+    layout = layout_from_proto(member.layout)
+    return PairSide(member.worker_id, member.model, layout, member.transport)

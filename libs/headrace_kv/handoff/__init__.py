@@ -1,1 +1,0 @@
-"""Definitions that the sender and the receiver share."""

@@ -1,1 +1,0 @@
-"""Pure planning: which rank copies which bytes."""
