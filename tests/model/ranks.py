@@ -26,7 +26,9 @@ class ModelTransport(KvTransport):
     """Accepts writes. The world decides when they land."""
 
     name = "model"
-    pending_limit = 4  # as Mooncake: an acknowledgement before the write has landed shows only with several
+    pending_limit = (
+        4  # as Mooncake: an acknowledgement before the write has landed shows only with several
+    )
 
     def __init__(self, world: World, rank: int) -> None:
         self.quiet_after_failure_s = world.settings.quiet_after_failure_s

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from headrace_cli.up.supervisor import ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec
+from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.sim.stepper import Stepper
-from headrace_engine.vllm.scheduler.step_planner import StepPlanner
 from headrace_frontend.request import preparation
 from headrace_kv.send.write_scheduler import WriteWindow
 from headrace_kv.transport.staging.transport import StagedTransport

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from headrace_engine.vllm.scheduler.transfers import BlockHolds
+from headrace_engine.connector.transfers import BlockHolds
 from tests.vllm.conftest import IMPORTS_VLLM
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def rig(rank_count: int = 1) -> Rig:
             return ours
 
     connector = Joined()
-    connector._holds.bind(SimpleNamespace(block_pool=pool))
+    connector._holds.bind(pool)
     assert isinstance(connector._holds, BlockHolds)
     return Rig(connector, ours, theirs, pool)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.vllm.rank.memory import Arena, describe_arena, rank_memory
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.layout import TOKEN_OUTER, TOKENS

@@ -19,15 +19,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.compat import in_model_order
-from headrace_engine.vllm.drafts import DraftModel
-from headrace_engine.vllm.layer_groups import (
+from headrace_engine.connector.layer_groups import (
     LayerGroup,
     StateArray,
     StateHeads,
     StatePart,
     state_heads,
 )
+from headrace_engine.vllm.compat import in_model_order
+from headrace_engine.vllm.drafts import DraftModel
 from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind
 
 if TYPE_CHECKING:

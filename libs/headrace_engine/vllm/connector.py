@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.time_model.model import StepTimes
+from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.vllm.cache_groups import read_groups
 from headrace_engine.vllm.compat import (
     kv_head_count,
@@ -30,7 +31,6 @@ from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.stages import stage_layers_max
-from headrace_engine.vllm.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor

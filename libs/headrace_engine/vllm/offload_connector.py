@@ -23,8 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
 from headrace_common.time_model.model import StepTimes
+from headrace_engine.connector.transfers import BlockHolds
 from headrace_engine.vllm.connector import HeadraceConnector
-from headrace_engine.vllm.scheduler.transfers import BlockHolds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,7 +110,7 @@ class HeadraceOffloadingConnector(MultiConnector):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._holds.bind(kv_cache_manager)
+        self._holds.bind(kv_cache_manager.block_pool)
 
     @property
     def step_times(self) -> StepTimes:

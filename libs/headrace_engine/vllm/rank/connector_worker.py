@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.settings import ConnectorSettings
+from headrace_engine.connector.step_executor import LayerKind, StepExecutor
+from headrace_engine.connector.step_plan import BlockComparison, StepPlan
+from headrace_engine.connector.tier_executor import PoolExecutor, TierExecutor
 from headrace_engine.torch_memory.device_memory import (
     open_tensor_transport,
     open_tier_memory,
@@ -28,7 +33,6 @@ from headrace_engine.vllm.compat import (
     tensor_parallel_rank,
     tensor_parallel_size,
 )
-from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
 from headrace_engine.vllm.rank.comparison import BlockComparer
@@ -40,11 +44,7 @@ from headrace_engine.vllm.rank.memory import (
     layout_of,
     rank_memory,
 )
-from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
-from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
-from headrace_engine.vllm.step_plan import BlockComparison, StepPlan
-from headrace_engine.vllm.tiers.executor import PoolExecutor, TierExecutor
 from headrace_kv.hidden_state import hidden_state_rank
 from headrace_kv.layout import (
     STATE,

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_kv.layout import (
     STATE,
     TOKEN_OUTER,

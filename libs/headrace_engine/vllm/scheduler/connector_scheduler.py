@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.time_model.model import NO_STEPS, StepTimes
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.step_plan import StepPlan
+from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
+from headrace_engine.connector.tier_planner import TierPlanner
+from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
-from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, StepPlanner
-from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
-from headrace_engine.vllm.step_plan import StepPlan
-from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class ConnectorScheduler(ABC):
         self._loads_beside = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._planner.holds.bind(kv_cache_manager)
+        self._planner.holds.bind(kv_cache_manager.block_pool)
         sort_new_blocks(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self) -> tuple[int, ...]:

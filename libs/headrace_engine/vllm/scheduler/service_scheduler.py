@@ -14,10 +14,20 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import Step, StepTimes
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.settings import (
+    PRIORITY_KEY,
+    STEP_KEY,
+    ConnectorSettings,
+    keep_terms,
+    kept_params,
+)
+from headrace_engine.connector.step_plan import StepPlan
+from headrace_engine.connector.step_planner import LONG_STEP_S
+from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
-from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
@@ -32,16 +42,6 @@ from headrace_engine.vllm.scheduler.connector_scheduler import (
     ConnectorScheduler,
     scheduled_requests,
 )
-from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
-from headrace_engine.vllm.settings import (
-    PRIORITY_KEY,
-    STEP_KEY,
-    ConnectorSettings,
-    keep_terms,
-    kept_params,
-)
-from headrace_engine.vllm.step_plan import StepPlan
-from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.layout import layout_from_proto
 from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
 from headrace_kv.messages import Reservation

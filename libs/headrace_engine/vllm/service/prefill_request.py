@@ -16,6 +16,7 @@ from headrace_common.errors import (
     TransferTimeout,
     from_reason,
 )
+from headrace_engine.connector.settings import PrefillTimes, PrefixParams, send_params
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
@@ -24,7 +25,6 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
-from headrace_engine.vllm.settings import PrefillTimes, PrefixParams, send_params
 from headrace_kv.messages import Reservation, SendReport
 
 if TYPE_CHECKING:

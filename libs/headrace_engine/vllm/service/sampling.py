@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import InvalidRequest
-from headrace_engine.interface import (
-    DecodeTokens,
-    Sampling,
-    StructuredOutputs,
-    TokenLogprobs,
-)
-from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
-from headrace_engine.vllm.settings import (
+from headrace_engine.connector.settings import (
     BOUNDS_KEY,
     COMPARISON_KEY,
     GENERATED_KEY,
@@ -24,6 +17,13 @@ from headrace_engine.vllm.settings import (
     PRIORITY_KEY,
     STEP_KEY,
 )
+from headrace_engine.interface import (
+    DecodeTokens,
+    Sampling,
+    StructuredOutputs,
+    TokenLogprobs,
+)
+from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_kv.manager.promises import KeepTerms
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_engine.vllm.layer_groups import (
+from headrace_engine.connector.layer_groups import (
     GATED_DELTA_NET,
     MAMBA2,
     SHORT_CONVOLUTION,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.layer_groups import LayerGroup, StatePart
+from headrace_engine.connector.layer_groups import LayerGroup, StatePart
 from headrace_engine.vllm.rank.memory import (
     WHOLE_BLOCKS,
     Arena,

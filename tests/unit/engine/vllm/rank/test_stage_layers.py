@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.vllm.rank.memory import Arena, describe_arena, join_stages
 from headrace_kv.layout import STATE, TOKENS
 from tests.unit.engine.vllm.rank.test_memory import describe, group, tensor

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.vllm.rank import step_executor
-from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
-from headrace_engine.vllm.step_plan import HostSend, StepPlan, TokenRange
+from headrace_engine.connector import step_executor
+from headrace_engine.connector.step_executor import LayerKind, StepExecutor
+from headrace_engine.connector.step_plan import HostSend, StepPlan, TokenRange
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import SendReport, TransferTarget
 from tests.blocking_clock import BlockingClock

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_engine.vllm.scheduler import step_planner
-from headrace_engine.vllm.scheduler.step_planner import ANNOUNCEMENT_S, SHORT_STEP_S, StepPlanner
+from headrace_engine.connector import step_planner
+from headrace_engine.connector.step_planner import ANNOUNCEMENT_S, SHORT_STEP_S, StepPlanner
 from tests.blocking_clock import BlockingClock
 from tests.unit.engine.vllm.scheduler.test_step_planner import admit_receive, new_planner
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace_engine.vllm.scheduler.step_planner import StepPlanner
-from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
-from headrace_engine.vllm.settings import (
+from headrace_engine.connector.settings import (
     PrefixParams,
     read_params,
     read_prefix,
@@ -20,7 +17,9 @@ from headrace_engine.vllm.settings import (
     sends_cached_only,
     waits_for_kv,
 )
-from headrace_engine.vllm.step_plan import StepPlan, TokenRange
+from headrace_engine.connector.step_plan import StepPlan, TokenRange
+from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_kv.layout import TOKENS
 from headrace_kv.messages import Reservation
 from tests.unit.engine.vllm.scheduler.test_step_planner import (
@@ -65,8 +64,7 @@ class Pool:
 def new_planner(groups: Any = ATTENTION) -> tuple[StepPlanner, Pool, list[Reservation]]:
     reserved: list[Reservation] = []
     planner, pool = StepPlanner(groups, reserved.append), Pool()
-    manager: Any = SimpleNamespace(block_pool=pool)
-    planner.holds.bind(manager)
+    planner.holds.bind(pool)
     return planner, pool, reserved
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.scheduler.step_planner import StepPlanner
-from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
-from headrace_engine.vllm.settings import read_params, receive_params, send_params
-from headrace_engine.vllm.step_plan import StepPlan, TokenRange
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.settings import read_params, receive_params, send_params
+from headrace_engine.connector.step_plan import StepPlan, TokenRange
+from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_kv.layout import STATE, TOKENS, GroupKind, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.connector.settings import receive_params
+from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
+from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, StepPlanner
-from headrace_engine.vllm.settings import receive_params
-from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.manager.lower_tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
 

@@ -17,7 +17,8 @@ from headrace_common.errors import (
     NotFound,
     QueueFull,
 )
-from headrace_engine.vllm.settings import ReceiveParams, read_params, receive_params
+from headrace_engine.connector.settings import ReceiveParams, read_params, receive_params
+from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.vllm.standalone.connector_scheduler import require_all_tokens
 from headrace_engine.vllm.standalone.fetch_client import (
     ConsumerParams,
@@ -29,7 +30,6 @@ from headrace_engine.vllm.standalone.fetch_client import (
 from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
-from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget
 from headrace_kv.receive.receiver import TransferSummary

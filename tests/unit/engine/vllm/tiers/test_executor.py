@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.vllm.step_plan import (
+from headrace_engine.connector.step_plan import (
     HostSend,
     PoolMove,
     RequestCopy,
     StepPlan,
     TokenRange,
 )
-from headrace_engine.vllm.tiers.executor import TierExecutor
+from headrace_engine.connector.tier_executor import TierExecutor
 from headrace_kv.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy

@@ -6,10 +6,10 @@ import pytest
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.step_plan import StepPlan, TokenRange
-from headrace_engine.vllm.tiers.planner import TierPlanner, plan_tiers
-from headrace_engine.vllm.tiers.pool_planner import PoolUse
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.pool_planner import PoolUse
+from headrace_engine.connector.step_plan import StepPlan, TokenRange
+from headrace_engine.connector.tier_planner import TierPlanner, plan_tiers
 from headrace_kv.layout import STATE, TOKENS, GroupKind
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierSettings
 from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts

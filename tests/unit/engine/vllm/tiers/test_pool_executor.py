@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from headrace_engine.vllm.step_plan import PoolMove
-from headrace_engine.vllm.tiers.executor import PoolExecutor
+from headrace_engine.connector.step_plan import PoolMove
+from headrace_engine.connector.tier_executor import PoolExecutor
 from headrace_kv.pool.engine_blocks import PoolKeys
 from headrace_kv.pool.remote import RemotePool
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.connector import pool_planner
+from headrace_engine.connector.pool_planner import PoolUse
+from headrace_engine.connector.step_plan import PoolMove, StepPlan
+from headrace_engine.connector.tier_planner import BlockChange, TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.step_plan import PoolMove, StepPlan
-from headrace_engine.vllm.tiers import pool_planner
-from headrace_engine.vllm.tiers.planner import BlockChange, TierPlanner
-from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.prefix.events import Tier
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.prefix.events import Tier
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION

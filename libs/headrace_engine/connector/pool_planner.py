@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from headrace_engine.vllm.step_plan import PoolMove, StepPlan
+from headrace_engine.connector.step_plan import PoolMove, StepPlan
 from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierChange, TierPlan
 from headrace_kv.prefix.events import Tier
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import Cancelled, HeadraceError, NotFound, TransferFailed
-from headrace_engine.vllm.step_plan import (
+from headrace_engine.connector.step_plan import (
     HostSend,
     StepPlan,
     TokenRange,

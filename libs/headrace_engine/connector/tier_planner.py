@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.step_plan import RequestCopy, StepPlan
-from headrace_engine.vllm.tiers.host_sends import HostSends
-from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
+from headrace_engine.connector.host_sends import HostSends
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.pool_planner import PoolPlanner, PoolUse
+from headrace_engine.connector.step_plan import RequestCopy, StepPlan
 from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan, TierSettings
 from headrace_kv.manager.promises import KeepTerms, Kept, Promises

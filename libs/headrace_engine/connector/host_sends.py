@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace_engine.vllm.step_plan import HostSend, StepPlan, TokenRange
+from headrace_engine.connector.step_plan import HostSend, StepPlan, TokenRange
 from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierChange
 from headrace_kv.prefix.events import Tier
 

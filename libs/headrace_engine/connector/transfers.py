@@ -6,13 +6,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from headrace_kv.messages import Reservation, TransferTarget
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +109,20 @@ class Send:
         self.planned_tokens = end_token
 
 
+class BlockPool(Protocol):
+    """What BlockHolds uses of vLLM's pool of blocks. A block has a `block_id`, and `is_null` if it stores nothing."""
+
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """All blocks, by id."""
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Adds one reference to each block."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Removes one reference from each block."""
+
+
 class BlockHolds:
     """Blocks that a transfer may still write, under its name. The scheduling thread calls all methods.
 
@@ -127,9 +137,9 @@ class BlockHolds:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+    def bind(self, pool: BlockPool) -> None:
         """Sets the pool, once."""
-        self._pool = kv_cache_manager.block_pool
+        self._pool = pool
 
     def hold(self, name: str, block_ids: Iterable[int]) -> None:
         """Holds blocks that a request holds now, until `release`."""

@@ -9,14 +9,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any
 
-from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
-from headrace_engine.vllm.scheduler.transfers import (
-    BlockHolds,
-    Receive,
-    ScheduledRequest,
-    Send,
-)
-from headrace_engine.vllm.settings import (
+from headrace_engine.connector.layer_groups import LayerGroup, token_stride
+from headrace_engine.connector.settings import (
     PrefillTimes,
     ReceiveParams,
     consume_params,
@@ -24,7 +18,13 @@ from headrace_engine.vllm.settings import (
     read_prefix,
     sends_cached_only,
 )
-from headrace_engine.vllm.step_plan import StepPlan, TokenRange
+from headrace_engine.connector.step_plan import StepPlan, TokenRange
+from headrace_engine.connector.transfers import (
+    BlockHolds,
+    Receive,
+    ScheduledRequest,
+    Send,
+)
 from headrace_kv.layout import STATE, TOKENS
 from headrace_kv.messages import Reservation, TransferTarget
 

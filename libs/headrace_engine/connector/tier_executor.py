@@ -13,7 +13,7 @@ from typing import Final
 
 from headrace_common.errors import HeadraceError
 from headrace_common.tasks import lower_priority
-from headrace_engine.vllm.step_plan import HostSend, PoolMove, StepPlan
+from headrace_engine.connector.step_plan import HostSend, PoolMove, StepPlan
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.pool.engine_blocks import PoolKeys, RankBlocks

@@ -1,1 +1,0 @@
-"""Main memory and disk below vLLM's KV memory."""
