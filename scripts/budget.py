@@ -22,7 +22,7 @@ from settings_reference import SERVICES
 ROOT: Final = Path(__file__).resolve().parent.parent
 BUDGET: Final = ROOT / "tests" / "budget.toml"
 MEASURED_BY_TEST: Final = "paths"
-"""The table whose numbers tests/suite/test_paths.py measures on running services."""
+"""tests/suite/test_paths.py measures the numbers of this table on running services."""
 _NO_CODE: Final = frozenset(
     {
         tokenize.COMMENT,
