@@ -100,7 +100,7 @@ test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MO
 test-clients: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## chat clients in C++, Go, Java, Node and Rust, libraries, load generators and coding agents: as root it installs Debian packages (CLIENTS="cpp go")
 	@scripts/install_client_tools.sh
 	@$(BIN)/python scripts/build_clients.py --install $(CLIENTS)
-	@$(PYTEST) tests/clients $(ARGS)
+	@$(PYTEST) tests/clients --second-run $(ARGS)
 
 chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--credentials tokens"; RDMA=1: 200 over RDMA verbs)
 	@$(BIN)/python $(if $(RDMA),scripts/rdma_vm.py --only chaos,-m tests.chaos) --requests $(REQUESTS) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -110,7 +110,7 @@ test-gpu: ## services, engines and the KV data plane on a CUDA device, then a be
 
 test-kube: setup ## the Helm chart and the planner on a real Kubernetes API server, which the first run builds (5 minutes)
 	@scripts/build_kube_apiserver.sh
-	@$(PYTEST) -m kube $(ARGS)
+	@$(PYTEST) -m kube --second-run $(ARGS)
 
 test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (ARGS="--only two": two hosts)
 	@$(BIN)/python scripts/rdma_vm.py $(ARGS)
@@ -122,7 +122,7 @@ test-install: setup ## the wheel in new environments of Python 3.11 to 3.13 from
 	@PYTHONPATH=scripts $(BIN)/python -m tests.suite.installed $(ARGS)
 
 test-upgrade: setup ## a rolling upgrade from the previous release under load (HEADRACE_PREVIOUS_COMMIT=... names another)
-	@$(PYTEST) tests/suite/test_upgrade.py $(ARGS)
+	@$(PYTEST) tests/suite/test_upgrade.py --second-run $(ARGS)
 
 test-quickstart: setup ## the commands of docs/quickstart-gpu.md on two hosts, which are network namespaces
 	@$(BIN)/python -m tests.suite.quickstart_gpu

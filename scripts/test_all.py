@@ -1,4 +1,7 @@
-"""Runs the long checks target by target: python scripts/test_all.py [--from TARGET] [--only TARGET ...]
+"""Runs the long checks target by target: python scripts/test_all.py [--from TARGET | --only TARGET ... | --each-change]
+
+`--each-change` runs what CI runs for each change beside `make lint` and `make test`: some short targets, and one of the
+long ones, in turn by the number of commits. A target that fails there runs once more, as a failed test does.
 
 A failed target does not keep later ones from running. At the end a table has the result, the seconds and the reason of
 each. Results are stored after each target, so `--from` continues an earlier run, and the table has both. The output of
@@ -16,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +39,20 @@ LIMITS_S: Final = {
     "test-kube": 3600,
 }
 """Targets of the Makefile in the order of their runs, with the seconds that each may take."""
+EACH_CHANGE: Final = ("docs", "test-quickstart", "test-upgrade", "test-install", "test-deployments")
+_VLLM: Final = "VLLM_TESTS=vllm and not core"
+IN_TURN: Final = (
+    ("test-vllm", _VLLM, "ARGS=--part 1/4"),
+    ("test-clients",),
+    ("test-vllm", _VLLM, "ARGS=--part 2/4"),
+    ("test-rdma",),
+    ("test-vllm", _VLLM, "ARGS=--part 3/4"),
+    ("test-kube",),
+    ("test-vllm", _VLLM, "ARGS=--part 4/4"),
+    ("test-images",),
+)
+"""Targets with variables of make. Each change runs one of them."""
+IN_TURN_LIMIT_S: Final = 900
 _KILL_S: Final = 30.0
 _SKIPPED: Final = re.compile(r"^SKIPPED(?: \[\d+\] \S+)?:? (.+)$", re.MULTILINE)
 _REASON: Final = re.compile(r"^(?:FAILED|ERROR|E  |make: \*\*\*|error:|.*Error:).*$", re.MULTILINE)
@@ -52,13 +69,13 @@ class Result:
     notes: list[str]
 
 
-def run(target: str, limit_s: float) -> Result:
-    """Runs `make TARGET`. Ends it with all its children after `limit_s`."""
+def run(target: str, limit_s: float, variables: Sequence[str] = ()) -> Result:
+    """Runs `make TARGET VARIABLES`. Ends it with all its children after `limit_s`."""
     log = FOLDER / f"{target}.log"
     started_s = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            ("make", target),
+            ("make", target, *variables),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -78,6 +95,28 @@ def run(target: str, limit_s: float) -> Result:
         int(time.monotonic() - started_s),
         log.read_text("utf-8", "replace"),
     )
+
+
+def run_each_change(commits: int) -> list[Result]:
+    """Runs EACH_CHANGE and the target whose turn it is after so many commits."""
+    turn, *variables = IN_TURN[commits % len(IN_TURN)]
+    chosen = [(target, LIMITS_S[target], ()) for target in EACH_CHANGE]
+    results = []
+    for target, limit_s, given in (*chosen, (turn, IN_TURN_LIMIT_S, tuple(variables))):
+        print("make", target, *given, flush=True)
+        result = run(target, limit_s, given)
+        if result.result == "failed":
+            print(table([result]), f"make {target}, once more", sep="\n", flush=True)
+            again = run(target, limit_s, given)
+            result = replace(again, notes=[*again.notes, *(f"at first: {n}" for n in result.notes)])
+        results.append(result)
+    return results
+
+
+def count_commits() -> int:
+    """The commits up to the one that is checked out."""
+    command = ("git", "rev-list", "--count", "HEAD")
+    return int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
 
 
 def judge(target: str, status: int | None, limit_s: float, seconds: int, output: str) -> Result:
@@ -125,8 +164,15 @@ def main() -> int:
     targets = list(LIMITS_S)
     parser.add_argument("--from", dest="first", choices=targets, help="continue with this target")
     parser.add_argument("--only", nargs="+", choices=targets, help="run these targets")
+    parser.add_argument(
+        "--each-change", action="store_true", help="run what CI runs for each change"
+    )
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if options.each_change:
+        changed = run_each_change(count_commits())
+        print(table(changed))
+        return int(any(one.result == "failed" for one in changed))
     file = FOLDER / "results.json"
     resumes = options.first or options.only
     results: dict[str, Result] = {}

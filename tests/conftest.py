@@ -24,6 +24,11 @@ settings.register_profile("headrace", parent=settings(), deadline=None)
 settings.load_profile("headrace")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option."""
+    parser.addoption("--part", metavar="K/N", help="run part K of N: every Nth file with tests")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> object:
     """Freezes the collected tests, because garbage collection over them takes time in every test."""
@@ -54,7 +59,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.deployment)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects other parts than the option's, then shares the tests out."""
+    if config.option.part:
+        part, count = map(int, config.option.part.split("/"))
+        files = sorted({item.path for item in items})[part - 1 :: count]
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
+    share_out(items)
+
+
+def share_out(items: list[pytest.Item]) -> None:
     """Gives every process of pytest-xdist an equal share of the whole deployments first, and quick tests last. So no
     process is left alone with a long test at the end.
     """
