@@ -98,7 +98,7 @@ def run(target: str, limit_s: float, variables: Sequence[str] = ()) -> Result:
 
 
 def run_each_change(commits: int) -> list[Result]:
-    """Runs EACH_CHANGE and the target whose turn it is after so many commits."""
+    """Runs EACH_CHANGE and the target in turn after so many commits."""
     turn, *variables = IN_TURN[commits % len(IN_TURN)]
     chosen = [(target, LIMITS_S[target], ()) for target in EACH_CHANGE]
     results = []
