@@ -1,7 +1,7 @@
 """Removes from a virtual environment what no service reads: shrink_environment.py ENVIRONMENT
 
-These are the tests of packages, sources in C and Cython, stubs, and the debug information of libraries. The build of
-an image runs it. The images of workers with vLLM are left whole, because torch compiles with headers of its own.
+These are the tests of packages, sources in C and Cython, stubs, the debug information of libraries, and what UNUSED
+lists. The build of an image runs it. The images of workers with vLLM are left whole, because torch compiles with headers of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,21 @@ from typing import Final
 
 TEST_FOLDER: Final = "tests"
 SUFFIXES: Final = frozenset((".a", ".c", ".cc", ".cpp", ".h", ".hpp", ".pxd", ".pyi", ".pyx"))
+UNUSED: Final = (
+    "PIL/_avif.*",
+    "PIL/_imagingcms.*",
+    "PIL/_imagingft.*",
+    "PIL/_imagingtk.*",
+    "numpy/distutils",
+    "numpy/f2py",
+    "pillow.libs/libavif-*",
+    "pillow.libs/libbrotli*",
+    "pillow.libs/libfreetype-*",
+    "pillow.libs/libharfbuzz-*",
+    "pillow.libs/liblcms2-*",
+    "pillow.libs/libpng16-*",
+)
+"""AVIF, colour profiles, fonts and windows for Pillow, and numpy's compilers: no service imports them."""
 _MOVED: Final = ".libs"
 _TESTED: Final = re.compile(r"(_simd|\w+_tests)\..*so$")
 _STRIP_TIMEOUT_S: Final = 60.0
@@ -58,6 +73,8 @@ def shrink(environment: Path) -> int:
     before = _bytes_in(packages)
     for folder in folders_of_tests(packages):
         shutil.rmtree(folder)
+    for path in (path for pattern in UNUSED for path in packages.glob(pattern)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in unread_files(packages):
         path.unlink()
     for library in libraries(packages):
