@@ -1,7 +1,8 @@
 """Removes from a virtual environment what no service reads: shrink_environment.py ENVIRONMENT
 
 These are the tests of packages, sources in C and Cython, stubs, the debug information of libraries, and what UNUSED
-lists. The build of an image runs it. The images of workers with vLLM are left whole, because torch compiles with headers of its own.
+lists. The build of an image runs it. The images of workers with vLLM are left whole, because torch compiles with
+headers of its own.
 """
 
 from __future__ import annotations
