@@ -24,6 +24,9 @@ UNUSED: Final = (
     "PIL/_imagingtk.*",
     "numpy/distutils",
     "numpy/f2py",
+    "numpy/fft",
+    "numpy/polynomial",
+    "numpy/random",
     "pillow.libs/libavif-*",
     "pillow.libs/libbrotli*",
     "pillow.libs/libfreetype-*",
@@ -31,7 +34,8 @@ UNUSED: Final = (
     "pillow.libs/liblcms2-*",
     "pillow.libs/libpng16-*",
 )
-"""AVIF, colour profiles, fonts and windows for Pillow, and numpy's compilers: no service imports them."""
+"""AVIF, colour profiles, fonts and windows for Pillow; compilers, transforms and random numbers of numpy: no service
+imports them."""
 _MOVED: Final = ".libs"
 _TESTED: Final = re.compile(r"(_simd|\w+_tests)\..*so$")
 _STRIP_TIMEOUT_S: Final = 60.0
