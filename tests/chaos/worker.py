@@ -53,7 +53,7 @@ from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.shard_map import Key
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.networks import Address, Networks
+from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagingLimits
 from headrace_prefill.pull.session import PullSession

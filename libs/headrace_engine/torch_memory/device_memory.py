@@ -19,8 +19,8 @@ from headrace_engine.torch_memory.stream_order import DeviceOrder, open_copy_str
 from headrace_kv.runs import Int64Array
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.guard import Networks
 from headrace_kv.transport.memory import PASSED, Bytes, Mark, MemoryRanges, Piece, gather
-from headrace_kv.transport.networks import Networks
 
 _WORD_BYTES = 8
 

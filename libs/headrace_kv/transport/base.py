@@ -10,8 +10,8 @@ from typing import Literal
 
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.copy_plan import Runs
+from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
-from headrace_kv.transport.networks import Address, Networks
 
 _PART = ";"
 _NAME = "="

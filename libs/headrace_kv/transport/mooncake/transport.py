@@ -30,28 +30,27 @@ from headrace_kv.transport.base import (
     session_of,
     wait_for_write,
 )
-from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
-from headrace_kv.transport.mooncake.known_lines import without_known_lines
-from headrace_kv.transport.mooncake.listen_filter import (
+from headrace_kv.transport.guard import (
     STARTING,
+    Address,
+    Networks,
     RestrictedPorts,
+    addresses_of,
+    end_lost_connections,
     filter_program,
+    merge_networks,
+    networks_of,
     open_listeners,
     resolve_host,
     restrict_listeners,
     restrict_ports,
-)
-from headrace_kv.transport.mooncake.sockets import end_lost_connections, set_accept_timeout
-from headrace_kv.transport.mooncake.write_job import MooncakeEngine
-from headrace_kv.transport.mooncake.write_worker import WriteWorker
-from headrace_kv.transport.networks import (
-    Address,
-    Networks,
-    addresses_of,
-    merge_networks,
-    networks_of,
+    set_accept_timeout,
     source_address,
 )
+from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
+from headrace_kv.transport.mooncake.known_lines import without_known_lines
+from headrace_kv.transport.mooncake.write_job import MooncakeEngine
+from headrace_kv.transport.mooncake.write_worker import WriteWorker
 
 _log = logging.getLogger(__name__)
 

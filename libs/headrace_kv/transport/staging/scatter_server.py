@@ -17,9 +17,8 @@ import numpy as np
 from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import ConfigError
 from headrace_common.limits import write_quiet_s
+from headrace_kv.transport.guard import Networks, restrict_ports
 from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
-from headrace_kv.transport.mooncake.listen_filter import restrict_ports
-from headrace_kv.transport.networks import Networks
 
 # Streams beyond the loans, so that their senders get an answer.
 _REFUSALS = 4

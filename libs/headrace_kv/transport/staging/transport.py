@@ -28,8 +28,8 @@ from headrace_kv.transport.base import (
     session_of,
     wait_for_write,
 )
+from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
-from headrace_kv.transport.networks import Address, Networks
 from headrace_kv.transport.staging.buffer import StagedWrite, StagingBuffer, packed_addresses
 from headrace_kv.transport.staging.scatter_client import ScatterClient, ScatterClients
 from headrace_kv.transport.staging.scatter_server import LandingLimits, ScatterServer

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake.sockets import set_accept_timeout
+from headrace_kv.transport.guard import set_accept_timeout
 
 
 def test_an_accept_ends_at_the_timeout() -> None:
