@@ -21,7 +21,7 @@ import numpy as np
 from bench.data_plane.ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
 from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.mooncake.transport import MooncakeTransport
+from headrace_kv.transport.mooncake import MooncakeTransport
 from headrace_kv.transport.staging.strategy import Thresholds
 from headrace_kv.transport.staging.transport import StagedTransport
 

@@ -17,7 +17,7 @@ from headrace_kv.transport.guard import (
     resolve_host,
     restrict_listeners,
 )
-from headrace_kv.transport.mooncake.known_lines import without_known_lines
+from headrace_kv.transport.mooncake import without_known_lines
 
 STORED: Final = 0
 ABSENT: Final = -704

@@ -14,7 +14,7 @@ from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.guard import Address, Network, Networks, merge_networks
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
-from headrace_kv.transport.mooncake.transport import open_mooncake
+from headrace_kv.transport.mooncake import open_mooncake
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.strategy import thresholds_of
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits

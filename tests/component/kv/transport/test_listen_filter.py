@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from headrace_common.errors import ConfigError, QueueFull
-from headrace_kv.transport import guard
+from headrace_kv.transport import guard, mooncake
 from headrace_kv.transport.base import KvTransport, session_of
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.guard import (
@@ -26,8 +26,7 @@ from headrace_kv.transport.guard import (
     restrict_listeners,
     restrict_ports,
 )
-from headrace_kv.transport.mooncake import transport as mooncake_transport
-from headrace_kv.transport.mooncake.transport import MooncakeTransport
+from headrace_kv.transport.mooncake import MooncakeTransport
 
 OWN, OTHER = "127.0.0.1", "127.0.0.2"
 NOT_HERE = "203.0.113.7"
@@ -255,7 +254,7 @@ def test_only_over_rdma_a_called_peer_may_connect_to_the_sending_engine(
         filters.append(sources)
         return RestrictedPorts(frozenset(ports), frozenset())
 
-    monkeypatch.setattr(mooncake_transport, "restrict_ports", restrict)
+    monkeypatch.setattr(mooncake, "restrict_ports", restrict)
     transport.admit(parse_networks(["10.0.0.0/24"]))
     transport._admit_called("127.0.0.9:15000")
     expected = {"tcp": (), "rdma": parse_networks(["10.0.0.0/24", "127.0.0.9"])}

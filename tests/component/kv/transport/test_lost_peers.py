@@ -16,7 +16,7 @@ from headrace_kv.transport.guard import (
     open_listeners,
     own_tcp_sockets,
 )
-from headrace_kv.transport.mooncake.transport import MooncakeTransport
+from headrace_kv.transport.mooncake import MooncakeTransport
 
 # A real clock, because the kernel has no other. The last probe may be late.
 SLACK_S = 10.0

@@ -14,9 +14,9 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.copy_plan import Runs
+from headrace_kv.transport import write_worker
 from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.mooncake import write_job, write_worker
-from headrace_kv.transport.mooncake.write_worker import WriteWorker
+from headrace_kv.transport.write_worker import WriteWorker
 
 STALL_S = 60.0
 REST_S = 30.0
@@ -101,7 +101,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> JumpClock:
     """The clock of the worker and its writes. A deadline passes on request, not when this process stands still."""
     clock = JumpClock()
     monkeypatch.setattr(write_worker, "time", clock)
-    monkeypatch.setattr(write_job, "time", clock)
+
     return clock
 
 

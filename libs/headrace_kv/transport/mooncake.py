@@ -14,11 +14,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.copy_plan import Runs
@@ -48,9 +48,7 @@ from headrace_kv.transport.guard import (
     source_address,
 )
 from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
-from headrace_kv.transport.mooncake.known_lines import without_known_lines
-from headrace_kv.transport.mooncake.write_job import MooncakeEngine
-from headrace_kv.transport.mooncake.write_worker import WriteWorker
+from headrace_kv.transport.write_worker import MooncakeEngine, WriteWorker
 
 _log = logging.getLogger(__name__)
 
@@ -361,3 +359,51 @@ def _installed_builds() -> list[str]:
             metadata.version(name)
             found.append(name)
     return found
+
+
+_STDERR: Final = 2
+_HEALTHY: Final = (
+    # An engine searches for its own segment before it has made it. It logs this as an error.
+    b"] Local segment descriptor not found",
+    # Mooncake logs with glog, and does not initialize it.
+    b"WARNING: Logging before InitGoogleLogging() is written to STDERR",
+)
+"""Ends of lines. Every other line is kept: Mooncake explains failures on stderr only."""
+
+
+@contextlib.contextmanager
+def without_known_lines() -> Iterator[None]:
+    """Within this context, what the process writes to stderr is kept in memory. At its end, it is written out.
+
+    Only the known lines are missing then. Calls must not overlap. A crash within loses what was kept.
+    """
+    try:
+        kept = os.memfd_create("headrace-stderr", os.MFD_CLOEXEC)
+        original = os.dup(_STDERR)
+    except OSError:
+        # No memory file, or stderr is closed.
+        yield
+        return
+    try:
+        os.dup2(kept, _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(original, _STDERR)
+            _write_all(original, wanted_lines(os.pread(kept, os.fstat(kept).st_size, 0)))
+    finally:
+        os.close(original)
+        os.close(kept)
+
+
+def wanted_lines(content: bytes) -> bytes:
+    """The content without the known lines."""
+    return b"".join(
+        line for line in content.splitlines(keepends=True) if not line.rstrip().endswith(_HEALTHY)
+    )
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while content:
+            content = content[os.write(descriptor, content) :]
