@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from headrace_common.errors import HeadraceError, TransferFailed
@@ -25,6 +26,7 @@ def join_sessions(sessions: Mapping[str, str]) -> str:
     )
 
 
+@lru_cache(maxsize=1024)
 def session_of(name: str, session: str) -> str | None:
     """The part of transport `name`: the session itself when it has no parts, None when no part has the name."""
     if _NAME not in session:

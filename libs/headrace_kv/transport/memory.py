@@ -92,11 +92,10 @@ class MemoryRanges:
         if not len(addresses):
             return True
         ends = addresses + lengths
-        low, high = int(addresses.min()), int(ends.max())
-        if any(start <= low and high <= end for start, end in self.spans):
-            return True
-        if len(self.spans) < 2:
-            return False
+        low, high = np.minimum.reduce(addresses), np.maximum.reduce(ends)
+        for start, end in self.spans:
+            if start <= low and high <= end:
+                return True
         inside = np.zeros(len(addresses), np.bool_)
         for start, end in self.spans:
             inside |= (addresses >= start) & (ends <= end)

@@ -227,6 +227,26 @@ def test_a_late_write_that_makes_slow_or_no_progress_costs_the_engine(
     assert rig.dropped == 1
 
 
+def test_writes_that_end_while_the_engine_is_given_up_succeed(
+    rig: Rig, clock: JumpClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = submit_stuck(rig, "slow", 900.0)
+    engine = rig.engines[0]
+    check = engine.transfer_check_status
+
+    def check_status(batch: int) -> int:
+        if engine.batches[batch] == "bad":
+            engine.stuck.clear()
+        return check(batch)
+
+    monkeypatch.setattr(engine, "transfer_check_status", check_status)
+    engine.failing.add("bad")
+    with pytest.raises(TransferFailed):
+        rig.worker.submit("bad", runs(), 90.0).result(20.0)
+    assert other.result(20.0).entry_count == 4
+    assert rig.dropped == 1
+
+
 def test_two_stuck_peers_fail_together(rig: Rig, clock: JumpClock) -> None:
     """The engine that is dropped for the first peer carried the writes of the other."""
     futures = [submit_stuck(rig, peer, timeout_s) for peer, timeout_s in STUCK_PEERS]
