@@ -190,4 +190,4 @@ class InMemoryTransport(KvTransport):
             ctypes.memmove(destination, source, length)
 
 
-OPENERS[KIND] = lambda place: InMemoryTransport()
+OPENERS[KIND] = lambda *place: InMemoryTransport()

@@ -47,21 +47,24 @@ class Runs:
             if len(self):
                 yield self
             return
-        whole = self._split(byte_limit)
+        whole = self.split(byte_limit)
         ends = np.cumsum(whole.lengths)
         start = 0
         while start < len(whole):
             sent = int(ends[start - 1]) if start else 0
             stop = int(np.searchsorted(ends, sent + byte_limit, side="right"))
             stop = min(stop, start + entry_limit)
-            yield Runs(
-                whole.source_addresses[start:stop],
-                whole.destination_addresses[start:stop],
-                whole.lengths[start:stop],
-            )
+            yield whole.select(slice(start, stop))
             start = stop
 
-    def _split(self, byte_limit: int) -> Runs:
+    def select(self, which: Int64Array | NDArray[np.bool_] | slice) -> Runs:
+        """Some of the runs, in the order given."""
+        return Runs(
+            self.source_addresses[which], self.destination_addresses[which], self.lengths[which]
+        )
+
+    def split(self, byte_limit: int) -> Runs:
+        """Splits the runs that are longer than `byte_limit`."""
         pieces = -(-self.lengths // byte_limit)
         if not np.any(pieces > 1):
             return self
@@ -98,10 +101,7 @@ class Runs:
         ordered = len(self) < 2 or bool((np.diff(self.source_addresses) >= 0).all())
         if ordered or len(self) > _SORTED_RUNS_MAX:
             return self.merge()
-        order = np.argsort(self.source_addresses)
-        return Runs(
-            self.source_addresses[order], self.destination_addresses[order], self.lengths[order]
-        ).merge()
+        return self.select(np.argsort(self.source_addresses)).merge()
 
 
 def concatenate(parts: Sequence[Runs]) -> Runs:
@@ -120,10 +120,7 @@ def interleave(parts: Sequence[Runs]) -> Runs:
     every = concatenate(parts)
     if len({len(part) for part in parts}) > 1:
         return every
-    order = np.arange(len(every)).reshape(len(parts), -1).T.ravel()
-    return Runs(
-        every.source_addresses[order], every.destination_addresses[order], every.lengths[order]
-    )
+    return every.select(np.arange(len(every)).reshape(len(parts), -1).T.ravel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +317,7 @@ class _Nest:
                 every = (token_runs, lengths * factor, depth + 1, tokens_done)
                 self._grow(*every, (*loops, *more), found)
             elif chosen.any():
-                some = (_some(token_runs, chosen), lengths[chosen] * factor, depth + 1, tokens_done)
+                some = (token_runs.select(chosen), lengths[chosen] * factor, depth + 1, tokens_done)
                 self._grow(*some, (*loops, *more), found)
 
     def _by_token(self, token_runs: Runs, lengths: Int64Array) -> tuple[Runs, Int64Array]:
@@ -347,14 +344,6 @@ class _Nest:
             destination = _spread(destination, steps * axis.destination_stride, outer)
             lengths = _spread(lengths, np.zeros_like(steps), outer)
         return Runs(source, destination, lengths)
-
-
-def _some(token_runs: Runs, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Runs:
-    return Runs(
-        token_runs.source_addresses[chosen],
-        token_runs.destination_addresses[chosen],
-        token_runs.lengths[chosen],
-    )
 
 
 def _spread(starts: Int64Array, steps: Int64Array, outer: bool) -> Int64Array:

@@ -54,8 +54,7 @@ from headrace_kv.shard_map import Key
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.guard import Address, Networks
-from headrace_kv.transport.staging.scatter_server import LandingLimits
-from headrace_kv.transport.staging.transport import StagingLimits
+from headrace_kv.transport.scatter import StagingLimits
 from headrace_prefill.pull.session import PullSession
 from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
@@ -275,8 +274,8 @@ def shrink_memories() -> None:
         "ReceiverLimits",
         partial(ReceiverLimits, remembered=_HISTORY_MAX),
     )
-    landing = LandingLimits(slot_bytes=_SLOT_BYTES)
-    put(headrace_kv.transport.factory, "StagingLimits", partial(StagingLimits, landing))
+    limits = partial(StagingLimits, slot_bytes=_SLOT_BYTES)
+    put(headrace_kv.transport.factory, "StagingLimits", limits)
 
 
 def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval_s: float) -> None:

@@ -7,15 +7,21 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Final, Literal
+
+import numpy as np
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_kv.copy_plan import Runs
+from headrace_kv.runs import Runs
 from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 _PART = ";"
 _NAME = "="
+LANDING_ONLY: Final = "landing"
+"""The part of a session whose memory is reached through landing slots only."""
+
+_LANDING_ONLY_NAME = LANDING_ONLY + _NAME
 
 
 def join_sessions(sessions: Mapping[str, str]) -> str:
@@ -71,6 +77,22 @@ class WriteResult:
     staging_wait_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """When entries are so long or so few that to avoid them costs more than to write them.
+
+    `long_bytes`: an entry of this length costs as little as the copies that staging needs for its bytes.
+    `few_entries`: as many entries cost as little as the message that asks the receiver to copy.
+    """
+
+    long_bytes: int
+    few_entries: int = 16
+
+    def are_cheap(self, entry_count: int, payload_bytes: int) -> bool:
+        """Whether entries of some bytes together are few, or long on average."""
+        return entry_count <= self.few_entries or payload_bytes >= entry_count * self.long_bytes
+
+
 # A transport ends its futures in time by itself; this bounds the effect of a bug in one.
 _GRACE_S = 30.0
 
@@ -99,15 +121,16 @@ class KvTransport(ABC):
     memory: Memory = HOST_MEMORY
     """Reads what is registered."""
 
-    @property
-    def wire(self) -> str:
-        """The transport and its protocol, as in WriteResult.transport. The thresholds of staging depend on it."""
-        return self.name
+    stages_host_memory: bool = False
+    """Whether short runs of host memory should be staged: an entry costs more than a copy of its bytes."""
+
+    # Not measured on a real adapter. Chosen so that only very short runs are staged.
+    thresholds: Thresholds = Thresholds(long_bytes=12 * 1024, few_entries=64)
 
     @property
-    def stages_host_memory(self) -> bool:
-        """Whether short runs of host memory should be staged: an entry costs more than a copy of its bytes."""
-        return False
+    def wire(self) -> str:
+        """The transport and its protocol, as in WriteResult.transport."""
+        return self.name
 
     @property
     @abstractmethod
@@ -156,6 +179,31 @@ class KvTransport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the transport; afterwards nothing lands any more. May be called twice."""
+
+
+class DirectFirst(KvTransport):
+    """A transport around `inner`, which writes as they are the runs that `inner` reaches and writes at low cost.
+
+    These are at most `direct_entries_max` runs, or runs of `direct_bytes_min` or more each, and no session whose memory
+    is reached through landing slots only.
+    """
+
+    inner: KvTransport
+    direct_entries_max: int
+    direct_bytes_min: int
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        lengths = runs.lengths
+        cheap = len(lengths) <= self.direct_entries_max or (
+            np.minimum.reduce(lengths) >= self.direct_bytes_min
+        )
+        if cheap and _LANDING_ONLY_NAME not in session:
+            return self.inner.submit(session, runs, timeout_s)
+        return self.submit_costly(session, runs, timeout_s)
+
+    @abstractmethod
+    def submit_costly(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        """As `submit`, for all other writes."""
 
 
 def failed_future(error: HeadraceError) -> Future[WriteResult]:

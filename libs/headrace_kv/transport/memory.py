@@ -253,33 +253,34 @@ _FEW_RUNS = 16
 
 def gather(addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
     """Copies [addresses[i], addresses[i] + lengths[i]) one after the other to the start of `target`. Shapes [run]."""
-    for first, stop, length, offset in _equal_lengths(lengths):
-        if stop - first < _FEW_RUNS:
-            packed = int(target.ctypes.data) + offset
-            for address in addresses[first:stop].tolist():
-                ctypes.memmove(packed, address, length)
-                packed += length
-            continue
-        rows = target[offset : offset + (stop - first) * length].reshape(-1, length)
-        memory, index = _rows(addresses[first:stop], length)
-        if memory.flags.c_contiguous:
-            np.take(memory, index, axis=0, out=rows, mode="clip")
-        else:
-            rows[...] = memory[index]
+    _copy_packed(target, addresses, lengths, gathers=True)
 
 
 def scatter(source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
     """Copies consecutive bytes of `source` to [addresses[i], addresses[i] + lengths[i]). Shapes [run]."""
+    _copy_packed(source, addresses, lengths, gathers=False)
+
+
+def _copy_packed(
+    packed: Bytes, addresses: Int64Array, lengths: Int64Array, *, gathers: bool
+) -> None:
     for first, stop, length, offset in _equal_lengths(lengths):
-        if stop - first < _FEW_RUNS:
-            packed = int(source.ctypes.data) + offset
-            for address in addresses[first:stop].tolist():
-                ctypes.memmove(address, packed, length)
-                packed += length
+        some = addresses[first:stop]
+        if len(some) < _FEW_RUNS:
+            at = int(packed.ctypes.data) + offset
+            for address in some.tolist():
+                target, source = (at, address) if gathers else (address, at)
+                ctypes.memmove(target, source, length)
+                at += length
             continue
-        rows = source[offset : offset + (stop - first) * length].reshape(-1, length)
-        memory, index = _rows(addresses[first:stop], length)
-        memory[index] = rows
+        rows = packed[offset : offset + len(some) * length].reshape(-1, length)
+        memory, index = _rows(some, length)
+        if not gathers:
+            memory[index] = rows
+        elif memory.flags.c_contiguous:
+            np.take(memory, index, axis=0, out=rows, mode="clip")
+        else:
+            rows[...] = memory[index]
 
 
 def _equal_lengths(lengths: Int64Array) -> Iterator[tuple[int, int, int, int]]:

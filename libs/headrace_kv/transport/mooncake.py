@@ -24,6 +24,7 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import (
     KvTransport,
+    Thresholds,
     WriteResult,
     failed_future,
     host_of,
@@ -55,6 +56,8 @@ _log = logging.getLogger(__name__)
 TRANSFER_TIMEOUT_S = 5
 """Mooncake's minimum. How long a write waits for a peer that makes no progress."""
 
+# bench/results/transport_costs.md.
+_TCP_THRESHOLDS = Thresholds(long_bytes=96 * 1024)
 # After a failed write, new writes to the peer fail for this long: Mooncake does not reconnect within a second.
 _PEER_REST_S = 1.0
 # The destruction of an engine waits for its current accept call.
@@ -129,6 +132,9 @@ class MooncakeTransport(KvTransport):
         self._host = host
         self._addresses = resolve_host(host)
         self.protocol = configure_environment(protocol)
+        if self.protocol == "tcp":
+            self.stages_host_memory = True
+            self.thresholds = _TCP_THRESHOLDS
         self._rdma_devices = _device_filter(rdma_devices, self.protocol)
         self._engine_type = _load_engine_type()
         self._lock = threading.Lock()
@@ -148,10 +154,6 @@ class MooncakeTransport(KvTransport):
     @property
     def wire(self) -> str:
         return f"{self.name}/{self.protocol}"
-
-    @property
-    def stages_host_memory(self) -> bool:
-        return self.protocol == "tcp"
 
     @property
     def session(self) -> str:

@@ -13,12 +13,10 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_kv.copy_plan import Int64Array, Runs
-from headrace_kv.transport.base import WriteResult, session_of
+from headrace_kv.transport.base import Thresholds, WriteResult, session_of
 from headrace_kv.transport.memory import HostMemory
-from headrace_kv.transport.staging.scatter_client import ScatterClient
-from headrace_kv.transport.staging.scatter_server import LandingLimits
-from headrace_kv.transport.staging.strategy import Thresholds
-from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
+from headrace_kv.transport.scatter import ScatterClient, StagingLimits
+from headrace_kv.transport.staging import StagedTransport
 from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.rdma.harness import one_run
 from tests.rdma.peers import Bytes
@@ -36,9 +34,7 @@ class PackedPair:
     """A staging sender and a receiver with one loan, over the in-memory transport."""
 
     def __init__(self) -> None:
-        self.limits = StagingLimits(
-            landing=LandingLimits(senders=1, slots=2, slot_bytes=1000), staging_slots=3
-        )
+        self.limits = StagingLimits(senders=1, slots=2, slot_bytes=1000, staging_slots=3)
         self.source, self.target = filled(20_000), np.zeros(20_000, np.uint8)
         self.inner = InMemoryTransport()
         self.receiver = StagedTransport(InMemoryTransport(), "127.0.0.1", THRESHOLDS, self.limits)
@@ -159,7 +155,7 @@ def test_an_aborted_loan_is_free_again_after_its_quarantine(packed: PackedPair) 
 
 def test_a_failed_write_aborts_the_stream(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
-    packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
+    packed.sender.inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
     with pytest.raises(TransferFailed):
         packed.sender.write(packed.session, packed.runs(), 5.0)
     assert all(client.broken for client in packed.sender._clients._clients.values())
