@@ -19,7 +19,7 @@ from headrace_kv.transport.memory import HOST_MEMORY, Memory
 _PART = ";"
 _NAME = "="
 LANDING_ONLY: Final = "landing"
-"""The part of a session whose memory is reached through landing slots only."""
+"""The session part of a peer with memory that only landing slots reach."""
 
 _LANDING_ONLY_NAME = LANDING_ONLY + _NAME
 
@@ -184,8 +184,8 @@ class KvTransport(ABC):
 class DirectFirst(KvTransport):
     """A transport around `inner`, which writes as they are the runs that `inner` reaches and writes at low cost.
 
-    These are at most `direct_entries_max` runs, or runs of `direct_bytes_min` or more each, and no session whose memory
-    is reached through landing slots only.
+    These are at most `direct_entries_max` runs, or runs of `direct_bytes_min` or more each, unless only landing slots
+    reach the peer's memory.
     """
 
     inner: KvTransport

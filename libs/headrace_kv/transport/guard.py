@@ -1,8 +1,8 @@
 """Which hosts may connect to the ports of a transport: their networks, this process's sockets, and filters on these.
 
-Mooncake opens its listening sockets on all addresses. A filter in the kernel (SO_ATTACH_FILTER) drops every packet to
-another address than the host's own, or from another host than a peer, before the connection exists. It needs no
-privilege, and connections that the socket accepts inherit it. The kernel replaces a filter in one step. Binding the
+Mooncake opens its listening sockets on all addresses. A filter in the kernel (SO_ATTACH_FILTER) drops every packet with
+another destination or source address, before the connection exists. It needs no privilege, and connections that the
+socket accepts inherit it. The kernel replaces a filter in one step. Binding the
 socket to an interface (SO_BINDTODEVICE) admits all addresses of the interface, and no packet to the host's address by
 another interface.
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,10 +64,9 @@ class StagedWrite:
         self.session = session
         self.deadline_s = deadline_s
         self.future: Future[WriteResult] = Future()
-        self.gather_ns = 0
         self._strategy = strategy
         self._transport = transport
-        self._entry_count = self._wait_ns = 0
+        self._entry_count = self._wait_ns = self._gather_ns = 0
         self._lock = threading.Lock()
         self._parts = 1
         self._error: HeadraceError | None = None
@@ -83,6 +82,9 @@ class StagedWrite:
         slot = slots.acquire(self.deadline_s)
         self._wait_ns += time.monotonic_ns() - start_ns
         return slot
+
+    def add_gather_ns(self, gather_ns: int) -> None:
+        self._gather_ns += gather_ns
 
     def start_part(self, entry_count: int) -> None:
         with self._lock:
@@ -102,20 +104,68 @@ class StagedWrite:
             return
         self.future.set_result(
             WriteResult(
-                self._transport, self._strategy, self._entry_count, self.gather_ns, self._wait_ns
+                self._transport, self._strategy, self._entry_count, self._gather_ns, self._wait_ns
             )
         )
 
 
-@dataclass(slots=True)
 class _Part:
-    """Runs of a write on their way, the slots that they occupy, and the peer that copies them into place."""
+    """Runs of a write on their way, and the slots that they occupy: of `staging`, and of the peer of `client`."""
 
-    write: StagedWrite
-    runs: Runs
-    client: ScatterClient | None
-    staging_slot: int | None = None
-    landing_slot: int | None = None
+    def __init__(
+        self,
+        write: StagedWrite,
+        runs: Runs,
+        staging: BufferSlots,
+        client: ScatterClient | None = None,
+    ) -> None:
+        self.write = write
+        self.runs = runs
+        self._staging = staging
+        self._client = client
+        self._staging_slot: int | None = None
+        self._landing_slot: int | None = None
+
+    def acquire_staging(self) -> int:
+        """Waits for a staging slot."""
+        self._staging_slot = self.write.acquire(self._staging)
+        return self._staging_slot
+
+    def acquire_landing(self, client: ScatterClient) -> int:
+        """Waits for a slot of the peer and returns its address."""
+        self._landing_slot = self.write.acquire(client.slots)
+        return client.landing.address + self._landing_slot * client.landing.slot_bytes
+
+    def release_unused(self) -> None:
+        """Frees the slots of a part that is not submitted."""
+        self._release_staging()
+        if self._client is not None and self._landing_slot is not None:
+            self._client.slots.release(self._landing_slot)
+
+    def end_on_writer_thread(self, written: Future[WriteResult]) -> None:
+        """The entries have landed or failed. Runs where the inner transport ends its futures; must not block.
+
+        The part ends here, or on the reader thread of the peer's stream, when the peer has copied it into place.
+        """
+        self._release_staging()
+        error = written.exception()
+        if error is not None and not isinstance(error, HeadraceError):
+            error = TransferFailed(f"writing met a bug: {error}")
+        write, client, slot = self.write, self._client, self._landing_slot
+        if client is None or slot is None:
+            write.end_part(error)
+        elif error is None:
+            # To copy one slot takes milliseconds: an unresponsive peer need not cost the whole timeout.
+            scatter_s = min(write.deadline_s, time.monotonic() + _SCATTER_TIMEOUT_S)
+            client.submit(slot, self.runs, scatter_s, write.end_part)
+        else:
+            # Late bytes may land in the slot: the peer must quarantine it before it lends it again.
+            client.abort(f"a write to its slots failed: {error.detail}")
+            write.end_part(error)
+
+    def _release_staging(self) -> None:
+        if self._staging_slot is not None:
+            self._staging.release(self._staging_slot)
 
 
 class StagedTransport(DirectFirst):
@@ -124,8 +174,7 @@ class StagedTransport(DirectFirst):
     Device memory that the inner transport cannot reach (`memory.staged`) is always staged. Device memory that it
     reaches is written directly where the peer's memory allows, because a gather would cost the device's time.
 
-    The sender's thread plans a write, waits for slots, gathers, and submits each part. The methods named
-    `_on_writer_thread` run where the inner transport ends its futures.
+    The sender's thread plans a write, waits for slots, gathers, and submits each part.
     """
 
     entry_limit = 16_384
@@ -261,37 +310,35 @@ class StagedTransport(DirectFirst):
         self, write: StagedWrite, plan: StagingPlan, client: ScatterClient | None, runs: Runs
     ) -> None:
         if plan.strategy == "direct":
-            self._submit_part(_Part(write, runs, None), runs)
+            self._submit_part(_Part(write, runs, self._slots), runs)
             return
         if plan.direct is not None:
             direct = runs.select(plan.direct)
-            self._submit_part(_Part(write, direct, None), direct)
+            self._submit_part(_Part(write, direct, self._slots), direct)
         staged = runs if plan.staged is None else runs.select(plan.staged)
         for chunk in staged.batches(_RUNS_PER_SLOT, self._limits.slot_bytes):
             if write.failed:
                 return
-            part = _Part(write, chunk, client)
+            part = _Part(write, chunk, self._slots, client)
             try:
-                entries = self._stage(part, gather=plan.strategy != "scatter")
+                entries = self._stage(part, client, gather=plan.strategy != "scatter")
             except BaseException:
-                self._release_slots(part)
+                part.release_unused()
                 raise
             self._submit_part(part, entries)
 
-    def _stage(self, part: _Part, *, gather: bool) -> Runs:
+    def _stage(self, part: _Part, client: ScatterClient | None, *, gather: bool) -> Runs:
         """Waits for the slots of a part and fills its staging slot. Returns the entries to be written."""
-        write, runs, client = part.write, part.runs, part.client
+        runs = part.runs
         sources, destinations = runs.source_addresses, runs.destination_addresses
         packed = runs.lengths.cumsum() - runs.lengths
         if client is not None:
-            part.landing_slot = write.acquire(client.slots)
-            landing = client.landing
-            destinations = landing.address + part.landing_slot * landing.slot_bytes + packed
+            destinations = part.acquire_landing(client) + packed
         if gather:
-            part.staging_slot = write.acquire(self._slots)
+            slot = part.acquire_staging()
             start_ns = time.monotonic_ns()
-            sources = self._gather(part.staging_slot, runs) + packed
-            write.gather_ns += time.monotonic_ns() - start_ns
+            sources = self._gather(slot, runs) + packed
+            part.write.add_gather_ns(time.monotonic_ns() - start_ns)
         return Runs(sources, destinations, runs.lengths).merge().split(_ENTRY_BYTES)
 
     def _gather(self, slot: int, runs: Runs) -> int:
@@ -304,13 +351,6 @@ class StagedTransport(DirectFirst):
         self.memory.gather(runs.source_addresses, runs.lengths, target)
         return int(target.ctypes.data)
 
-    def _release_slots(self, part: _Part) -> None:
-        """Frees the slots of a part that was not submitted."""
-        if part.staging_slot is not None:
-            self._slots.release(part.staging_slot)
-        if part.client is not None and part.landing_slot is not None:
-            part.client.slots.release(part.landing_slot)
-
     def _submit_part(self, part: _Part, entries: Runs) -> None:
         write = part.write
         write.start_part(len(entries))
@@ -318,29 +358,7 @@ class StagedTransport(DirectFirst):
             future = self.inner.submit(write.session, entries, write.deadline_s - time.monotonic())
         except Exception as error:  # noqa: BLE001 - fails the write like any other error
             future = failed_future(TransferFailed(f"writing met a bug: {error}"))
-        future.add_done_callback(partial(self._on_writer_thread, part))
-
-    def _on_writer_thread(self, part: _Part, written: Future[WriteResult]) -> None:
-        """The entries of a part have landed or failed. Must not block.
-
-        The part ends here, or where its peer has copied it into place: on the reader thread of the peer's stream.
-        """
-        if part.staging_slot is not None:
-            self._slots.release(part.staging_slot)
-        error = written.exception()
-        if error is not None and not isinstance(error, HeadraceError):
-            error = TransferFailed(f"writing met a bug: {error}")
-        write, client = part.write, part.client
-        if client is None or part.landing_slot is None:
-            write.end_part(error)
-        elif error is None:
-            # To copy one slot takes milliseconds: an unresponsive peer need not cost the whole timeout.
-            scatter_s = min(write.deadline_s, time.monotonic() + _SCATTER_TIMEOUT_S)
-            client.submit(part.landing_slot, part.runs, scatter_s, write.end_part)
-        else:
-            # Late bytes may land in the slot: the peer must quarantine it before it lends it again.
-            client.abort(f"a write to its slots failed: {error.detail}")
-            write.end_part(error)
+        future.add_done_callback(part.end_on_writer_thread)
 
 
 @lru_cache(maxsize=1024)

@@ -124,13 +124,19 @@ class PeerWrites:
         self.jobs.append(job)
         self.first_deadline_s = min(self.first_deadline_s, job.deadline_s)
 
-    def submit(self, engine: MooncakeEngine, now_s: float) -> int:
-        """Submits entries of writes that are not late, within the peer's window. Raises TransferFailed."""
+    def advance(self, engine: MooncakeEngine, now_s: float) -> bool:
+        """Submits entries of writes that are not late, within the peer's window, and polls.
+
+        Returns whether an entry has started or ended. Raises TransferFailed.
+        """
         before = self.pending_count
         for job in self.jobs:
             if job.entries and now_s < job.deadline_s and self.pending_count < _WINDOW_ENTRIES:
                 self.pending_count += job.submit(engine, _WINDOW_ENTRIES - self.pending_count)
-        return self.pending_count - before
+        progress = self.pending_count > before or self.poll(engine) > 0
+        if progress:
+            self.progress_s = now_s
+        return progress
 
     def poll(self, engine: MooncakeEngine) -> int:
         """Counts the entries that have ended. Raises TransferFailed."""
@@ -272,12 +278,11 @@ class WriteWorker:
             if engine is None:
                 self._end_unconnected(session, peer, now_s)
                 return False
-            progress = peer.submit(engine, now_s) + peer.poll(engine) > 0
+            progress = peer.advance(engine, now_s)
         except HeadraceError as error:
             self._fail(session, error.detail)
             return True
         if progress:
-            peer.progress_s = now_s
             self._report_landed(session, peer)
         if not peer.jobs:
             return progress
