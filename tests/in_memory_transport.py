@@ -6,13 +6,14 @@ import ctypes
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
 from headrace_kv.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, WriteResult, session_of
+from headrace_kv.transport.base import KvTransport, WriteResult, failed_future, session_of
 from headrace_kv.transport.factory import OPENERS
 
 KIND: Final = "in_memory"
@@ -120,6 +121,16 @@ class InMemoryTransport(KvTransport):
         if nbytes <= 0:
             raise ConfigError(f"cannot register {nbytes} bytes of KV memory")
         self._fabric.add(self._session, base_address, nbytes)
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        """Calls `write`."""
+        try:
+            result = self.write(session, runs, timeout_s)
+        except HeadraceError as error:
+            return failed_future(error)
+        future: Future[WriteResult] = Future()
+        future.set_result(result)
+        return future
 
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         if self._closed:

@@ -35,7 +35,7 @@ class Runs:
     @property
     def payload_bytes(self) -> int:
         """Bytes of all runs."""
-        return int(self.lengths.sum())
+        return int(np.add.reduce(self.lengths))
 
     def reverse(self) -> Runs:
         """The copies back."""
@@ -43,8 +43,9 @@ class Runs:
 
     def batches(self, entry_limit: int, byte_limit: int) -> Iterator[Runs]:
         """Yields parts of at most `entry_limit` runs and `byte_limit` bytes. Longer runs are split."""
-        if len(self) <= entry_limit and self.payload_bytes <= byte_limit:
-            if len(self):
+        count = len(self.lengths)
+        if count <= entry_limit and self.payload_bytes <= byte_limit:
+            if count:
                 yield self
             return
         whole = self.split(byte_limit)

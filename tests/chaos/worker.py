@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,9 +189,9 @@ class SlowWrites(KvTransport):
     def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
         return self._inner.source_addresses(sessions)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         time.sleep(self._dice.dawdle(self._most_s))
-        return self._inner.write(session, runs, timeout_s)
+        return self._inner.submit(session, runs, timeout_s)
 
     def close(self) -> None:
         self._inner.close()

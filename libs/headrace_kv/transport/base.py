@@ -100,7 +100,7 @@ _GRACE_S = 30.0
 class KvTransport(ABC):
     """Moves bytes from this rank's memory into another rank's.
 
-    One thread calls `write`, `submit` and `close`. `write` blocks.
+    One thread calls `write`, `submit` and `close`.
     """
 
     name: str
@@ -142,25 +142,20 @@ class KvTransport(ABC):
         """Lets [base_address, base_address + nbytes) be read and written. Raises ConfigError when it cannot."""
 
     @abstractmethod
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        """Copies the runs into the memory of `session` and returns when they have landed.
-
-        Raises TransferFailed: then an unknown part has landed, and more may land for `quiet_after_failure_s`. A
-        transport may take longer than `timeout_s` where its library cannot be interrupted.
-        """
-
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
-        """Starts a write. The future is done when `write` would return or raise, within about `timeout_s`.
+        """Starts to copy the runs into the memory of `session`. The future is done when they have landed.
 
-        Until then the source must not change. Blocks while the transport cannot accept more.
+        It raises TransferFailed: then an unknown part has landed, and more may land for `quiet_after_failure_s`. It is
+        done within about `timeout_s`, later where a library cannot be interrupted. Until then the source must not
+        change. Blocks while the transport cannot accept more.
         """
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
+        """Submits a write, and returns or raises what its future holds."""
         try:
-            result = self.write(session, runs, timeout_s)
-        except HeadraceError as error:
-            return failed_future(error)
-        future: Future[WriteResult] = Future()
-        future.set_result(result)
-        return future
+            return self.submit(session, runs, timeout_s).result(max(0.0, timeout_s) + _GRACE_S)
+        except TimeoutError:
+            raise TransferFailed("the transport does not end a write") from None
 
     def admit(self, networks: Networks | None) -> None:  # noqa: B027
         """From now on only hosts in `networks` reach the ports that peers write to. None means every host.
@@ -211,11 +206,3 @@ def failed_future(error: HeadraceError) -> Future[WriteResult]:
     future: Future[WriteResult] = Future()
     future.set_exception(error)
     return future
-
-
-def wait_for_write(future: Future[WriteResult], timeout_s: float) -> WriteResult:
-    """Waits for a write that was submitted with `timeout_s`. Returns or raises what the future holds."""
-    try:
-        return future.result(max(0.0, timeout_s) + _GRACE_S)
-    except TimeoutError:
-        raise TransferFailed("the transport does not end a write") from None

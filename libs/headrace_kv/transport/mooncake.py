@@ -29,7 +29,6 @@ from headrace_kv.transport.base import (
     failed_future,
     host_of,
     session_of,
-    wait_for_write,
 )
 from headrace_kv.transport.guard import (
     STARTING,
@@ -189,9 +188,6 @@ class MooncakeTransport(KvTransport):
         own = filter(None, (session_of(self.name, session) for session in sessions))
         found = {source_address(host) for host in {host_of(session) for session in own}}
         return frozenset(address for address in found if address is not None)
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        return wait_for_write(self.submit(session, runs, timeout_s), timeout_s)
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         # A peer with several transports names them all in its session.

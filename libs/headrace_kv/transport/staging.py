@@ -32,7 +32,6 @@ from headrace_kv.transport.base import (
     failed_future,
     join_sessions,
     session_of,
-    wait_for_write,
 )
 from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.memory import HOST_MEMORY, Bytes, Memory, MemoryRanges, by_length
@@ -242,9 +241,6 @@ class StagedTransport(DirectFirst):
 
     def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
         return self.inner.source_addresses(sessions)
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        return wait_for_write(self.submit(session, runs, timeout_s), timeout_s)
 
     def submit_costly(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         deadline_s = time.monotonic() + timeout_s
