@@ -168,14 +168,7 @@ class InMemoryTransport(KvTransport):
                 timer.start()
                 raise TransferFailed("the fault plan fails this write, its bytes land later")
             case FaultKind.TRUNCATE:
-                half = len(runs) // 2
-                self._copy(
-                    Runs(
-                        runs.source_addresses[:half],
-                        runs.destination_addresses[:half],
-                        runs.lengths[:half],
-                    )
-                )
+                self._copy(runs.select(slice(len(runs) // 2)))
                 raise TransferFailed("the fault plan truncates this write")
             case FaultKind.CORRUPT:
                 self._copy(runs)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kv.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, Strategy, Thresholds
+from headrace_kv.transport.base import Strategy, Thresholds
 from headrace_kv.transport.mooncake import MooncakeTransport
 from headrace_kv.transport.staging import (
     StagingPlanner,
@@ -38,12 +38,6 @@ def test_longer_runs_are_never_staged_where_shorter_ones_are_not(
     short, long = scattered(count, length), scattered(count, length + more)
     if choose_strategy(TCP, short, EVERY) == "direct":
         assert choose_strategy(TCP, long, EVERY) == "direct"
-
-
-def test_entries_of_another_wire_are_cheaper() -> None:
-    other = KvTransport.thresholds
-    assert other.long_bytes < TCP.long_bytes
-    assert other.few_entries > TCP.few_entries
 
 
 def test_extents_are_counted_in_any_order() -> None:

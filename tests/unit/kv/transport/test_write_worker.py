@@ -156,12 +156,6 @@ def test_results_count_the_entries(rig: Rig) -> None:
     assert rig.dropped == 0
 
 
-def test_an_empty_write_ends_at_once_and_one_without_time_fails(rig: Rig) -> None:
-    assert rig.worker.submit("peer", runs(0), 20.0).result(0.0).entry_count == 0
-    with pytest.raises(TransferFailed, match="no time"):
-        rig.worker.submit("peer", runs(), 0.0).result(0.0)
-
-
 @pytest.mark.parametrize("how", ["failing", "stuck", "refused"])
 def test_a_failure_costs_the_engine_and_all_writes_to_that_peer(
     rig: Rig, clock: JumpClock, how: str
