@@ -77,13 +77,16 @@ class Runs:
             np.minimum(self.lengths[run] - offset, byte_limit),
         )
 
-    def merge(self) -> Runs:
-        """Joins runs that follow each other in the list and in memory on both sides."""
+    def merge(self, source_stride: int = 1, destination_stride: int = 1) -> Runs:
+        """Joins runs that follow each other in the list and in memory on both sides.
+
+        The strides are the bytes of one unit of `lengths` on each side.
+        """
         if len(self) < 2:
             return self
         lengths = self.lengths[:-1]
-        breaks = (np.diff(self.source_addresses) != lengths) | (
-            np.diff(self.destination_addresses) != lengths
+        breaks = (np.diff(self.source_addresses) != lengths * source_stride) | (
+            np.diff(self.destination_addresses) != lengths * destination_stride
         )
         firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
         if len(firsts) == len(self):
@@ -246,29 +249,14 @@ def plan_part(
         part.destination.block_stride_bytes
     )
     destination += segments.destination_tokens * tokens[1]
-    token_runs = _join_segments(Runs(source, destination, segments.token_counts), tokens)
+    # Token runs that continue across a block border become one. Their lengths are counts of tokens.
+    token_runs = Runs(source, destination, segments.token_counts).merge(*tokens)
     inner = sorted(
         (axis for axis in (part.repeats, heads) if axis.count > 1),
         key=lambda axis: axis.source_stride,
     )
     nest = _Nest(tokens, tuple(inner), part.source.block_stride_bytes, part.source.unit_bytes)
     return nest.expand(token_runs)
-
-
-def _join_segments(token_runs: Runs, tokens: tuple[int, int]) -> Runs:
-    """Joins token runs that continue across a block border. The lengths are counts of tokens."""
-    if len(token_runs) < 2:
-        return token_runs
-    counts = token_runs.lengths[:-1]
-    breaks = (np.diff(token_runs.source_addresses) != counts * tokens[0]) | (
-        np.diff(token_runs.destination_addresses) != counts * tokens[1]
-    )
-    firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return Runs(
-        token_runs.source_addresses[firsts],
-        token_runs.destination_addresses[firsts],
-        np.add.reduceat(token_runs.lengths, firsts),
-    )
 
 
 @dataclass(frozen=True, slots=True)

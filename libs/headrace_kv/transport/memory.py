@@ -25,11 +25,6 @@ def suited_alignment_bytes(nbytes: int) -> int:
     return HUGE_PAGE_BYTES if nbytes >= 8 * HUGE_PAGE_BYTES else PAGE_BYTES
 
 
-def padding_bytes(address: int, alignment_bytes: int) -> int:
-    """Bytes from `address` to the next multiple of the alignment, fewer than the alignment."""
-    return -address % alignment_bytes
-
-
 def allocate_arena(nbytes: int, alignment_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory of shape [nbytes] that starts at a multiple of the alignment.
 
@@ -41,7 +36,7 @@ def allocate_arena(nbytes: int, alignment_bytes: int) -> NDArray[np.uint8]:
     if alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise ConfigError(f"an alignment is a power of two, not {alignment_bytes}")
     raw = np.empty(nbytes + alignment_bytes - 1, np.uint8)
-    skipped = padding_bytes(int(raw.ctypes.data), alignment_bytes)
+    skipped = -int(raw.ctypes.data) % alignment_bytes
     return raw[skipped : skipped + nbytes]
 
 
