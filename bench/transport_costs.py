@@ -3,7 +3,7 @@
     python -m bench.transport_costs [--rounds 5] [--mebibytes 64] [--output bench/results]
 
 Writes runs of one length in shuffled order: each as an entry of its own, and staged on both sides. The two ways take
-turns. The thresholds of headrace_kv/transport/staging/strategy.py are from here.
+turns. The thresholds of headrace_kv/transport/mooncake.py are from here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import numpy as np
 
 from bench.data_plane.ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
 from headrace_kv.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.mooncake.transport import MooncakeTransport
-from headrace_kv.transport.staging.strategy import Thresholds
-from headrace_kv.transport.staging.transport import StagedTransport
+from headrace_kv.transport.base import KvTransport, Thresholds, WriteResult
+from headrace_kv.transport.mooncake import MooncakeTransport
+from headrace_kv.transport.staging import StagedTransport
 
 RUN_BYTES = [KIB, 4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, MIB]
 RUNS_MAX, PIECE_BYTES = 2048, 4 * MIB

@@ -6,13 +6,14 @@ import ctypes
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
 from headrace_kv.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, WriteResult, session_of
+from headrace_kv.transport.base import KvTransport, WriteResult, failed_future, session_of
 from headrace_kv.transport.factory import OPENERS
 
 KIND: Final = "in_memory"
@@ -121,6 +122,16 @@ class InMemoryTransport(KvTransport):
             raise ConfigError(f"cannot register {nbytes} bytes of KV memory")
         self._fabric.add(self._session, base_address, nbytes)
 
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        """Calls `write`."""
+        try:
+            result = self.write(session, runs, timeout_s)
+        except HeadraceError as error:
+            return failed_future(error)
+        future: Future[WriteResult] = Future()
+        future.set_result(result)
+        return future
+
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         if self._closed:
             raise TransferFailed("the transport is closed")
@@ -157,14 +168,7 @@ class InMemoryTransport(KvTransport):
                 timer.start()
                 raise TransferFailed("the fault plan fails this write, its bytes land later")
             case FaultKind.TRUNCATE:
-                half = len(runs) // 2
-                self._copy(
-                    Runs(
-                        runs.source_addresses[:half],
-                        runs.destination_addresses[:half],
-                        runs.lengths[:half],
-                    )
-                )
+                self._copy(runs.select(slice(len(runs) // 2)))
                 raise TransferFailed("the fault plan truncates this write")
             case FaultKind.CORRUPT:
                 self._copy(runs)
@@ -190,4 +194,4 @@ class InMemoryTransport(KvTransport):
             ctypes.memmove(destination, source, length)
 
 
-OPENERS[KIND] = lambda place: InMemoryTransport()
+OPENERS[KIND] = lambda *place: InMemoryTransport()

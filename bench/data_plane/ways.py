@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake.transport import configure_environment
+from headrace_kv.transport.mooncake import configure_environment
 
 Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]

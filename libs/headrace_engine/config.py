@@ -10,7 +10,7 @@ from headrace_common.limits import write_quiet_s
 from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.transport.networks import Networks
+from headrace_kv.transport.guard import Networks
 
 TRANSPORT: Final = "mooncake"
 """What moves KV between workers: RDMA where the host has it, else TCP."""

@@ -22,8 +22,8 @@ from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCo
 from headrace_kv.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
+from headrace_kv.transport.guard import Networks
 from headrace_kv.transport.memory import Memory
-from headrace_kv.transport.networks import Networks
 
 ConstraintKind: TypeAlias = Literal[
     "json", "json_object", "regex", "choice", "grammar", "structural_tag"

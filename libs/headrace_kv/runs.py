@@ -35,7 +35,7 @@ class Runs:
     @property
     def payload_bytes(self) -> int:
         """Bytes of all runs."""
-        return int(self.lengths.sum())
+        return int(np.add.reduce(self.lengths))
 
     def reverse(self) -> Runs:
         """The copies back."""
@@ -43,25 +43,29 @@ class Runs:
 
     def batches(self, entry_limit: int, byte_limit: int) -> Iterator[Runs]:
         """Yields parts of at most `entry_limit` runs and `byte_limit` bytes. Longer runs are split."""
-        if len(self) <= entry_limit and self.payload_bytes <= byte_limit:
-            if len(self):
+        count = len(self.lengths)
+        if count <= entry_limit and self.payload_bytes <= byte_limit:
+            if count:
                 yield self
             return
-        whole = self._split(byte_limit)
+        whole = self.split(byte_limit)
         ends = np.cumsum(whole.lengths)
         start = 0
         while start < len(whole):
             sent = int(ends[start - 1]) if start else 0
             stop = int(np.searchsorted(ends, sent + byte_limit, side="right"))
             stop = min(stop, start + entry_limit)
-            yield Runs(
-                whole.source_addresses[start:stop],
-                whole.destination_addresses[start:stop],
-                whole.lengths[start:stop],
-            )
+            yield whole.select(slice(start, stop))
             start = stop
 
-    def _split(self, byte_limit: int) -> Runs:
+    def select(self, which: Int64Array | NDArray[np.bool_] | slice) -> Runs:
+        """Some of the runs, in the order given."""
+        return Runs(
+            self.source_addresses[which], self.destination_addresses[which], self.lengths[which]
+        )
+
+    def split(self, byte_limit: int) -> Runs:
+        """Splits the runs that are longer than `byte_limit`."""
         pieces = -(-self.lengths // byte_limit)
         if not np.any(pieces > 1):
             return self
@@ -73,13 +77,16 @@ class Runs:
             np.minimum(self.lengths[run] - offset, byte_limit),
         )
 
-    def merge(self) -> Runs:
-        """Joins runs that follow each other in the list and in memory on both sides."""
+    def merge(self, source_stride: int = 1, destination_stride: int = 1) -> Runs:
+        """Joins runs that follow each other in the list and in memory on both sides.
+
+        The strides are the bytes of one unit of `lengths` on each side.
+        """
         if len(self) < 2:
             return self
         lengths = self.lengths[:-1]
-        breaks = (np.diff(self.source_addresses) != lengths) | (
-            np.diff(self.destination_addresses) != lengths
+        breaks = (np.diff(self.source_addresses) != lengths * source_stride) | (
+            np.diff(self.destination_addresses) != lengths * destination_stride
         )
         firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
         if len(firsts) == len(self):
@@ -98,10 +105,7 @@ class Runs:
         ordered = len(self) < 2 or bool((np.diff(self.source_addresses) >= 0).all())
         if ordered or len(self) > _SORTED_RUNS_MAX:
             return self.merge()
-        order = np.argsort(self.source_addresses)
-        return Runs(
-            self.source_addresses[order], self.destination_addresses[order], self.lengths[order]
-        ).merge()
+        return self.select(np.argsort(self.source_addresses)).merge()
 
 
 def concatenate(parts: Sequence[Runs]) -> Runs:
@@ -120,10 +124,7 @@ def interleave(parts: Sequence[Runs]) -> Runs:
     every = concatenate(parts)
     if len({len(part) for part in parts}) > 1:
         return every
-    order = np.arange(len(every)).reshape(len(parts), -1).T.ravel()
-    return Runs(
-        every.source_addresses[order], every.destination_addresses[order], every.lengths[order]
-    )
+    return every.select(np.arange(len(every)).reshape(len(parts), -1).T.ravel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,29 +249,14 @@ def plan_part(
         part.destination.block_stride_bytes
     )
     destination += segments.destination_tokens * tokens[1]
-    token_runs = _join_segments(Runs(source, destination, segments.token_counts), tokens)
+    # Token runs that continue across a block border become one. Their lengths are counts of tokens.
+    token_runs = Runs(source, destination, segments.token_counts).merge(*tokens)
     inner = sorted(
         (axis for axis in (part.repeats, heads) if axis.count > 1),
         key=lambda axis: axis.source_stride,
     )
     nest = _Nest(tokens, tuple(inner), part.source.block_stride_bytes, part.source.unit_bytes)
     return nest.expand(token_runs)
-
-
-def _join_segments(token_runs: Runs, tokens: tuple[int, int]) -> Runs:
-    """Joins token runs that continue across a block border. The lengths are counts of tokens."""
-    if len(token_runs) < 2:
-        return token_runs
-    counts = token_runs.lengths[:-1]
-    breaks = (np.diff(token_runs.source_addresses) != counts * tokens[0]) | (
-        np.diff(token_runs.destination_addresses) != counts * tokens[1]
-    )
-    firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return Runs(
-        token_runs.source_addresses[firsts],
-        token_runs.destination_addresses[firsts],
-        np.add.reduceat(token_runs.lengths, firsts),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +306,7 @@ class _Nest:
                 every = (token_runs, lengths * factor, depth + 1, tokens_done)
                 self._grow(*every, (*loops, *more), found)
             elif chosen.any():
-                some = (_some(token_runs, chosen), lengths[chosen] * factor, depth + 1, tokens_done)
+                some = (token_runs.select(chosen), lengths[chosen] * factor, depth + 1, tokens_done)
                 self._grow(*some, (*loops, *more), found)
 
     def _by_token(self, token_runs: Runs, lengths: Int64Array) -> tuple[Runs, Int64Array]:
@@ -347,14 +333,6 @@ class _Nest:
             destination = _spread(destination, steps * axis.destination_stride, outer)
             lengths = _spread(lengths, np.zeros_like(steps), outer)
         return Runs(source, destination, lengths)
-
-
-def _some(token_runs: Runs, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Runs:
-    return Runs(
-        token_runs.source_addresses[chosen],
-        token_runs.destination_addresses[chosen],
-        token_runs.lengths[chosen],
-    )
 
 
 def _spread(starts: Int64Array, steps: Int64Array, outer: bool) -> Int64Array:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,8 @@ from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.shard_map import Key
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.networks import Address, Networks
-from headrace_kv.transport.staging.scatter_server import LandingLimits
-from headrace_kv.transport.staging.transport import StagingLimits
+from headrace_kv.transport.guard import Address, Networks
+from headrace_kv.transport.scatter import StagingLimits
 from headrace_prefill.pull.session import PullSession
 from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
@@ -189,9 +189,9 @@ class SlowWrites(KvTransport):
     def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
         return self._inner.source_addresses(sessions)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         time.sleep(self._dice.dawdle(self._most_s))
-        return self._inner.write(session, runs, timeout_s)
+        return self._inner.submit(session, runs, timeout_s)
 
     def close(self) -> None:
         self._inner.close()
@@ -275,8 +275,8 @@ def shrink_memories() -> None:
         "ReceiverLimits",
         partial(ReceiverLimits, remembered=_HISTORY_MAX),
     )
-    landing = LandingLimits(slot_bytes=_SLOT_BYTES)
-    put(headrace_kv.transport.factory, "StagingLimits", partial(StagingLimits, landing))
+    limits = partial(StagingLimits, slot_bytes=_SLOT_BYTES)
+    put(headrace_kv.transport.factory, "StagingLimits", limits)
 
 
 def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval_s: float) -> None:

@@ -42,9 +42,6 @@ class ModelTransport(KvTransport):
     def register(self, base_address: int, nbytes: int) -> None:
         pass
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        raise NotImplementedError
-
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         return self._world.submit(self, session, runs, timeout_s)
 

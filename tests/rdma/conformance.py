@@ -28,7 +28,7 @@ from tests.rdma.failures import (
     unregistered_destination,
     unregistered_source,
 )
-from tests.rdma.harness import TIMEOUT_S, Harness, fails, one_run, part_of, pieces
+from tests.rdma.harness import TIMEOUT_S, Harness, fails, one_run, pieces
 from tests.rdma.peers import (
     ALLOCATORS,
     PEER_BYTES,
@@ -123,7 +123,7 @@ def two_peers(harness: Harness) -> None:
     )
     for cut in (slice(0, 32), slice(32, 64)):
         for peer, runs in ((first, to_first), (second, to_second)):
-            harness.write(peer, part_of(runs, cut))
+            harness.write(peer, runs.select(cut))
     harness.check(first, to_first)
     harness.check(second, to_second)
 
@@ -135,8 +135,8 @@ def two_senders(harness: Harness) -> None:
     try:
         second.register(harness.memory.address, harness.memory.nbytes)
         both = harness.scattered(peer, 100, 2000)
-        harness.write(peer, part_of(both, slice(0, 50)))
-        second.write(peer.session, part_of(both, slice(50, 100)), TIMEOUT_S)
+        harness.write(peer, both.select(slice(0, 50)))
+        second.write(peer.session, both.select(slice(50, 100)), TIMEOUT_S)
         harness.check(peer, both)
     finally:
         second.close()

@@ -147,12 +147,8 @@ def one_run(source: int, destination: int, nbytes: int) -> Runs:
     return Runs(np.array([source]), np.array([destination]), np.array([nbytes]))
 
 
-def part_of(runs: Runs, cut: slice) -> Runs:
-    return Runs(runs.source_addresses[cut], runs.destination_addresses[cut], runs.lengths[cut])
-
-
 def pieces(runs: Runs, count: int) -> list[Runs]:
-    return [part_of(runs, slice(number, None, count)) for number in range(count)]
+    return [runs.select(slice(number, None, count)) for number in range(count)]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.sim.stepper import Stepper
 from headrace_frontend.request import preparation
 from headrace_kv.send.write_scheduler import WriteWindow
-from headrace_kv.transport.staging.transport import StagedTransport
+from headrace_kv.transport.staging import StagedTransport
 
 SLOW_RANK: Final = 1
 SLOW_LAYER: Final = 1

@@ -14,7 +14,7 @@ from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.messages import TransferTarget
 from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
-from headrace_kv.transport.networks import parse_networks
+from headrace_kv.transport.guard import parse_networks
 
 PARAMS_KEY = "headrace"
 """In a request's kv_transfer_params."""

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.sender import SenderThread
     from headrace_kv.transport.base import KvTransport
-    from headrace_kv.transport.networks import Networks
+    from headrace_kv.transport.guard import Networks
 
 Argument = TypeVar("Argument")
 

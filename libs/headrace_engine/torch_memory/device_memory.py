@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from headrace_engine.torch_memory.stream_order import DeviceOrder, open_copy_str
 from headrace_kv.runs import Int64Array
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.guard import Networks
 from headrace_kv.transport.memory import PASSED, Bytes, Mark, MemoryRanges, Piece, gather
-from headrace_kv.transport.networks import Networks
 
 _WORD_BYTES = 8
 
@@ -353,32 +354,27 @@ def open_tensor_transport(
     KV on a device crosses host memory on both sides, unless `gpu_direct` is set and an RDMA adapter reaches the device.
     Raises ConfigError as open_transport and register do.
     """
+    open_one = partial(
+        open_transport, kind, host, rdma_devices=rdma_devices, admitted=admitted, quiet_s=quiet_s
+    )
     if tensor.device.type == "cpu":
         storage = tensor.untyped_storage()
-        transport = open_transport(
-            kind, host, rdma_devices=rdma_devices, admitted=admitted, quiet_s=quiet_s
-        )
+        transport = open_one()
         transport.register(storage.data_ptr(), storage.nbytes())
         return transport, open_order(tensor.device, transport.memory)
     if gpu_direct and kind == "mooncake":
-        opened = _open_direct(tensor, host, rdma_devices, admitted, quiet_s)
+        opened = _open_direct(tensor, open_one)
         if opened is not None:
             return opened
     memory = TorchMemory(tensor.device)
     address, nbytes = memory.hold(tensor)
-    transport = open_transport(
-        kind, host, memory=memory, rdma_devices=rdma_devices, admitted=admitted, quiet_s=quiet_s
-    )
+    transport = open_one(memory=memory)
     transport.register(address, nbytes)
     return transport, open_order(tensor.device, memory)
 
 
 def _open_direct(
-    tensor: Tensor,
-    host: str,
-    rdma_devices: Sequence[str],
-    admitted: Networks | None,
-    quiet_s: float,
+    tensor: Tensor, open_one: Callable[..., KvTransport]
 ) -> tuple[KvTransport, DeviceOrder] | None:
     """A transport without host memory in between. None where that is not possible, which only trying shows."""
     transport: KvTransport | None = None
@@ -386,15 +382,7 @@ def _open_direct(
         memory = TorchMemory(tensor.device, direct=True)
         order = open_order(tensor.device, memory)
         address, nbytes = memory.hold(tensor)
-        transport = open_transport(
-            kind="mooncake",
-            host=host,
-            protocol="rdma",
-            memory=memory,
-            rdma_devices=rdma_devices,
-            admitted=admitted,
-            quiet_s=quiet_s,
-        )
+        transport = open_one(protocol="rdma", memory=memory)
         transport.register(address, nbytes)
         # Mooncake registers the memory with the adapter when it makes the session.
         transport.session  # noqa: B018

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
     from headrace_engine.vllm.service.kv_events import KvEventReader
     from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.transport.guard import Networks
     from headrace_kv.transport.memory import Memory
-    from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from headrace_engine.interface import Engine
 from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.transport.networks import parse_networks
+from headrace_kv.transport.guard import parse_networks
 from headrace_text.model_hub import parse_hub_model
 
 

@@ -17,7 +17,7 @@ from headrace_kv.receive.observer import ReceiverFeature
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import RouterTickets
-from headrace_kv.transport.networks import parse_networks
+from headrace_kv.transport.guard import parse_networks
 
 
 class KvReceiving:

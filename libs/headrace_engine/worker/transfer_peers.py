@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_common.tasks import end_task
-from headrace_kv.transport.networks import Address, Networks, merge_networks, networks_of
+from headrace_kv.transport.guard import Address, Networks, merge_networks, networks_of
 
 _LOG = logging.getLogger(__name__)
 

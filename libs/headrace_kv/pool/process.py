@@ -31,7 +31,7 @@ from headrace_kv.pool.memory import (
     setup_from_packet,
 )
 from headrace_kv.pool.store import PRESENT, STORED, MooncakeStore
-from headrace_kv.transport.networks import parse_networks
+from headrace_kv.transport.guard import parse_networks
 
 _EXIT_LOST: Final = 3
 _LOST: Final = range(-999, -799)

@@ -30,8 +30,8 @@ from headrace_kv.pool.memory import (
     reply_from_packet,
     setup_to_packet,
 )
-from headrace_kv.transport.mooncake.transport import protocol_environment
-from headrace_kv.transport.networks import Networks
+from headrace_kv.transport.guard import Networks
+from headrace_kv.transport.mooncake import protocol_environment
 
 log = logging.getLogger(__name__)
 

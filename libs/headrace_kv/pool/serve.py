@@ -25,8 +25,8 @@ from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
 from headrace_common.process.free_port import free_port
 from headrace_kv.pool.memory import SharedArena
 from headrace_kv.pool.store import MooncakeStore
-from headrace_kv.transport.mooncake.transport import configure_environment
-from headrace_kv.transport.networks import parse_networks
+from headrace_kv.transport.guard import parse_networks
+from headrace_kv.transport.mooncake import configure_environment
 
 _START_LIMIT_S: Final = 20.0
 _POLL_S: Final = 0.02

@@ -11,13 +11,13 @@ from typing import Any, Final, cast
 
 from headrace_common.errors import TransferFailed
 from headrace_kv.pool.memory import SharedArena, Slots
-from headrace_kv.transport.mooncake.known_lines import without_known_lines
-from headrace_kv.transport.mooncake.listen_filter import (
+from headrace_kv.transport.guard import (
+    Networks,
     open_listeners,
     resolve_host,
     restrict_listeners,
 )
-from headrace_kv.transport.networks import Networks
+from headrace_kv.transport.mooncake import without_known_lines
 
 STORED: Final = 0
 ABSENT: Final = -704

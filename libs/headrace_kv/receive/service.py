@@ -18,7 +18,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, PermissionDenied, ProtocolViolation, QueueFull
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
-from headrace_kv.transport.networks import (
+from headrace_kv.transport.guard import (
     Address,
     address_of_peer,
     plain_address,

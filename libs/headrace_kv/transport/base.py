@@ -6,15 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Final, Literal
+
+import numpy as np
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_kv.copy_plan import Runs
+from headrace_kv.runs import Runs
+from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
-from headrace_kv.transport.networks import Address, Networks
 
 _PART = ";"
 _NAME = "="
+LANDING_ONLY: Final = "landing"
+"""The session part of a peer with memory that only landing slots reach."""
+
+_LANDING_ONLY_NAME = LANDING_ONLY + _NAME
 
 
 def join_sessions(sessions: Mapping[str, str]) -> str:
@@ -25,6 +32,7 @@ def join_sessions(sessions: Mapping[str, str]) -> str:
     )
 
 
+@lru_cache(maxsize=1024)
 def session_of(name: str, session: str) -> str | None:
     """The part of transport `name`: the session itself when it has no parts, None when no part has the name."""
     if _NAME not in session:
@@ -69,6 +77,22 @@ class WriteResult:
     staging_wait_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """When entries are so long or so few that to avoid them costs more than to write them.
+
+    `long_bytes`: an entry of this length costs as little as the copies that staging needs for its bytes.
+    `few_entries`: as many entries cost as little as the message that asks the receiver to copy.
+    """
+
+    long_bytes: int
+    few_entries: int = 16
+
+    def are_cheap(self, entry_count: int, payload_bytes: int) -> bool:
+        """Whether entries of some bytes together are few, or long on average."""
+        return entry_count <= self.few_entries or payload_bytes >= entry_count * self.long_bytes
+
+
 # A transport ends its futures in time by itself; this bounds the effect of a bug in one.
 _GRACE_S = 30.0
 
@@ -76,7 +100,7 @@ _GRACE_S = 30.0
 class KvTransport(ABC):
     """Moves bytes from this rank's memory into another rank's.
 
-    One thread calls `write`, `submit` and `close`. `write` blocks.
+    One thread calls `write`, `submit` and `close`.
     """
 
     name: str
@@ -97,15 +121,16 @@ class KvTransport(ABC):
     memory: Memory = HOST_MEMORY
     """Reads what is registered."""
 
-    @property
-    def wire(self) -> str:
-        """The transport and its protocol, as in WriteResult.transport. The thresholds of staging depend on it."""
-        return self.name
+    stages_host_memory: bool = False
+    """Whether short runs of host memory should be staged: an entry costs more than a copy of its bytes."""
+
+    # Not measured on a real adapter. Chosen so that only very short runs are staged.
+    thresholds: Thresholds = Thresholds(long_bytes=12 * 1024, few_entries=64)
 
     @property
-    def stages_host_memory(self) -> bool:
-        """Whether short runs of host memory should be staged: an entry costs more than a copy of its bytes."""
-        return False
+    def wire(self) -> str:
+        """The transport and its protocol, as in WriteResult.transport."""
+        return self.name
 
     @property
     @abstractmethod
@@ -117,25 +142,20 @@ class KvTransport(ABC):
         """Lets [base_address, base_address + nbytes) be read and written. Raises ConfigError when it cannot."""
 
     @abstractmethod
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        """Copies the runs into the memory of `session` and returns when they have landed.
-
-        Raises TransferFailed: then an unknown part has landed, and more may land for `quiet_after_failure_s`. A
-        transport may take longer than `timeout_s` where its library cannot be interrupted.
-        """
-
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
-        """Starts a write. The future is done when `write` would return or raise, within about `timeout_s`.
+        """Starts to copy the runs into the memory of `session`. The future is done when they have landed.
 
-        Until then the source must not change. Blocks while the transport cannot accept more.
+        It raises TransferFailed: then an unknown part has landed, and more may land for `quiet_after_failure_s`. It is
+        done within about `timeout_s`, later where a library cannot be interrupted. Until then the source must not
+        change. Blocks while the transport cannot accept more.
         """
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
+        """Submits a write, and returns or raises what its future holds."""
         try:
-            result = self.write(session, runs, timeout_s)
-        except HeadraceError as error:
-            return failed_future(error)
-        future: Future[WriteResult] = Future()
-        future.set_result(result)
-        return future
+            return self.submit(session, runs, timeout_s).result(max(0.0, timeout_s) + _GRACE_S)
+        except TimeoutError:
+            raise TransferFailed("the transport does not end a write") from None
 
     def admit(self, networks: Networks | None) -> None:  # noqa: B027
         """From now on only hosts in `networks` reach the ports that peers write to. None means every host.
@@ -156,16 +176,33 @@ class KvTransport(ABC):
         """Ends the transport; afterwards nothing lands any more. May be called twice."""
 
 
+class DirectFirst(KvTransport):
+    """A transport around `inner`, which writes as they are the runs that `inner` reaches and writes at low cost.
+
+    These are at most `direct_entries_max` runs, or runs of `direct_bytes_min` or more each, unless only landing slots
+    reach the peer's memory.
+    """
+
+    inner: KvTransport
+    direct_entries_max: int
+    direct_bytes_min: int
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        lengths = runs.lengths
+        cheap = len(lengths) <= self.direct_entries_max or (
+            np.minimum.reduce(lengths) >= self.direct_bytes_min
+        )
+        if cheap and _LANDING_ONLY_NAME not in session:
+            return self.inner.submit(session, runs, timeout_s)
+        return self.submit_costly(session, runs, timeout_s)
+
+    @abstractmethod
+    def submit_costly(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        """As `submit`, for all other writes."""
+
+
 def failed_future(error: HeadraceError) -> Future[WriteResult]:
     """A future that has ended with an error."""
     future: Future[WriteResult] = Future()
     future.set_exception(error)
     return future
-
-
-def wait_for_write(future: Future[WriteResult], timeout_s: float) -> WriteResult:
-    """Waits for a write that was submitted with `timeout_s`. Returns or raises what the future holds."""
-    try:
-        return future.result(max(0.0, timeout_s) + _GRACE_S)
-    except TimeoutError:
-        raise TransferFailed("the transport does not end a write") from None

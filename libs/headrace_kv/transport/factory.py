@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
 
 from headrace_common.errors import ConfigError
 from headrace_common.limits import write_quiet_s
-from headrace_kv.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, WriteResult
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.guard import Network, Networks, merge_networks
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
-from headrace_kv.transport.mooncake.transport import open_mooncake
-from headrace_kv.transport.networks import Address, Network, Networks, merge_networks
-from headrace_kv.transport.staging.scatter_server import LandingLimits
-from headrace_kv.transport.staging.strategy import thresholds_of
-from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
+from headrace_kv.transport.mooncake import open_mooncake
+from headrace_kv.transport.scatter import StagingLimits
+from headrace_kv.transport.staging import StagedTransport
 
 
 class SharedTransport:
@@ -42,7 +39,7 @@ class SharedTransport:
                 self._inner = self._open_inner()
             share = _Share(self, self._inner)
             self._set(share, admitted)
-            return share
+            return cast("KvTransport", share)
 
     def admit(self, share: _Share, networks: Networks | None) -> None:
         """Admits the networks of all users."""
@@ -77,64 +74,29 @@ def _union(admitted: Iterable[Networks | None]) -> Networks | None:
     return merge_networks(networks)
 
 
-class _Share(KvTransport):
-    """What one worker sees of the transport."""
+class _Share:
+    """What one worker sees of the transport: the transport itself, but for networks and end."""
 
     def __init__(self, shared: SharedTransport, inner: KvTransport) -> None:
         self._shared = shared
         self._inner = inner
-        self.name = inner.name
-        self.quiet_after_failure_s = inner.quiet_after_failure_s
-        self.entry_limit = inner.entry_limit
-        self.byte_limit = inner.byte_limit
-        self.pending_limit = inner.pending_limit
-        self.memory = inner.memory
+        self.submit = inner.submit
 
-    @property
-    def session(self) -> str:
-        return self._inner.session
-
-    def register(self, base_address: int, nbytes: int) -> None:
-        self._inner.register(base_address, nbytes)
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        return self._inner.write(session, runs, timeout_s)
-
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
-        return self._inner.submit(session, runs, timeout_s)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def admit(self, networks: Networks | None) -> None:
         self._shared.admit(self, networks)
-
-    def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
-        return self._inner.source_addresses(sessions)
 
     def close(self) -> None:
         self._shared.leave(self)
 
 
-@dataclass(frozen=True, slots=True)
-class TransportPlace:
-    """Where a transport moves KV: see open_transport."""
+Opener = Callable[[str, str, Memory, Sequence[str]], KvTransport]
+"""Opens a transport that writes runs as they are, from host, protocol, memory and RDMA devices."""
 
-    host: str
-    protocol: str
-    memory: Memory
-    rdma_devices: tuple[str, ...]
-    quiet_s: float
-
-
-OPENERS: Final[dict[str, Callable[[TransportPlace], KvTransport]]] = {
-    "mooncake": lambda place: open_mooncake(
-        place.host, place.protocol, place.memory, place.rdma_devices
-    ),
-}
-"""By kind: a transport that writes runs as they are. A new transport adds a line."""
-
-# Device memory is only reachable through a slot, so there are slots for more senders, and a refusal is short.
-_DEVICE_LIMITS = StagingLimits(
-    landing=LandingLimits(senders=32, slot_bytes=2 * 1024 * 1024), retry_s=1.0
-)
+OPENERS: Final[dict[str, Opener]] = {"mooncake": open_mooncake}
+"""By kind. A new transport adds an entry."""
 
 
 def open_transport(
@@ -156,21 +118,18 @@ def open_transport(
 
     Raises ConfigError for another kind, or when the transport cannot start on this machine.
     """
-    transport = _open(kind, TransportPlace(host, protocol, memory, tuple(rdma_devices), quiet_s))
-    # No transport has ports before its session is used.
-    transport.admit(admitted)
-    return transport
-
-
-def _open(kind: str, place: TransportPlace) -> KvTransport:
     opener = OPENERS.get(kind)
     if opener is None:
         raise ConfigError(f'there is no transport "{kind}": choose {" or ".join(OPENERS)}')
-    memory, inner = place.memory, opener(place)
+    transport = opener(host, protocol, memory, rdma_devices)
     # Over RDMA, host memory is written run by run: an entry costs about as much as the copy that staging would save,
     # and every rank would pin a landing area.
-    if memory.on_host and not inner.stages_host_memory:
-        return inner
-    limits = StagingLimits() if memory.on_host else _DEVICE_LIMITS
-    limits = replace(limits, landing=replace(limits.landing, quiet_s=place.quiet_s))
-    return StagedTransport(inner, place.host, thresholds_of(inner.wire), limits, memory=memory)
+    if not memory.on_host or transport.stages_host_memory:
+        limits = StagingLimits(quiet_s=quiet_s)
+        if not memory.on_host:
+            # Reachable only through a slot, so there are slots for more senders, and a refusal is short.
+            limits = replace(limits, senders=32, slot_bytes=2 * 1024 * 1024, retry_s=1.0)
+        transport = StagedTransport(transport, host, transport.thresholds, limits, memory=memory)
+    # No transport has ports before its session is used.
+    transport.admit(admitted)
+    return transport

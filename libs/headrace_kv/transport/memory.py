@@ -25,11 +25,6 @@ def suited_alignment_bytes(nbytes: int) -> int:
     return HUGE_PAGE_BYTES if nbytes >= 8 * HUGE_PAGE_BYTES else PAGE_BYTES
 
 
-def padding_bytes(address: int, alignment_bytes: int) -> int:
-    """Bytes from `address` to the next multiple of the alignment, fewer than the alignment."""
-    return -address % alignment_bytes
-
-
 def allocate_arena(nbytes: int, alignment_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory of shape [nbytes] that starts at a multiple of the alignment.
 
@@ -41,7 +36,7 @@ def allocate_arena(nbytes: int, alignment_bytes: int) -> NDArray[np.uint8]:
     if alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise ConfigError(f"an alignment is a power of two, not {alignment_bytes}")
     raw = np.empty(nbytes + alignment_bytes - 1, np.uint8)
-    skipped = padding_bytes(int(raw.ctypes.data), alignment_bytes)
+    skipped = -int(raw.ctypes.data) % alignment_bytes
     return raw[skipped : skipped + nbytes]
 
 
@@ -92,11 +87,10 @@ class MemoryRanges:
         if not len(addresses):
             return True
         ends = addresses + lengths
-        low, high = int(addresses.min()), int(ends.max())
-        if any(start <= low and high <= end for start, end in self.spans):
-            return True
-        if len(self.spans) < 2:
-            return False
+        low, high = np.minimum.reduce(addresses), np.maximum.reduce(ends)
+        for start, end in self.spans:
+            if start <= low and high <= end:
+                return True
         inside = np.zeros(len(addresses), np.bool_)
         for start, end in self.spans:
             inside |= (addresses >= start) & (ends <= end)
@@ -254,33 +248,34 @@ _FEW_RUNS = 16
 
 def gather(addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
     """Copies [addresses[i], addresses[i] + lengths[i]) one after the other to the start of `target`. Shapes [run]."""
-    for first, stop, length, offset in _equal_lengths(lengths):
-        if stop - first < _FEW_RUNS:
-            packed = int(target.ctypes.data) + offset
-            for address in addresses[first:stop].tolist():
-                ctypes.memmove(packed, address, length)
-                packed += length
-            continue
-        rows = target[offset : offset + (stop - first) * length].reshape(-1, length)
-        memory, index = _rows(addresses[first:stop], length)
-        if memory.flags.c_contiguous:
-            np.take(memory, index, axis=0, out=rows, mode="clip")
-        else:
-            rows[...] = memory[index]
+    _copy_packed(target, addresses, lengths, gathers=True)
 
 
 def scatter(source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
     """Copies consecutive bytes of `source` to [addresses[i], addresses[i] + lengths[i]). Shapes [run]."""
+    _copy_packed(source, addresses, lengths, gathers=False)
+
+
+def _copy_packed(
+    packed: Bytes, addresses: Int64Array, lengths: Int64Array, *, gathers: bool
+) -> None:
     for first, stop, length, offset in _equal_lengths(lengths):
-        if stop - first < _FEW_RUNS:
-            packed = int(source.ctypes.data) + offset
-            for address in addresses[first:stop].tolist():
-                ctypes.memmove(address, packed, length)
-                packed += length
+        some = addresses[first:stop]
+        if len(some) < _FEW_RUNS:
+            at = int(packed.ctypes.data) + offset
+            for address in some.tolist():
+                target, source = (at, address) if gathers else (address, at)
+                ctypes.memmove(target, source, length)
+                at += length
             continue
-        rows = source[offset : offset + (stop - first) * length].reshape(-1, length)
-        memory, index = _rows(addresses[first:stop], length)
-        memory[index] = rows
+        rows = packed[offset : offset + len(some) * length].reshape(-1, length)
+        memory, index = _rows(some, length)
+        if not gathers:
+            memory[index] = rows
+        elif memory.flags.c_contiguous:
+            np.take(memory, index, axis=0, out=rows, mode="clip")
+        else:
+            rows[...] = memory[index]
 
 
 def _equal_lengths(lengths: Int64Array) -> Iterator[tuple[int, int, int, int]]:

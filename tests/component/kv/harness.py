@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,8 +81,8 @@ class LentTransport(KvTransport):
         assert base_address == self.buffer.ctypes.data
         assert nbytes <= self.buffer.nbytes
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        return self._lender.write(session, runs, timeout_s)
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        return self._lender.submit(session, runs, timeout_s)
 
     def close(self) -> None:
         pass

@@ -53,7 +53,7 @@ from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
     from headrace_kv.send.context import DescriptorSource
-    from headrace_kv.transport.networks import Networks
+    from headrace_kv.transport.guard import Networks
 
 log = logging.getLogger(__name__)
 

@@ -63,8 +63,8 @@ from headrace_kv.send.sender import RankSender
 from headrace_kv.shard_map import heads_held
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.guard import parse_networks
 from headrace_kv.transport.mapped_memory import share_pages
-from headrace_kv.transport.networks import parse_networks
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,7 +28,7 @@ from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.shard_map import place_regions
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake.write_job import WriteJob
+from headrace_kv.transport.write_worker import WriteJob
 
 BLOCK_TOKENS, BLOCKS = 8, 4
 TOKENS = BLOCK_TOKENS * BLOCKS

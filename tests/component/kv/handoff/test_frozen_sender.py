@@ -34,11 +34,10 @@ from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.shard_map import place_regions
 from headrace_kv.tickets import NoTickets
+from headrace_kv.transport import guard
 from headrace_kv.transport.base import session_of
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake import listen_filter
-from headrace_kv.transport.mooncake.listen_filter import open_listeners
-from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
+from headrace_kv.transport.guard import open_listeners, own_tcp_sockets
 from tests.component.kv.handoff.frozen_sender import BLOCKS, LAYOUT, SENT, TOKENS, Order
 from tests.waiting import until
 
@@ -163,7 +162,7 @@ class Decode:
         header = struct.pack("@HP", len(SMALL_PACKETS) // 8, ctypes.addressof(code))
         for own in own_tcp_sockets():
             if own.listens and own.local_port in self.data_ports:
-                own.copy.setsockopt(socket.SOL_SOCKET, listen_filter._SO_ATTACH_FILTER, header)
+                own.copy.setsockopt(socket.SOL_SOCKET, guard._SO_ATTACH_FILTER, header)
 
     def pass_bytes(self) -> None:
         """The sender's kernel sends the dropped packets again."""

@@ -20,7 +20,7 @@ from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.stream import HandoffStream
 from headrace_kv.tickets import NoTickets
-from headrace_kv.transport.networks import Address, parse_networks
+from headrace_kv.transport.guard import Address, parse_networks
 from tests.component.kv.harness import Arena, make_layout
 from tests.in_memory_transport import InMemoryTransport
 from tests.waiting import let_a_wrong_step_show, until

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
-import pytest
-
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake.sockets import set_accept_timeout
-
-
-def test_an_accept_ends_at_the_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert set_accept_timeout(listener.getsockname()[1], 0.05)
-        with pytest.raises(BlockingIOError):
-            listener.accept()
 
 
 def test_a_mooncake_engine_ends_within_the_accept_timeout() -> None:

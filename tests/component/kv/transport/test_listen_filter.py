@@ -11,20 +11,22 @@ from contextlib import ExitStack
 import pytest
 
 from headrace_common.errors import ConfigError, QueueFull
+from headrace_kv.transport import guard, mooncake
 from headrace_kv.transport.base import KvTransport, session_of
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake import listen_filter
-from headrace_kv.transport.mooncake import transport as mooncake_transport
-from headrace_kv.transport.mooncake.listen_filter import (
+from headrace_kv.transport.guard import (
+    Address,
+    Networks,
     RestrictedPorts,
+    networks_of,
     open_listeners,
+    own_tcp_sockets,
+    parse_networks,
     resolve_host,
     restrict_listeners,
     restrict_ports,
 )
-from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
-from headrace_kv.transport.mooncake.transport import MooncakeTransport
-from headrace_kv.transport.networks import Address, Networks, networks_of, parse_networks
+from headrace_kv.transport.mooncake import MooncakeTransport
 
 OWN, OTHER = "127.0.0.1", "127.0.0.2"
 NOT_HERE = "203.0.113.7"
@@ -252,7 +254,7 @@ def test_only_over_rdma_a_called_peer_may_connect_to_the_sending_engine(
         filters.append(sources)
         return RestrictedPorts(frozenset(ports), frozenset())
 
-    monkeypatch.setattr(mooncake_transport, "restrict_ports", restrict)
+    monkeypatch.setattr(mooncake, "restrict_ports", restrict)
     transport.admit(parse_networks(["10.0.0.0/24"]))
     transport._admit_called("127.0.0.9:15000")
     expected = {"tcp": (), "rdma": parse_networks(["10.0.0.0/24", "127.0.0.9"])}
@@ -264,7 +266,7 @@ def test_a_warning_names_ports_that_stay_open(
     cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = OWN if "kernel" in cause else NOT_HERE
-    monkeypatch.setattr(listen_filter, "_attach", lambda listener, program: False)
+    monkeypatch.setattr(guard, "_attach", lambda listener, program: False)
     known = open_listeners()
     transport = MooncakeTransport(host, "tcp")
     try:

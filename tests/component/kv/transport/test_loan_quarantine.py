@@ -9,7 +9,7 @@ from headrace_engine.worker.config import engine_config
 from headrace_kv.layout import WorkerRef
 from headrace_kv.leases import LateWriteGuard, QuarantinePolicy
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.staging.transport import StagedTransport
+from headrace_kv.transport.staging import StagedTransport
 
 
 @pytest.mark.parametrize(("lease_s", "quarantine_s"), [(5.0, 15.0), (10.0, 40.0)])
@@ -30,7 +30,7 @@ def test_a_loan_is_quarantined_for_longer_than_a_late_write_may_take(
     transport = open_transport("mooncake", "127.0.0.1", "tcp", quiet_s=engine.write_quiet_s)
     try:
         assert isinstance(transport, StagedTransport)
-        loan_s = transport._landing.quiet_s
+        loan_s = transport._limits.quiet_s
     finally:
         transport.close()
     assert loan_s > 2 * lease_s + LateWriteGuard.allowed_s(quarantine_s)

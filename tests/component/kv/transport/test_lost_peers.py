@@ -9,14 +9,14 @@ import struct
 
 import pytest
 
-from headrace_kv.transport.mooncake import listen_filter
-from headrace_kv.transport.mooncake.listen_filter import open_listeners
-from headrace_kv.transport.mooncake.sockets import (
+from headrace_kv.transport import guard
+from headrace_kv.transport.guard import (
     LOST_AFTER_S,
     end_lost_connections,
+    open_listeners,
     own_tcp_sockets,
 )
-from headrace_kv.transport.mooncake.transport import MooncakeTransport
+from headrace_kv.transport.mooncake import MooncakeTransport
 
 # A real clock, because the kernel has no other. The last probe may be late.
 SLACK_S = 10.0
@@ -33,7 +33,7 @@ def test_a_connection_ends_when_its_peer_is_cut_off() -> None:
         with lost, kept, at_lost, at_kept:
             code = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
             header = struct.pack("@HP", 1, ctypes.addressof(code))
-            at_lost.setsockopt(socket.SOL_SOCKET, listen_filter._SO_ATTACH_FILTER, header)
+            at_lost.setsockopt(socket.SOL_SOCKET, guard._SO_ATTACH_FILTER, header)
             lost.sendall(b"late")
             at_lost.settimeout(LOST_AFTER_S + SLACK_S)
             with pytest.raises(TimeoutError) as caught:

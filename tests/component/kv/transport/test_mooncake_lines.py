@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headrace_kv.transport.mooncake.known_lines import without_known_lines
+from headrace_kv.transport.mooncake import without_known_lines
 
 KNOWN = (
     b"WARNING: Logging before InitGoogleLogging() is written to STDERR\n"

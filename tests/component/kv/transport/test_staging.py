@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,12 +13,10 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_kv.copy_plan import Int64Array, Runs
-from headrace_kv.transport.base import WriteResult, session_of
+from headrace_kv.transport.base import Thresholds, WriteResult, session_of
 from headrace_kv.transport.memory import HostMemory
-from headrace_kv.transport.staging.scatter_client import ScatterClient
-from headrace_kv.transport.staging.scatter_server import LandingLimits
-from headrace_kv.transport.staging.strategy import Thresholds
-from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
+from headrace_kv.transport.scatter import ScatterClient, StagingLimits
+from headrace_kv.transport.staging import StagedTransport
 from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.rdma.harness import one_run
 from tests.rdma.peers import Bytes
@@ -36,9 +34,7 @@ class PackedPair:
     """A staging sender and a receiver with one loan, over the in-memory transport."""
 
     def __init__(self) -> None:
-        self.limits = StagingLimits(
-            landing=LandingLimits(senders=1, slots=2, slot_bytes=1000), staging_slots=3
-        )
+        self.limits = StagingLimits(senders=1, slots=2, slot_bytes=1000, staging_slots=3)
         self.source, self.target = filled(20_000), np.zeros(20_000, np.uint8)
         self.inner = InMemoryTransport()
         self.receiver = StagedTransport(InMemoryTransport(), "127.0.0.1", THRESHOLDS, self.limits)
@@ -83,10 +79,17 @@ def packed() -> Iterator[PackedPair]:
     made.close()
 
 
-def test_few_short_runs_are_not_staged(packed: PackedPair) -> None:
-    runs = packed.runs(3)
-    assert packed.sender.write(packed.session, runs, 5.0) == WriteResult("in_memory", "direct", 3)
+@pytest.mark.parametrize(("few", "long"), [(3, 0), (0, 20)])
+def test_few_or_long_runs_pass_no_staging(
+    packed: PackedPair, monkeypatch: pytest.MonkeyPatch, few: int, long: int
+) -> None:
+    monkeypatch.setattr(packed.sender, "submit_costly", None)
+    runs = packed.runs(few, long)
+    written = packed.sender.write(packed.session, runs, 5.0)
+    assert written == WriteResult("in_memory", "direct", few + long)
     packed.check(runs)
+    with pytest.raises(TypeError, match="not callable"):
+        packed.sender.write("in_memory=a:1;landing=b:2/00", runs, 5.0)
 
 
 def test_a_peer_without_a_scatter_server_is_written_to_directly(packed: PackedPair) -> None:
@@ -140,44 +143,34 @@ def test_a_wrong_token_lends_nothing(packed: PackedPair) -> None:
 
 def test_an_aborted_loan_is_quarantined(packed: PackedPair) -> None:
     """Bytes of a vanished sender's last write must not land in a slot of another sender."""
+    before_s = time.monotonic()
     ScatterClient(packed.scatter_session, 5.0).close(clean=False)
     with pytest.raises(TransferFailed, match="no slots"):
         ScatterClient(packed.scatter_session, 5.0)
-    end_quarantine(packed)
+    assert end_quarantine(packed) >= before_s + write_quiet_s()
     client_once_lent(packed.scatter_session).close(clean=True)
     client_once_lent(packed.scatter_session).close(clean=True)
-
-
-def test_an_aborted_loan_is_free_again_after_its_quarantine(packed: PackedPair) -> None:
-    before_s = time.monotonic()
-    ScatterClient(packed.scatter_session, 5.0).close(clean=False)
-    server = packed.receiver._server
-    assert server is not None
-    until_sync(lambda: not server._lent)
-    assert server._free_from_s[0] >= before_s + write_quiet_s()
 
 
 def test_a_failed_write_aborts_the_stream(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
-    packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
+    packed.sender.inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
     with pytest.raises(TransferFailed):
         packed.sender.write(packed.session, packed.runs(), 5.0)
     assert all(client.broken for client in packed.sender._clients._clients.values())
 
 
-def end_quarantine(packed: PackedPair) -> None:
-    """Ends the quarantine of every loan, once the end of the stream has reached the server."""
+def end_quarantine(packed: PackedPair) -> float:
+    """Ends the quarantine of the loan, once the end of the stream has reached the server. Returns when it would end."""
     server = packed.receiver._server
     assert server is not None
-    until_sync(lambda: not server._lent)
-    server._free_from_s = [0.0]
-
-
-def until_sync(reached: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 5.0
-    while not reached() and time.monotonic() < deadline_s:
+    while server._lent:
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    assert reached()
+    (free_from_s,) = server._free_from_s
+    server._free_from_s = [0.0]
+    return free_from_s
 
 
 def client_once_lent(server: str) -> ScatterClient:

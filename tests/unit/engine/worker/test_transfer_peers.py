@@ -10,7 +10,7 @@ import pytest
 from headrace_common.errors import ConfigError, InternalError
 from headrace_engine.worker import transfer_peers
 from headrace_engine.worker.transfer_peers import TransferPeers
-from headrace_kv.transport.networks import Networks, parse_networks
+from headrace_kv.transport.guard import Networks, parse_networks
 from tests.waiting import until
 
 ONE, OTHER = (frozenset({ipaddress.ip_address(text)}) for text in ("10.0.0.7", "10.0.0.9"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace_common.errors import ConfigError
 from headrace_kv.transport.memory import (
@@ -14,17 +12,9 @@ from headrace_kv.transport.memory import (
     PAGE_BYTES,
     allocate_arena,
     available_bytes,
-    padding_bytes,
     require_available,
     suited_alignment_bytes,
 )
-
-
-@given(address=st.integers(0, 1 << 47), power=st.integers(0, 21))
-def test_padding_is_less_than_one_unit(address: int, power: int) -> None:
-    padding = padding_bytes(address, 1 << power)
-    assert 0 <= padding < 1 << power
-    assert (address + padding) % (1 << power) == 0
 
 
 @pytest.mark.parametrize("alignment", [1, 64, PAGE_BYTES, HUGE_PAGE_BYTES])

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_kv.transport import mooncake
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake import transport as mooncake
 from tests.in_memory_transport import KIND
 
 

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from headrace_kv.transport.base import host_of
-from headrace_kv.transport.networks import (
+from headrace_kv.transport.guard import (
     address_of_peer,
     networks_of,
     parse_networks,

@@ -10,7 +10,7 @@ from headrace_kv.copy_plan import Int64Array
 from headrace_kv.runs import Runs
 from headrace_kv.transport import memory
 from headrace_kv.transport.base import join_sessions, session_of
-from headrace_kv.transport.memory import Bytes, MemoryRanges, by_length, copy_runs, gather, scatter
+from headrace_kv.transport.memory import Bytes, MemoryRanges, copy_runs, gather, scatter
 
 
 @st.composite
@@ -78,13 +78,6 @@ def test_runs_are_copied_as_slices(places: list[tuple[int, int, int]]) -> None:
     assert np.array_equal(target, expected)
     # Every run is copied once.
     assert sum(source.shape[0] * source.shape[1] for source, _ in memory._pairs(runs)) == len(runs)
-
-
-def test_equal_lengths_become_adjacent() -> None:
-    assert by_length(np.array([8, 8, 8])) is None
-    order = by_length(np.array([8, 4, 8, 4]))
-    assert order is not None
-    assert order.tolist() == [1, 3, 0, 2]
 
 
 def test_runs_may_lie_in_several_ranges() -> None:

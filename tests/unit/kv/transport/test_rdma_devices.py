@@ -8,7 +8,7 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.worker.config import WorkerConfig
-from headrace_kv.transport.mooncake import transport
+from headrace_kv.transport import mooncake
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This host has two adapters."""
     for name in ("mlx5_0", "mlx5_1"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(transport, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(mooncake, "_INFINIBAND", tmp_path)
 
 
 class Engine:
@@ -32,8 +32,8 @@ class Engine:
 def start(monkeypatch: pytest.MonkeyPatch, protocol: str, *devices: str) -> str:
     """The devices that Mooncake is given."""
     Engine.started = []
-    monkeypatch.setattr(transport, "_load_engine_type", lambda: Engine)
-    opened = transport.open_mooncake("127.0.0.1", protocol, rdma_devices=devices)
+    monkeypatch.setattr(mooncake, "_load_engine_type", lambda: Engine)
+    opened = mooncake.open_mooncake("127.0.0.1", protocol, rdma_devices=devices)
     with pytest.raises(ConfigError, match="cannot start"):
         opened.session  # noqa: B018
     opened.close()
@@ -51,7 +51,7 @@ def test_only_the_named_adapters_are_used(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("adapters")
 def test_a_missing_adapter_is_named_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="no RDMA adapter mlx5_7, but mlx5_0, mlx5_1") as caught:
-        transport.open_mooncake("127.0.0.1", "auto", rdma_devices=("mlx5_0", "mlx5_7"))
+        mooncake.open_mooncake("127.0.0.1", "auto", rdma_devices=("mlx5_0", "mlx5_7"))
     assert caught.value.metadata["field"] == "rdma_devices"
 
 

@@ -10,7 +10,7 @@ import pytest
 from headrace_common.errors import QueueFull
 from headrace_kv.runs import Runs
 from headrace_kv.transport.factory import SharedTransport
-from headrace_kv.transport.networks import Networks, parse_networks
+from headrace_kv.transport.guard import Networks, parse_networks
 from tests.in_memory_transport import InMemoryTransport
 
 FIRST, SECOND = parse_networks(["10.0.0.1"]), parse_networks(["10.0.0.2"])

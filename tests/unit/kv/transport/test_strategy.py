@@ -7,18 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kv.copy_plan import Runs
-from headrace_kv.transport.base import Strategy
-from headrace_kv.transport.staging.strategy import (
+from headrace_kv.transport.base import Strategy, Thresholds
+from headrace_kv.transport.mooncake import MooncakeTransport
+from headrace_kv.transport.staging import (
     StagingPlanner,
-    Thresholds,
     choose_strategy,
     extent_count,
     plan_staging,
-    select,
-    thresholds_of,
 )
 
-TCP = thresholds_of("mooncake/tcp")
+TCP = MooncakeTransport("127.0.0.1", "tcp").thresholds
 EVERY: frozenset[Strategy] = frozenset({"direct", "gather", "scatter", "gather_scatter"})
 KIB = 1024
 
@@ -40,12 +38,6 @@ def test_longer_runs_are_never_staged_where_shorter_ones_are_not(
     short, long = scattered(count, length), scattered(count, length + more)
     if choose_strategy(TCP, short, EVERY) == "direct":
         assert choose_strategy(TCP, long, EVERY) == "direct"
-
-
-def test_entries_of_another_wire_are_cheaper() -> None:
-    other = thresholds_of("mooncake/rdma")
-    assert other.long_bytes < TCP.long_bytes
-    assert other.few_entries > TCP.few_entries
 
 
 def test_extents_are_counted_in_any_order() -> None:
@@ -85,7 +77,7 @@ def test_neighbours_are_adjacent_in_the_order_of_staging() -> None:
         found = plan_staging(TCP, runs, EVERY)
         assert found.strategy == strategy
         assert found.staged is not None
-        assert len(select(runs, found.staged).merge()) == count
+        assert len(runs.select(found.staged).merge()) == count
         backward = runs.destination_addresses if strategy == "gather" else runs.source_addresses
         assert bool((np.diff(backward[found.staged]) == 256).all())
 

@@ -14,9 +14,9 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.copy_plan import Runs
+from headrace_kv.transport import write_worker
 from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.mooncake import write_job, write_worker
-from headrace_kv.transport.mooncake.write_worker import WriteWorker
+from headrace_kv.transport.write_worker import WriteWorker
 
 STALL_S = 60.0
 REST_S = 30.0
@@ -101,7 +101,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> JumpClock:
     """The clock of the worker and its writes. A deadline passes on request, not when this process stands still."""
     clock = JumpClock()
     monkeypatch.setattr(write_worker, "time", clock)
-    monkeypatch.setattr(write_job, "time", clock)
+
     return clock
 
 
@@ -154,12 +154,6 @@ def test_results_count_the_entries(rig: Rig) -> None:
     assert {future.result(20.0) for future in futures} == {WriteResult("fake", "direct", 1000)}
     assert rig.engines[0].most_pending <= 256
     assert rig.dropped == 0
-
-
-def test_an_empty_write_ends_at_once_and_one_without_time_fails(rig: Rig) -> None:
-    assert rig.worker.submit("peer", runs(0), 20.0).result(0.0).entry_count == 0
-    with pytest.raises(TransferFailed, match="no time"):
-        rig.worker.submit("peer", runs(), 0.0).result(0.0)
 
 
 @pytest.mark.parametrize("how", ["failing", "stuck", "refused"])
@@ -224,6 +218,26 @@ def test_a_late_write_that_makes_slow_or_no_progress_costs_the_engine(
     clock.ahead_s += 32.0
     with pytest.raises(TransferFailed, match=detail):
         late.result(20.0)
+    assert rig.dropped == 1
+
+
+def test_writes_that_end_while_the_engine_is_given_up_succeed(
+    rig: Rig, clock: JumpClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = submit_stuck(rig, "slow", 900.0)
+    engine = rig.engines[0]
+    check = engine.transfer_check_status
+
+    def check_status(batch: int) -> int:
+        if engine.batches[batch] == "bad":
+            engine.stuck.clear()
+        return check(batch)
+
+    monkeypatch.setattr(engine, "transfer_check_status", check_status)
+    engine.failing.add("bad")
+    with pytest.raises(TransferFailed):
+        rig.worker.submit("bad", runs(), 90.0).result(20.0)
+    assert other.result(20.0).entry_count == 4
     assert rig.dropped == 1
 
 

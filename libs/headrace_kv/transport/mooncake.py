@@ -14,50 +14,49 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import (
     KvTransport,
+    Thresholds,
     WriteResult,
     failed_future,
     host_of,
     session_of,
-    wait_for_write,
 )
-from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
-from headrace_kv.transport.mooncake.known_lines import without_known_lines
-from headrace_kv.transport.mooncake.listen_filter import (
+from headrace_kv.transport.guard import (
     STARTING,
+    Address,
+    Networks,
     RestrictedPorts,
+    addresses_of,
+    end_lost_connections,
     filter_program,
+    merge_networks,
+    networks_of,
     open_listeners,
     resolve_host,
     restrict_listeners,
     restrict_ports,
-)
-from headrace_kv.transport.mooncake.sockets import end_lost_connections, set_accept_timeout
-from headrace_kv.transport.mooncake.write_job import MooncakeEngine
-from headrace_kv.transport.mooncake.write_worker import WriteWorker
-from headrace_kv.transport.networks import (
-    Address,
-    Networks,
-    addresses_of,
-    merge_networks,
-    networks_of,
+    set_accept_timeout,
     source_address,
 )
+from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
+from headrace_kv.transport.write_worker import MooncakeEngine, WriteWorker
 
 _log = logging.getLogger(__name__)
 
 TRANSFER_TIMEOUT_S = 5
 """Mooncake's minimum. How long a write waits for a peer that makes no progress."""
 
+# bench/results/transport_costs.md.
+_TCP_THRESHOLDS = Thresholds(long_bytes=96 * 1024)
 # After a failed write, new writes to the peer fail for this long: Mooncake does not reconnect within a second.
 _PEER_REST_S = 1.0
 # The destruction of an engine waits for its current accept call.
@@ -132,6 +131,9 @@ class MooncakeTransport(KvTransport):
         self._host = host
         self._addresses = resolve_host(host)
         self.protocol = configure_environment(protocol)
+        if self.protocol == "tcp":
+            self.stages_host_memory = True
+            self.thresholds = _TCP_THRESHOLDS
         self._rdma_devices = _device_filter(rdma_devices, self.protocol)
         self._engine_type = _load_engine_type()
         self._lock = threading.Lock()
@@ -151,10 +153,6 @@ class MooncakeTransport(KvTransport):
     @property
     def wire(self) -> str:
         return f"{self.name}/{self.protocol}"
-
-    @property
-    def stages_host_memory(self) -> bool:
-        return self.protocol == "tcp"
 
     @property
     def session(self) -> str:
@@ -190,9 +188,6 @@ class MooncakeTransport(KvTransport):
         own = filter(None, (session_of(self.name, session) for session in sessions))
         found = {source_address(host) for host in {host_of(session) for session in own}}
         return frozenset(address for address in found if address is not None)
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        return wait_for_write(self.submit(session, runs, timeout_s), timeout_s)
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         # A peer with several transports names them all in its session.
@@ -362,3 +357,51 @@ def _installed_builds() -> list[str]:
             metadata.version(name)
             found.append(name)
     return found
+
+
+_STDERR: Final = 2
+_HEALTHY: Final = (
+    # An engine searches for its own segment before it has made it. It logs this as an error.
+    b"] Local segment descriptor not found",
+    # Mooncake logs with glog, and does not initialize it.
+    b"WARNING: Logging before InitGoogleLogging() is written to STDERR",
+)
+"""Ends of lines. Every other line is kept: Mooncake explains failures on stderr only."""
+
+
+@contextlib.contextmanager
+def without_known_lines() -> Iterator[None]:
+    """Within this context, what the process writes to stderr is kept in memory. At its end, it is written out.
+
+    Only the known lines are missing then. Calls must not overlap. A crash within loses what was kept.
+    """
+    try:
+        kept = os.memfd_create("headrace-stderr", os.MFD_CLOEXEC)
+        original = os.dup(_STDERR)
+    except OSError:
+        # No memory file, or stderr is closed.
+        yield
+        return
+    try:
+        os.dup2(kept, _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(original, _STDERR)
+            _write_all(original, wanted_lines(os.pread(kept, os.fstat(kept).st_size, 0)))
+    finally:
+        os.close(original)
+        os.close(kept)
+
+
+def wanted_lines(content: bytes) -> bytes:
+    """The content without the known lines."""
+    return b"".join(
+        line for line in content.splitlines(keepends=True) if not line.rstrip().endswith(_HEALTHY)
+    )
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while content:
+            content = content[os.write(descriptor, content) :]

@@ -1,27 +1,212 @@
-"""Restricts Mooncake's listening sockets, which it opens on all addresses, to the host's own address and to peers.
+"""Which hosts may connect to the ports of a transport: their networks, this process's sockets, and filters on these.
 
-A filter in the kernel (SO_ATTACH_FILTER) drops every packet with another destination or source address, before the
-connection exists. It needs no privilege, and connections that the socket accepts inherit it. The kernel replaces a
-filter in one step. Binding the socket to an interface (SO_BINDTODEVICE) admits all addresses of the interface, and no
-packet to the host's address by another interface.
+Mooncake opens its listening sockets on all addresses. A filter in the kernel (SO_ATTACH_FILTER) drops every packet with
+another destination or source address, before the connection exists. It needs no privilege, and connections that the
+socket accepts inherit it. The kernel replaces a filter in one step. Binding the
+socket to an interface (SO_BINDTODEVICE) admits all addresses of the interface, and no packet to the host's address by
+another interface.
+
+A sender's kernel sends bytes again for about 100 s after the network has failed, also when the sender has ended.
+Without its connection, the receiver drops them. A frozen process keeps its connections, because its kernel answers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import ipaddress
+import os
+import re
 import socket
+import stat
 import struct
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeAlias
+from urllib.parse import unquote
 
 from headrace_common.errors import ConfigError, QueueFull
-from headrace_kv.transport.mooncake.sockets import OwnSocket, own_tcp_sockets
-from headrace_kv.transport.networks import Address, Network, Networks
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+Networks: TypeAlias = tuple[Network, ...]
+
+_PEER: Final = re.compile(
+    r"(?:ipv4:(?P<v4>[0-9.]+)|ipv6:\[(?P<v6>[0-9A-Fa-f:.]+)(?:%[^\]]*)?\]):[0-9]+"
+)
+_LOOPBACK: Final = ipaddress.IPv4Address("127.0.0.1")
+
+
+def parse_networks(texts: Iterable[str]) -> Networks:
+    """Networks from texts such as "10.0.0.0/24" or "10.0.0.7". Raises ValueError with the remedy."""
+    networks: list[Network] = []
+    for text in texts:
+        try:
+            networks.append(ipaddress.ip_network(text))
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: give addresses or networks such as 10.0.0.0/24, separated by commas"
+            ) from None
+    return merge_networks(networks)
+
+
+def merge_networks(networks: Iterable[Network]) -> Networks:
+    """The fewest networks with the same addresses, in a fixed order."""
+    given = list(networks)
+    v4 = [one for one in given if isinstance(one, ipaddress.IPv4Network)]
+    v6 = [one for one in given if isinstance(one, ipaddress.IPv6Network)]
+    return (*ipaddress.collapse_addresses(v4), *ipaddress.collapse_addresses(v6))
+
+
+def networks_of(addresses: Iterable[Address]) -> Networks:
+    """One network for each address, merged where they are neighbours."""
+    return merge_networks(ipaddress.ip_network(address) for address in addresses)
+
+
+def plain_address(address: Address) -> Address:
+    """The IPv4 form of an IPv4 address in IPv6 form, else the address itself."""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def address_of_peer(peer: str) -> Address | None:
+    """The address in gRPC's name of a peer, such as "ipv4:10.0.0.7:51234". None for a Unix socket."""
+    match = _PEER.fullmatch(unquote(peer))
+    if match is None:
+        return None
+    return plain_address(ipaddress.ip_address(match["v4"] or match["v6"]))
+
+
+def with_ipv4_loopback(addresses: Iterable[Address]) -> frozenset[Address]:
+    """The addresses. A host that connects by the loopback address of IPv6 also has that of IPv4."""
+    found = frozenset(addresses)
+    return found | {_LOOPBACK} if any(address.is_loopback for address in found) else found
+
+
+def addresses_of(host: str) -> frozenset[Address]:
+    """The addresses that `host` names; none when it is unknown. May block for the time of a look-up."""
+    try:
+        rows = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return frozenset()
+    return frozenset(ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in rows)
+
+
+def source_address(host: str) -> Address | None:
+    """The IPv4 address from which this machine connects to `host`. None when it has no route there.
+
+    Sends nothing. May block for the time of a look-up.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host.strip("[]"), 9))
+        except OSError:
+            return None
+        return ipaddress.ip_address(probe.getsockname()[0])
+
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+# struct tcp_info: of a listening socket, tcpi_unacked counts the connections that wait for accept.
+_TCP_INFO_BYTES = 28
+_TCP_INFO_UNACKED = 24
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSocket:
+    """`copy` is a duplicate of the socket's descriptor: options that are set on it hold for the socket."""
+
+    inode: int
+    close_on_exec: bool
+    """Whether the flag is set. Python and gRPC set it for every socket, Mooncake for none."""
+    copy: socket.socket
+
+    @property
+    def listens(self) -> bool:
+        return bool(self.copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+    @property
+    def local_port(self) -> int:
+        port: int = self.copy.getsockname()[1]
+        return port
+
+    @property
+    def waiting_connections(self) -> int:
+        """Connections of a listening socket that wait for accept."""
+        info = self.copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        return int(struct.unpack_from("@I", info, _TCP_INFO_UNACKED)[0])
+
+
+def own_tcp_sockets() -> Iterator[OwnSocket]:
+    """Every TCP socket of the process. Its copy is closed when the next one is taken."""
+    for entry in Path("/proc/self/fd").iterdir():
+        found = _own_socket(int(entry.name))
+        if found is not None:
+            with found.copy:
+                yield found
+
+
+def _own_socket(descriptor: int) -> OwnSocket | None:
+    """The socket of a descriptor, which may be closed meanwhile."""
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISSOCK(status.st_mode):
+            return None
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFD)
+        copy = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return None
+    if copy.family not in _FAMILIES or copy.type != socket.SOCK_STREAM:
+        copy.close()
+        return None
+    return OwnSocket(status.st_ino, bool(flags & fcntl.FD_CLOEXEC), copy)
+
+
+_MICROSECONDS = 1_000_000
+
+
+def set_accept_timeout(port: int, timeout_s: float) -> bool:
+    """Sets the accept timeout of this process's socket that listens on `port`. Returns whether there is one.
+
+    The destructor of a Mooncake engine joins its handshake thread, which blocks in accept for up to a second. It holds
+    Python's GIL meanwhile, so nothing else in the process runs. An accept call in progress keeps its old timeout.
+    """
+    seconds, microseconds = divmod(round(timeout_s * _MICROSECONDS), _MICROSECONDS)
+    limit = struct.pack("@ll", seconds, microseconds)
+    found = False
+    for own in own_tcp_sockets():
+        if own.listens and own.local_port == port:
+            own.copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            found = True
+    return found
+
+
+_FIRST_PROBE_S = 4
+_PROBE_INTERVAL_S = 2
+_PROBES = 3
+LOST_AFTER_S: Final = _FIRST_PROBE_S + _PROBES * _PROBE_INTERVAL_S
+"""When a silent connection ends. Shorter than decode's default quarantine_s."""
+
+
+def end_lost_connections(ports: Collection[int]) -> None:
+    """Makes the kernel probe the peers of connections that this process accepts on `ports` from now on."""
+    options = (
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _FIRST_PROBE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_INTERVAL_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES),
+        # While an answer to the peer is not acknowledged, no probes are sent.
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    )
+    for own in own_tcp_sockets():
+        if own.listens and own.local_port in ports:
+            # Accepted connections inherit the options.
+            for level, option, value in options:
+                own.copy.setsockopt(level, option, value)
+
 
 STARTING: Final = threading.Lock()
 """Held from `open_listeners` to `restrict_listeners`: the listeners that appear meanwhile are one engine's."""
@@ -58,12 +243,8 @@ def resolve_host(host: str) -> tuple[Address, ...]:
 
     Raises ConfigError for a host that has IPv6 addresses only: Mooncake resolves the IPv4 addresses of its peers.
     """
-    try:
-        rows = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    found = {ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in rows}
-    if all(address.version == 6 for address in found):
+    found = addresses_of(host)
+    if found and all(address.version == 6 for address in found):
         raise ConfigError(
             f"KV over Mooncake needs an IPv4 address, and {host} has IPv6 addresses only: advertise an IPv4 address"
         )
@@ -231,8 +412,11 @@ def _end_connections(
 
 def _admitted(own: OwnSocket, addresses: Collection[Address], sources: Networks | None) -> bool:
     """Raises OSError when the connection has ended."""
-    to_here = not addresses or ipaddress.ip_address(own.local_address) in addresses
-    remote = ipaddress.ip_address(own.remote_address)
+    local, remote = (
+        plain_address(ipaddress.ip_address(name[0].partition("%")[0]))
+        for name in (own.copy.getsockname(), own.copy.getpeername())
+    )
+    to_here = not addresses or local in addresses
     return to_here and (sources is None or any(remote in network for network in sources))
 
 

@@ -1,1 +1,0 @@
-"""The Mooncake TransferEngine as a transport."""

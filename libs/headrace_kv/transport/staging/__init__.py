@@ -1,1 +1,0 @@
-"""Staged writes: gather, scatter, and the cost model that chooses."""
