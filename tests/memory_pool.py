@@ -9,10 +9,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.pool.memory import Mapping, PoolMemory, Slots
-from headrace_kv.pool.process import BlockClient
-from headrace_kv.pool.remote import RemotePool, refused
-from headrace_kv.pool.store import ABSENT, PRESENT, STORED, MooncakeStore
+from headrace_kv.tiers.pool import RemotePool, refused
+from headrace_kv.tiers.pool_process import (
+    ABSENT,
+    PRESENT,
+    STORED,
+    BlockClient,
+    Mapping,
+    MooncakeStore,
+    PoolMemory,
+    Slots,
+)
 
 _RPC_FAILED = -900
 _STALL_MAX_S = 60.0

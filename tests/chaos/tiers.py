@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.manager.block_pool import BlockPool
-from headrace_kv.manager.lower_tiers import (
+from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import BlockPool
+from headrace_kv.tiers.copier import DiskStorage, TierCopier
+from headrace_kv.tiers.tiers import (
     LowerTiers,
     PoolBlocks,
     TierCopy,
     TierHit,
     TierPlan,
 )
-from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
 from headrace_kv.transport.memory import Bytes
 
 Held = Sequence[tuple[Tier, int]]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace_engine.connector.step_plan import HostSend, StepPlan, TokenRange
-from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierChange
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.tiers import LowerTiers, PoolBlocks, TierChange
 
 
 @dataclass(slots=True)

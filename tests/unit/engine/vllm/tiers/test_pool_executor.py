@@ -10,9 +10,8 @@ import pytest
 
 from headrace_engine.connector.step_plan import PoolMove
 from headrace_engine.connector.tier_executor import PoolExecutor
-from headrace_kv.pool.engine_blocks import PoolKeys
-from headrace_kv.pool.remote import RemotePool
-from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
+from headrace_kv.tiers.pool import PoolKeys, RemotePool
+from tests.unit.kv.tiers.test_keys import LAYOUT, SECRET
 
 KEYS = PoolKeys(SECRET, LAYOUT)
 

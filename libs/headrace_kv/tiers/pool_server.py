@@ -1,4 +1,4 @@
-"""A store for the workers of this host: `python -m headrace_kv.pool.serve --listen 127.0.0.1:7070`.
+"""A store for the workers of this host: `python -m headrace_kv.tiers.pool_server --listen 127.0.0.1:7070`.
 
 It has a master of Mooncake Store and the memory of all blocks. The store authenticates no client. So it serves loopback
 addresses only, and no packet of another host reaches a port of it.
@@ -23,8 +23,7 @@ from typing import Final
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
 from headrace_common.process.free_port import free_port
-from headrace_kv.pool.memory import SharedArena
-from headrace_kv.pool.store import MooncakeStore
+from headrace_kv.tiers.pool_process import MooncakeStore, SharedArena
 from headrace_kv.transport.mooncake.transport import configure_environment
 from headrace_kv.transport.networks import parse_networks
 
@@ -41,7 +40,7 @@ _THREADS: Final = 4
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """The options. Exits with status 2 for wrong ones."""
-    parser = argparse.ArgumentParser(prog="headrace_kv.pool.serve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="headrace_kv.tiers.pool_server", description=__doc__)
     parser.add_argument("--listen", default="127.0.0.1:0", help="loopback address of the master")
     parser.add_argument("--memory-gib", type=float, default=1.0, help="memory for blocks, in GiB")
     parser.add_argument("--port-file", default="", help="file that gets the address once it serves")

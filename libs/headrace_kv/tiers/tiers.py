@@ -14,8 +14,8 @@ from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError, InternalError
-from headrace_kv.manager.block_pool import BlockPool, CachedBlock
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import BlockPool, CachedBlock
 
 _GIB: Final = 1 << 30
 

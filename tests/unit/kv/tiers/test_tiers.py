@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError
-from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierHit, TierPlan
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import CachedBlock
+from headrace_kv.tiers.tiers import LowerTiers, PoolBlocks, TierHit, TierPlan
 
 DEVICE_BLOCKS = 16
 

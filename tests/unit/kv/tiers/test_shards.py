@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_kv.layout import KvLayout
-from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys
-from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
+from headrace_kv.tiers.pool import BATCH_BLOCKS_MAX, BlockLookup, PoolKeys
 from tests.memory_pool import InMemoryPool, MemoryStore
-from tests.unit.kv.pool.shard_workers import LAYERS, LONG_S, SECRET, Worker, layout_of
+from tests.unit.kv.tiers.shard_workers import LAYERS, LONG_S, SECRET, Worker, layout_of
 
 PREFIXES = (11, 12, 13)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_kv.pool.engine_blocks import pool_secret
-from headrace_kv.pool.memory import SEAL_BYTES, is_sealed, seal_of
+from headrace_kv.tiers.pool import pool_secret
+from headrace_kv.tiers.pool_process import SEAL_BYTES, is_sealed, seal_of
 
 SECRET = pool_secret(5)
 CONTENT = memoryview(bytes(range(200)))

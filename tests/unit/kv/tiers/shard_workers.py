@@ -9,11 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_kv.layout import KvLayout
-from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, RankBlocks, pool_secret
-from headrace_kv.pool.memory import PoolMemory
-from headrace_kv.pool.remote import RemotePool, leading
 from headrace_kv.shard_map import heads_held
-from headrace_kv.storage.host import HostStorage
+from headrace_kv.tiers.copier import HostStorage
+from headrace_kv.tiers.pool import (
+    BlockLookup,
+    PoolKeys,
+    RankBlocks,
+    RemotePool,
+    leading,
+    pool_secret,
+)
+from headrace_kv.tiers.pool_process import PoolMemory
 
 SECRET = pool_secret(9)
 LONG_S = 20.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from headrace_kv.pool.engine_blocks import PoolKeys
-from headrace_kv.pool.memory import (
+from headrace_kv.shard_map import Shard
+from headrace_kv.tiers.pool import BATCH_BLOCKS_MAX, PoolKeys
+from headrace_kv.tiers.pool_process import (
     PACKET_BYTES_MAX,
     PoolCall,
     PoolMemory,
@@ -16,9 +17,7 @@ from headrace_kv.pool.memory import (
     setup_from_packet,
     setup_to_packet,
 )
-from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
-from headrace_kv.shard_map import Shard
-from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
+from tests.unit.kv.tiers.test_keys import LAYOUT, SECRET
 
 
 def test_every_message_arrives_as_it_was_sent() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_kv.pool.memory import SharedArena
+from headrace_kv.tiers.pool_process import SharedArena
 from headrace_kv.transport.memory import PAGE_BYTES
 
 PAGES = 1_024

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace_kv.layout import KvLayout
-from headrace_kv.pool.engine_blocks import PoolKeys, pool_secret
+from headrace_kv.tiers.pool import PoolKeys, pool_secret
 
 SECRET = pool_secret(0x1234_5678_9ABC_DEF0)
 LAYOUT = KvLayout.attention(

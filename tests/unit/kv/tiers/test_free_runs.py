@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kv.manager.block_pool import FreeRuns
+from headrace_kv.tiers.blocks import FreeRuns
 
 COUNT = 24
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace_common.callers.priority import Priority
-from headrace_kv.manager.block_pool import BlockPool
+from headrace_kv.tiers.blocks import BlockPool
 
 
 def new_pool(count: int = 8) -> tuple[BlockPool, list[int]]:

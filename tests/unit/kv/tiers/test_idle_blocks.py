@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.callers.priority import Priority
-from headrace_kv.manager.block_pool import IdleBlocks
+from headrace_kv.tiers.blocks import IdleBlocks
 
 
 def idle(count: int, *blocks: tuple[int, Priority]) -> IdleBlocks:

@@ -16,12 +16,11 @@ import psutil
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_kv.pool.engine_blocks import pool_secret
-from headrace_kv.pool.memory import PoolSetup
-from headrace_kv.pool.remote import RemotePool
-from headrace_kv.pool.serve import StoreServer
+from headrace_kv.tiers.pool import RemotePool, pool_secret
+from headrace_kv.tiers.pool_process import PoolSetup
+from headrace_kv.tiers.pool_server import StoreServer
 from tests.pool_store import LONG_S, Store
-from tests.unit.kv.pool.memories import Memory
+from tests.unit.kv.tiers.memories import Memory
 from tests.waiting import until
 
 SECRET = pool_secret(3)

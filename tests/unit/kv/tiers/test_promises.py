@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import LowerTiers
-from headrace_kv.manager.promises import PROMISES_MAX, KeepTerms, Kept, Promises
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import CachedBlock
+from headrace_kv.tiers.promises import PROMISES_MAX, KeepTerms, Kept, Promises
+from headrace_kv.tiers.tiers import LowerTiers
 
 BLOCK = 16
 
