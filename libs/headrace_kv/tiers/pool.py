@@ -8,23 +8,23 @@ tensor-parallel size. Without the deployment's key, a name does not show whether
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final, TypeAlias
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
 from headrace_kv.layout import KvLayout, layout_to_proto
-from headrace_kv.shard_map import Shard, shards
+from headrace_kv.shard_map import shards
 from headrace_kv.tiers.pool_process import (
     PACKET_BYTES_MAX,
     Operation,
@@ -32,9 +32,7 @@ from headrace_kv.tiers.pool_process import (
     PoolMemory,
     PoolReply,
     PoolSetup,
-    call_to_packet,
-    reply_from_packet,
-    setup_to_packet,
+    packet_of,
 )
 from headrace_kv.tiers.tiers import TierSettings
 from headrace_kv.transport.mooncake.transport import protocol_environment
@@ -61,33 +59,25 @@ class PoolKeys:
         # Local broadcast changes no byte of a block.
         message = layout_to_proto(replace(layout, broadcast_width=1))
         digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
-        self._layout = digest[:_LAYOUT_CHARACTERS]
         self._secret = secret
         self.layout = layout
         """The layout of the worker that uses the names."""
         self.shards = shards(layout.tensor_parallel_size, layout.kv_head_count)
         """The shards of each stage."""
-        self.objects_per_block = len(layout.stage_starts) * len(self.shards)
-
-    def of_shard(self, stage: int, shard: Shard, prefixes: Sequence[int]) -> list[str]:
-        """The names of one shard of blocks, by their hashes of at most 256 bits."""
-        return self._join(stage, shard, self._digests(prefixes))
-
-    def of_blocks(self, prefixes: Sequence[int]) -> list[str]:
-        """The names of all objects of blocks, shard by shard."""
-        digests = self._digests(prefixes)
-        return [
-            name
-            for stage in range(len(self.layout.stage_starts))
-            for shard in self.shards
-            for name in self._join(stage, shard, digests)
+        self.places = [
+            f"headrace{_VERSION}-{digest[:_LAYOUT_CHARACTERS]}-{stage}.{heads.start}.{heads.stop}-"
+            for stage in range(len(layout.stage_starts))
+            for heads in (shard.heads for shard in self.shards)
         ]
+        """The names of all objects of a block, before its key: shard by shard, of the first stage first."""
 
-    def _join(self, stage: int, shard: Shard, digests: list[str]) -> list[str]:
-        place = f"{stage}.{shard.heads.start}.{shard.heads.stop}"
-        return [f"headrace{_VERSION}-{self._layout}-{place}-{digest}" for digest in digests]
+    def of_shard(self, stage: int, shard: int, prefixes: Sequence[int]) -> list[str]:
+        """The names of the objects of blocks of one shard, by its number."""
+        place = self.places[stage * len(self.shards) + shard]
+        return [place + key for key in self.of_prefixes(prefixes)]
 
-    def _digests(self, prefixes: Sequence[int]) -> list[str]:
+    def of_prefixes(self, prefixes: Sequence[int]) -> list[str]:
+        """The keys of blocks, by their hashes of at most 256 bits."""
         return [
             hashlib.blake2s(
                 prefix.to_bytes(_PREFIX_BYTES, "big"),
@@ -97,9 +87,6 @@ class PoolKeys:
             ).hexdigest()
             for prefix in prefixes
         ]
-
-
-_QUERIES_MAX: Final = 6
 
 
 class BlockLookup:
@@ -113,47 +100,10 @@ class BlockLookup:
         """How many first blocks every rank can fetch, which ends in time. None while the store cannot be asked."""
         if not self._pool.is_open or not prefixes:
             return None
-        search = _Search(self._pool, self._keys, prefixes, time.monotonic() + timeout_s)
-        search.ask()
-        return search.found
-
-
-class _Search:
-    """One lookup. Its queries follow each other, on the threads that end them."""
-
-    def __init__(
-        self, pool: RemotePool, keys: PoolKeys, prefixes: Sequence[int], due_s: float
-    ) -> None:
-        self._pool = pool
-        self._keys = keys
-        self._prefixes = prefixes
-        self._due_s = due_s
-        self._queries = 0
-        self._count = 0
-        self.found: Future[int] = Future()
-
-    def ask(self) -> None:
-        """Asks for as many further blocks as a query holds."""
-        left_s = self._due_s - time.monotonic()
-        rest = self._prefixes[self._count :]
-        if not rest or self._queries >= _QUERIES_MAX or left_s <= 0:
-            self.found.set_result(self._count)
-            return
-        self._queries += 1
-        asked = rest[: max(1, BATCH_BLOCKS_MAX // self._keys.objects_per_block)]
-        answer = self._pool.exists(self._keys.of_blocks(asked), left_s)
-        answer.add_done_callback(partial(self._answered, len(asked)))
-
-    def _answered(self, asked: int, answer: Future[list[bool]]) -> None:
-        present = answer.result()
-        whole = min(
-            leading(present[start : start + asked]) for start in range(0, len(present), asked)
-        )
-        self._count += whole
-        if whole == asked:
-            self.ask()
-        else:
-            self.found.set_result(self._count)
+        found: Future[int] = Future()
+        asked = self._pool.exists(self._keys.of_prefixes(prefixes), timeout_s, self._keys.places)
+        asked.add_done_callback(lambda ended: found.set_result(leading(ended.result())))
+        return found
 
 
 class RankBlocks:
@@ -164,8 +114,11 @@ class RankBlocks:
         self._keys = keys
         self._memory = memory
         self._stage, rank_in_stage = divmod(rank, keys.layout.tensor_parallel_size)
-        self._shard = next(one for one in reversed(keys.shards) if one.first_rank <= rank_in_stage)
-        self._copy = rank_in_stage - self._shard.first_rank
+        self._shard = max(
+            number for number, one in enumerate(keys.shards) if one.first_rank <= rank_in_stage
+        )
+        shard = keys.shards[self._shard]
+        self._copy, self._copies = rank_in_stage - shard.first_rank, shard.copies
 
     def fetch(
         self, prefixes: Sequence[int], slots: Sequence[int], timeout_s: float
@@ -178,7 +131,7 @@ class RankBlocks:
         self, prefixes: Sequence[int], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
         """Stores blocks. Of the ranks with the same heads, one stores each block. The others have True at once."""
-        done = [prefix % self._shard.copies != self._copy for prefix in prefixes]
+        done = [prefix % self._copies != self._copy for prefix in prefixes]
         chosen = [index for index, is_done in enumerate(done) if not is_done]
         stored: Future[list[bool]] = Future()
         if not chosen:
@@ -211,19 +164,6 @@ _BUFFER_BYTES: Final = 4 * PACKET_BYTES_MAX
 _RPC_TIMEOUT_S: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call that the process has not ended."""
-
-    future: Future[list[bool]]
-    count: int
-    due_s: float
-
-    def end(self, done: Sequence[bool] = ()) -> None:
-        """Without `done`, no block was moved."""
-        self.future.set_result(list(done) or [False] * self.count)
-
-
 class RemotePool:
     """Blocks by key. The calls return at once, from any thread, and never raise.
 
@@ -240,228 +180,166 @@ class RemotePool:
         self._setup = setup
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._child: _Child | None = None
-        self._calls: dict[int, _Call] = {}
+        # To a process that can be called.
+        self._channel: socket.socket | None = None
+        # Futures that have not ended, with their number of keys.
+        self._calls: dict[int, tuple[Future[list[bool]], int]] = {}
         self._next_id = 1
-        self._succeeded = False
-        self._closing = threading.Event()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kv-pool", daemon=True)
+        self._loop = asyncio.SelectorEventLoop()
+        self._task = self._loop.create_task(self._run())
+        self._thread = threading.Thread(target=self._work, name="kv-pool", daemon=True)
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
         """Whether the store can be asked at present. While it is False, every future ends at once, with False."""
-        return self._child is not None
+        return self._channel is not None
 
-    @property
-    def process_id(self) -> int:
-        """The id of the process; 0 while there is none. For tests."""
-        child = self._child
-        return 0 if child is None else child.process_id
+    def exists(
+        self, keys: Sequence[str], timeout_s: float, places: Sequence[str] = ("",)
+    ) -> Future[list[bool]]:
+        """Whether the store has blocks: of each, an object for every place, with the name place + key.
 
-    def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
-        """Whether the store has blocks. They may be gone by the time of `get`."""
-        return self._begin("exists", keys, timeout_s)
+        They may be gone by the time of `get`. What follows a missing block may be reported as missing.
+        """
+        return self._begin("exists", keys, timeout_s, places=places)
 
     def get(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
         """Reads blocks into slots of a memory. True for those with the bytes that were stored for exactly that key."""
-        return self._begin("get", keys, timeout_s, memory, slots)
+        return self._begin("get", keys, timeout_s, memory=memory, slots=slots)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
         """Stores blocks. True also for those that the store has already."""
-        return self._begin("put", keys, timeout_s, memory, slots)
+        return self._begin("put", keys, timeout_s, memory=memory, slots=slots)
 
     def close(self) -> None:
         """Ends all calls. Returns when no slot is in use any more."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._wake()
-        self._thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        if self._thread.is_alive():
+            with suppress(RuntimeError):
+                # Another thread closes the pool.
+                self._loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join()
 
     def _begin(
-        self,
-        operation: Operation,
-        keys: Sequence[str],
-        timeout_s: float,
-        memory: int = 0,
-        slots: Sequence[int] = (),
+        self, operation: Operation, keys: Sequence[str], timeout_s: float, **more: Any
     ) -> Future[list[bool]]:
-        if len(keys) > BATCH_BLOCKS_MAX:
-            return refused(len(keys))
         with self._lock:
-            if self._child is None or self._closing.is_set() or len(self._calls) >= CALLS_MAX:
-                return refused(len(keys))
-            call = PoolCall(self._next_id, operation, tuple(keys), memory, tuple(slots))
-            if not self._child.send(call):
+            if (
+                self._channel is None
+                or len(keys) > BATCH_BLOCKS_MAX
+                or len(self._calls) >= CALLS_MAX
+            ):
                 return refused(len(keys))
             future: Future[list[bool]] = Future()
             # A caller that gives up does not end what the process does.
             future.set_running_or_notify_cancel()
-            self._calls[self._next_id] = _Call(future, len(keys), time.monotonic() + timeout_s)
+            call = PoolCall(self._next_id, operation, keys, **more)
             self._next_id += 1
-            # The thread learns of the deadline.
-            self._wake()
+            self._calls[call.call_id] = future, len(keys)
+            self._loop.call_soon_threadsafe(self._send, call, timeout_s)
         return future
 
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b".")
-        except BlockingIOError:
-            # It is awake anyway.
-            return
+    def _work(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         rest_s = REST_FIRST_S
-        while not self._closing.is_set():
-            self._succeeded = False
-            reason = self._serve()
-            if self._closing.is_set():
-                return
+        while True:
+            self._succeeded, self._late = False, ""
+            reason = await self._serve()
             rest_s = REST_FIRST_S if self._succeeded else min(2 * rest_s, REST_MAX_S)
             log.warning(
                 "the remote pool at %s is lost for %g s: %s", self._setup.master, rest_s, reason
             )
-            self._closing.wait(rest_s)
+            await asyncio.sleep(rest_s)
 
-    def _serve(self) -> str:
-        """Starts a process, serves calls until it is lost or the pool is closed, and ends it. Returns the reason."""
-        try:
-            child = _Child(self._setup)
-        except OSError as error:
-            return f"no process can be started: {error.strerror}"
-        opened = False
-        try:
-            reason = self._wait_ready(child)
-            if not reason:
-                opened = True
+    async def _serve(self) -> str:
+        """Starts a process, serves calls until it is lost, and ends it. Returns the reason."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            try:
+                with theirs:
+                    self._process = self._start(ours, theirs)
+            except OSError as error:
+                return f"no process can be started: {error.strerror}"
+            try:
+                reason = await self._exchange(ours)
+            except OSError:
+                reason = "its process does not start"
+            finally:
                 with self._lock:
-                    self._child = child
-                reason = self._serve_calls(child)
-        finally:
-            with self._lock:
-                self._child = None
-                calls, self._calls = self._calls, {}
-            child.kill()
-            for call in calls.values():
-                call.end()
-        if opened and not self._closing.is_set():
+                    opened, self._channel = self._channel is not None, None
+                    calls, self._calls = self._calls, {}
+                # Then it uses no memory any more.
+                self._process.kill()
+                self._process.wait()
+                for future, count in calls.values():
+                    future.set_result([False] * count)
+        if opened:
             self._on_lost()
         return reason
 
-    def _wait_ready(self, child: _Child) -> str:
-        """Returns the reason when the process does not begin to serve."""
-        due_s = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < due_s and not self._closing.is_set():
-            self._wait(child, due_s)
-            try:
-                reply = child.read()
-            except EOFError:
-                return "its process has ended at the start"
-            if reply is not None:
-                return reply.lost
-        return "its process does not start"
+    def _start(self, ours: socket.socket, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        """Raises OSError when the node has no room for another process."""
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        descriptors = (theirs.fileno(), *(one.descriptor for one in self._setup.memories))
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            env=_environment(self._setup.protocol),
+            pass_fds=descriptors,
+        )
 
-    def _serve_calls(self, child: _Child) -> str:
-        while not self._closing.is_set():
-            self._wait(child, self._first_due_s())
-            try:
-                while (reply := child.read()) is not None:
-                    if reply.lost:
-                        return reply.lost
-                    self._end(reply)
-            except EOFError:
-                return "its process has ended"
-            if self._first_due_s() <= time.monotonic():
-                return "a call has not ended in time"
-        return ""
+    async def _exchange(self, channel: socket.socket) -> str:
+        """Returns the reason why the process is lost. Raises OSError when it does not begin to serve."""
+        channel.setblocking(False)
+        channel.send(packet_of(self._setup))
+        async with asyncio.timeout(START_LIMIT_S):
+            reply = await self._read(channel)
+        if not reply.lost:
+            with self._lock:
+                self._channel = channel
+        while not reply.lost:
+            self._end(reply.call_id, reply.done)
+            reply = await self._read(channel)
+            self._succeeded |= not reply.lost
+        return reply.lost
 
-    def _wait(self, child: _Child, due_s: float) -> None:
-        """Returns when the process has sent something, at a deadline, or when woken."""
-        timeout_s = max(0.0, min(due_s - time.monotonic(), REST_MAX_S))
-        poller = select.poll()
-        poller.register(child, select.POLLIN)
-        poller.register(self._wake_read, select.POLLIN)
-        ready = poller.poll(timeout_s * 1_000)
-        if any(descriptor == self._wake_read for descriptor, _ in ready):
-            os.read(self._wake_read, 4_096)
+    async def _read(self, channel: socket.socket) -> PoolReply:
+        with suppress(ConnectionError):
+            if packet := await self._loop.sock_recv(channel, PACKET_BYTES_MAX):
+                return PoolReply(*json.loads(packet))
+        return PoolReply(0, lost=self._late or "its process has ended")
 
-    def _first_due_s(self) -> float:
-        with self._lock:
-            return min((call.due_s for call in self._calls.values()), default=float("inf"))
-
-    def _end(self, reply: PoolReply) -> None:
-        with self._lock:
-            call = self._calls.pop(reply.call_id, None)
-        if call is not None:
-            self._succeeded = True
-            call.end(reply.done)
-
-
-class _Child:
-    """The process. One thread reads its replies; any thread may send calls."""
-
-    def __init__(self, setup: PoolSetup) -> None:
-        """Starts it. Raises OSError when the host has no room for another process."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    env=_environment(setup.protocol),
-                    pass_fds=(theirs.fileno(), *(one.descriptor for one in setup.memories)),
-                )
-            except OSError:
-                ours.close()
-                raise
-        self._channel = ours
-        self._channel.setblocking(False)
-        self._channel.send(setup_to_packet(setup))
-
-    def fileno(self) -> int:
-        """For select: readable when replies have come, or when the process has ended."""
-        return self._channel.fileno()
-
-    @property
-    def process_id(self) -> int:
-        """The id of the process."""
-        return self._process.pid
-
-    def send(self, call: PoolCall) -> bool:
-        """Whether the process will get the call. It does not while it reads too slowly."""
+    def _send(self, call: PoolCall, timeout_s: float) -> None:
+        if self._channel is None or call.call_id not in self._calls:
+            return
         try:
-            self._channel.send(call_to_packet(call))
+            self._channel.send(packet_of(call))
         except OSError:
-            return False
-        return True
+            # The process reads too slowly.
+            self._end(call.call_id)
+        else:
+            self._loop.call_later(timeout_s, self._end_late, call.call_id)
 
-    def read(self) -> PoolReply | None:
-        """The next reply. None when there is none yet. Raises EOFError when the process has ended."""
-        try:
-            packet = self._channel.recv(PACKET_BYTES_MAX)
-        except BlockingIOError:
-            return None
-        except ConnectionError as error:
-            raise EOFError from error
-        if not packet:
-            raise EOFError
-        return reply_from_packet(packet)
+    def _end_late(self, call_id: int) -> None:
+        if call_id in self._calls:
+            self._late = "a call has not ended in time"
+            self._process.kill()
 
-    def kill(self) -> None:
-        """Ends the process. When it returns, the process uses no memory any more."""
-        self._process.kill()
-        self._process.wait()
-        self._channel.close()
+    def _end(self, call_id: int, done: Sequence[bool] = ()) -> None:
+        """Without `done`, no block was moved."""
+        with self._lock:
+            future, count = self._calls.pop(call_id, (None, 0))
+        if future is not None:
+            future.set_result(list(done) or [False] * count)
 
 
 def _environment(protocol: str) -> dict[str, str]:
@@ -497,25 +375,25 @@ PoolOpener: TypeAlias = Callable[[Sequence[PoolMemory], bytes, Callable[[], None
 
 def pool_opener(
     settings: TierSettings,
-    host: str,
+    address: str,
     rdma_devices: Sequence[str] = (),
     admitted: Networks | None = None,
 ) -> PoolOpener:
-    """Opens the store at `settings.pool_address`. `host` is this worker's address."""
+    """Opens the store at `settings.pool_address`. `address` is this worker's."""
 
     def open_pool(
         memories: Sequence[PoolMemory], secret: bytes, on_lost: Callable[[], None]
     ) -> RemotePool:
         protocol, _ = protocol_environment("auto")
-        callers: tuple[str, ...] | None = ()
+        callers: Sequence[str] | None = ()
         if protocol == "rdma":
             # Peers connect back, unlike over TCP.
-            callers = None if admitted is None else tuple(map(str, admitted))
+            callers = None if admitted is None else list(map(str, admitted))
         setup = PoolSetup(
             master=settings.pool_address,
-            host=host,
-            secret=secret,
-            memories=tuple(memories),
+            address=address,
+            secret=secret.hex(),
+            memories=memories,
             protocol=protocol,
             rdma_devices=",".join(rdma_devices),
             admitted=callers,

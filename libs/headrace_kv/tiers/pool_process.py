@@ -10,20 +10,16 @@ import ctypes
 import hashlib
 import hmac
 import json
-import logging
 import mmap
 import os
-import queue
 import signal
 import socket
 import struct
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final, Literal, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,16 +60,13 @@ def _seed(secret: bytes) -> int:
 
 
 _NAME: Final = "headrace-kv-blocks"
-_POPULATE_WRITE: Final = 23
-"""An advice of Linux 5.14 and later."""
-log = logging.getLogger(__name__)
 
 
 class SharedArena:
     """`nbytes` of zeroes without a name, which begin at a page. `descriptor` is for other mappings of it."""
 
     def __init__(self, nbytes: int, setting: str = "kv_host_gib") -> None:
-        """Raises ConfigError when the host cannot give as much memory. `setting` is the field that asks for it."""
+        """Raises ConfigError when the node cannot give as much memory. `setting` is the field that asks for it."""
         require_available(nbytes, setting)
         try:
             self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -86,30 +79,9 @@ class SharedArena:
             ) from error
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
 
-    def populate_library_mappings(self) -> None:
-        """Gives mappings that a library made in this process their pages, so that its writes do not wait for memory.
-
-        Takes about half a second for each GiB. Other threads run meanwhile.
-        """
-        library = ctypes.CDLL(None, use_errno=True)
-        for address, nbytes in self._library_mappings():
-            failed = library.madvise(
-                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE
-            )
-            if failed:
-                reason = os.strerror(ctypes.get_errno())
-                log.info("memory for KV blocks gets its pages when it is used: %s", reason)
-
-    def _library_mappings(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of each, from proc_pid_maps(5)."""
-        ours = int(self.bytes.ctypes.data)
-        inode = os.fstat(self.descriptor).st_ino
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            addresses, _, _, _, number, *name = line.split(maxsplit=5)
-            if int(number) == inode and name and name[0].startswith(f"/memfd:{_NAME} "):
-                first, end = (int(address, 16) for address in addresses.split("-"))
-                if first != ours:
-                    yield first, end - first
+    def allocate(self) -> None:
+        """Gives the memory its pages, so that its first writes do not wait for them. Other threads run meanwhile."""
+        os.posix_fallocate(self.descriptor, 0, len(self.bytes))
 
     def close(self) -> None:
         """Closes the descriptor. The memory stays while arrays refer to it."""
@@ -118,8 +90,7 @@ class SharedArena:
         self.descriptor = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PoolMemory:
+class PoolMemory(NamedTuple):
     """One rank's slots for blocks, in shared memory. Slot i starts at i * `slot_bytes`.
 
     The first `object_bytes` of a slot are stored. The last SEAL_BYTES of these belong to the pool.
@@ -131,46 +102,33 @@ class PoolMemory:
     object_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
 class Slots:
-    """Memory at `address`, cut in slots. See PoolMemory."""
+    """Maps a rank's slots by their descriptor. The memory is valid while this object exists."""
 
-    address: int
-    slot_bytes: int
-    slot_count: int
-    object_bytes: int
+    def __init__(self, memory: PoolMemory) -> None:
+        self._memory = memory
+        self._mapping = mmap.mmap(memory.descriptor, memory.slot_bytes * memory.slot_count)
+        self.bytes = memoryview(self._mapping)
+        """All slots."""
+        self.address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._mapping))
+        """Of the first slot."""
+        self.object_bytes = memory.object_bytes
 
-    def object_at(self, slot: int) -> int:
+    def address_of(self, slot: int) -> int:
         """The address of a slot. Raises TransferFailed for a number that no slot has."""
-        if not 0 <= slot < self.slot_count:
-            raise TransferFailed(f"there is no slot {slot} among {self.slot_count}")
-        return self.address + slot * self.slot_bytes
+        if not 0 <= slot < self._memory.slot_count:
+            raise TransferFailed(f"there is no slot {slot} among {self._memory.slot_count}")
+        return self.address + slot * self._memory.slot_bytes
 
     def content_of(self, slot: int) -> memoryview:
         """The bytes of a slot before the seal."""
-        return self._view(slot)[:-SEAL_BYTES]
+        start = slot * self._memory.slot_bytes
+        return self.bytes[start : start + self.object_bytes - SEAL_BYTES]
 
     def seal_of(self, slot: int) -> memoryview:
         """The seal of a slot."""
-        return self._view(slot)[-SEAL_BYTES:]
-
-    def _view(self, slot: int) -> memoryview:
-        array = (ctypes.c_uint8 * self.object_bytes).from_address(self.object_at(slot))
-        return memoryview(array).cast("B")
-
-
-class Mapping:
-    """Maps shared memory by its descriptor. The memory is valid while this object exists."""
-
-    def __init__(self, memory: PoolMemory) -> None:
-        self._memory = mmap.mmap(memory.descriptor, memory.slot_bytes * memory.slot_count)
-        self._first = ctypes.c_uint8.from_buffer(self._memory)
-        self.slots = Slots(
-            ctypes.addressof(self._first),
-            memory.slot_bytes,
-            memory.slot_count,
-            memory.object_bytes,
-        )
+        end = slot * self._memory.slot_bytes + self.object_bytes
+        return self.bytes[end - SEAL_BYTES : end]
 
 
 PACKET_BYTES_MAX: Final = 192 * 1024
@@ -179,76 +137,46 @@ PACKET_BYTES_MAX: Final = 192 * 1024
 Operation = Literal["exists", "get", "put"]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSetup:
-    """What a process of the pool starts with. `master` is host:port; `host` is this worker's address.
+class PoolSetup(NamedTuple):
+    """What a process of the pool starts with. `master` is host:port; `address` is this worker's. `secret` is in hex.
 
-    `admitted`: networks that may connect to the process, by text. None means every host.
+    `admitted`: networks that may connect to the process, by text. None means every machine.
     """
 
     master: str
-    host: str
-    secret: bytes
-    memories: tuple[PoolMemory, ...]
+    address: str
+    secret: str
+    memories: Sequence[PoolMemory]
     protocol: str = "tcp"
     rdma_devices: str = ""
-    admitted: tuple[str, ...] | None = ()
+    admitted: Sequence[str] | None = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PoolCall:
+class PoolCall(NamedTuple):
     """A call of RemotePool."""
 
     call_id: int
     operation: Operation
-    keys: tuple[str, ...]
+    keys: Sequence[str]
+    places: Sequence[str] = ("",)
     memory: int = 0
-    slots: tuple[int, ...] = ()
+    slots: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PoolReply:
-    """The end of a call. With `lost`, the store has failed, and the process ends."""
+class PoolReply(NamedTuple):
+    """The end of a call. With `lost`, the store has failed, and the process ends.
+
+    The first reply, with id 0, comes once the process can be called.
+    """
 
     call_id: int
-    done: tuple[bool, ...] = ()
+    done: Sequence[bool] = ()
     lost: str = ""
 
 
-READY: Final = PoolReply(0)
-"""The first reply, once the process can be called."""
-
-
-def setup_to_packet(setup: PoolSetup) -> bytes:
-    values = {**asdict(setup), "secret": setup.secret.hex()}
-    return json.dumps(values, separators=(",", ":")).encode()
-
-
-def setup_from_packet(packet: bytes) -> PoolSetup:
-    values = json.loads(packet)
-    values["secret"] = bytes.fromhex(values["secret"])
-    values["memories"] = tuple(PoolMemory(**one) for one in values["memories"])
-    if values["admitted"] is not None:
-        values["admitted"] = tuple(values["admitted"])
-    return PoolSetup(**values)
-
-
-def call_to_packet(call: PoolCall) -> bytes:
-    return json.dumps(asdict(call), separators=(",", ":")).encode()
-
-
-def call_from_packet(packet: bytes) -> PoolCall:
-    values: dict[str, Any] = json.loads(packet)
-    return PoolCall(**{**values, "keys": tuple(values["keys"]), "slots": tuple(values["slots"])})
-
-
-def reply_to_packet(reply: PoolReply) -> bytes:
-    return json.dumps(asdict(reply), separators=(",", ":")).encode()
-
-
-def reply_from_packet(packet: bytes) -> PoolReply:
-    values: dict[str, Any] = json.loads(packet)
-    return PoolReply(**{**values, "done": tuple(values["done"])})
+def packet_of(message: PoolSetup | PoolCall | PoolReply) -> bytes:
+    """A message as JSON: the list of its fields."""
+    return json.dumps(message, separators=(",", ":")).encode()
 
 
 STORED: Final = 0
@@ -265,13 +193,13 @@ _SETTLED_S: Final = 0.05
 class MooncakeStore:
     """A client of the master at `master`. It reads and writes memory by address, which was registered before.
 
-    Packets to its ports are admitted from `sources` only, and to `host` only. None admits every source. Raises
+    Packets to its ports are admitted from `sources` only, and to `address` only. None admits every source. Raises
     TransferFailed when the master does not answer or refuses.
     """
 
     def __init__(
         self,
-        host: str,
+        address: str,
         master: str,
         *,
         protocol: str,
@@ -285,9 +213,13 @@ class MooncakeStore:
         self._protocol = protocol
         with without_known_lines():
             code = self._store.setup(
-                host, _METADATA, 0, _OWN_BUFFER_BYTES, protocol, rdma_devices, master
+                address, _METADATA, 0, _OWN_BUFFER_BYTES, protocol, rdma_devices, master
             )
-        self._restrict(known, host, sources)
+        admitted = resolve_host(address)
+        restrict_listeners(known, admitted, sources)
+        # Mooncake opens a port on a thread of its own.
+        time.sleep(_SETTLED_S)
+        restrict_listeners(known, admitted, sources)
         if code != 0:
             raise TransferFailed(f"the store at {master} cannot be used (code {code})")
 
@@ -301,13 +233,10 @@ class MooncakeStore:
     def register(self, memories: Sequence[Slots]) -> None:
         """Lets calls use this memory. Raises TransferFailed."""
         for memory in memories:
-            code = self._store.register_buffer(
-                memory.address, memory.slot_bytes * memory.slot_count
-            )
+            nbytes = len(memory.bytes)
+            code = self._store.register_buffer(memory.address, nbytes)
             if code != 0:
-                raise TransferFailed(
-                    f"Mooncake cannot register {memory.slot_bytes * memory.slot_count} bytes (code {code})"
-                )
+                raise TransferFailed(f"Mooncake cannot register {nbytes} bytes (code {code})")
 
     def exist(self, keys: list[str]) -> list[int]:
         """1 for a key that is there, 0 for one that is not, else a status code."""
@@ -325,24 +254,13 @@ class MooncakeStore:
         """Removes objects, if they are there."""
         self._store.batch_remove(keys, True)
 
-    def close(self) -> None:
-        """Leaves the store. The memory that it has offered is gone then."""
-        self._store.close()
-
-    @staticmethod
-    def _restrict(known: Collection[int], host: str, sources: Networks | None) -> None:
-        addresses = resolve_host(host)
-        restrict_listeners(known, addresses, sources)
-        # Mooncake opens a port on a thread of its own.
-        time.sleep(_SETTLED_S)
-        restrict_listeners(known, addresses, sources)
-
 
 _EXIT_LOST: Final = 3
 _LOST: Final = range(-999, -799)
 """Transfers and calls that failed: the store itself is lost, not a block."""
 _STEP_BLOCKS: Final = 64
 _STEP_BYTES: Final = 32 << 20
+_QUERY_OBJECTS: Final = 512
 
 
 class BlockClient:
@@ -356,56 +274,63 @@ class BlockClient:
         self._memories = memories
         self._secret = secret
 
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether the store has each key."""
-        found: list[int] = []
-        for start in range(0, len(keys), _STEP_BLOCKS * 8):
-            found += self._store.exist(list(keys[start : start + _STEP_BLOCKS * 8]))
-        if any(code < 0 for code in found):
-            raise TransferFailed(f"the store cannot be asked (code {min(found)})")
-        return [code == 1 for code in found]
+    def exists(self, keys: Sequence[str], places: Sequence[str] = ("",)) -> list[bool]:
+        """Whether the store has each block: an object for every place, with the name place + key.
+
+        Blocks after the first one that is missing are perhaps not asked for: a prefix needs all before it.
+        """
+        found: list[bool] = []
+        step = max(1, _QUERY_OBJECTS // len(places))
+        while len(found) < len(keys) and all(found):
+            part = keys[len(found) : len(found) + step]
+            present = self._present([place + key for key in part for place in places])
+            found += [
+                all(present[start : start + len(places)])
+                for start in range(0, len(present), len(places))
+            ]
+        return found + [False] * (len(keys) - len(found))
 
     def get(self, memory: int, keys: Sequence[str], slots: Sequence[int]) -> list[bool]:
         """Reads blocks. Blocks after the first one that is missing are not read: a prefix needs all before it."""
-        target = self._memories[memory]
-        read: list[bool] = []
-        for part, places in self._steps(target, keys, slots):
-            whole = self._read(target, part, places)
-            read += whole
-            if not all(whole):
+        target, read = self._memories[memory], list[bool]()
+        for part in self._steps(target, keys, slots):
+            read += self._read(target, part)
+            if not all(read):
                 break
         return read + [False] * (len(keys) - len(read))
 
     def put(self, memory: int, keys: Sequence[str], slots: Sequence[int]) -> list[bool]:
         """Stores the blocks that the store lacks."""
-        source = self._memories[memory]
-        known = self.exists(keys)
-        missing = [
-            (key, slot)
-            for key, slot, is_known in zip(keys, slots, known, strict=True)
-            if not is_known
-        ]
-        stored: set[str] = set()
-        wanted, places = [key for key, _ in missing], [slot for _, slot in missing]
-        for part, chosen in self._steps(source, wanted, places):
-            for key, slot in zip(part, chosen, strict=True):
+        source, done = self._memories[memory], list[bool]()
+        for part in self._steps(source, keys, slots):
+            stored = dict(zip(part, self._present(list(part)), strict=True))
+            missing = {key: slot for key, slot in part.items() if not stored[key]}
+            for key, slot in missing.items():
                 source.seal_of(slot)[:] = seal_of(self._secret, key, source.content_of(slot))
-            codes = self._call(self._store.put, source, part, chosen)
-            stored.update(
-                key for key, code in zip(part, codes, strict=True) if code in (STORED, PRESENT)
-            )
-        return [is_known or key in stored for key, is_known in zip(keys, known, strict=True)]
+            codes = self._call(self._store.put, source, missing)
+            stored |= {
+                key: code in (STORED, PRESENT) for key, code in zip(missing, codes, strict=True)
+            }
+            done += stored.values()
+        return done
 
-    def _read(self, memory: Slots, keys: list[str], slots: list[int]) -> list[bool]:
+    def _present(self, names: list[str]) -> list[bool]:
+        codes = self._store.exist(names)
+        if any(code < 0 for code in codes):
+            raise TransferFailed(f"the store cannot be asked (code {min(codes)})")
+        return [code == 1 for code in codes]
+
+    def _read(self, memory: Slots, part: Mapping[str, int]) -> list[bool]:
         """Whether each slot has its block. Removes objects that are not what was stored."""
-        codes = self._call(self._store.get, memory, keys, slots)
+        codes = self._call(self._store.get, memory, part)
         whole = [
-            code == memory.object_bytes and self._has_seal(memory, key, slot)
-            for code, key, slot in zip(codes, keys, slots, strict=True)
+            code == memory.object_bytes
+            and is_sealed(self._secret, key, memory.content_of(slot), bytes(memory.seal_of(slot)))
+            for code, (key, slot) in zip(codes, part.items(), strict=True)
         ]
         refused = [
             key
-            for key, code, good in zip(keys, codes, whole, strict=True)
+            for key, code, good in zip(part, codes, whole, strict=True)
             if code >= 0 and not good
         ]
         if refused:
@@ -413,87 +338,69 @@ class BlockClient:
             self._store.remove(refused)
         return whole
 
-    def _has_seal(self, memory: Slots, key: str, slot: int) -> bool:
-        return is_sealed(self._secret, key, memory.content_of(slot), bytes(memory.seal_of(slot)))
-
     @staticmethod
     def _steps(
         memory: Slots, keys: Sequence[str], slots: Sequence[int]
-    ) -> Iterator[tuple[list[str], list[int]]]:
+    ) -> Iterator[dict[str, int]]:
+        """The slots by key, some at a time."""
         step = max(1, min(_STEP_BLOCKS, _STEP_BYTES // memory.object_bytes))
         for start in range(0, len(keys), step):
-            yield list(keys[start : start + step]), list(slots[start : start + step])
+            yield dict(zip(keys[start : start + step], slots[start : start + step], strict=True))
 
     @staticmethod
     def _call(
         call: Callable[[list[str], list[int], int], list[int]],
         memory: Slots,
-        keys: list[str],
-        slots: list[int],
+        part: Mapping[str, int],
     ) -> list[int]:
-        codes = call(keys, [memory.object_at(slot) for slot in slots], memory.object_bytes)
-        if len(codes) != len(keys) or any(code in _LOST for code in codes):
+        addresses = [memory.address_of(slot) for slot in part.values()]
+        codes = call(list(part), addresses, memory.object_bytes)
+        if len(codes) != len(part) or any(code in _LOST for code in codes):
             raise TransferFailed(f"the store has failed (code {min(codes, default=0)})")
         return codes
 
 
-class PoolProcess:
-    """Serves one worker. Reads and stores run beside each other, each in the order of the calls."""
+def serve(
+    channel: socket.socket, open_store: Callable[..., MooncakeStore] = MooncakeStore
+) -> None:
+    """Serves one worker until it closes the channel. Raises TransferFailed when the store cannot be used.
 
-    def __init__(self, channel: socket.socket) -> None:
-        """Connects to the store. Raises TransferFailed."""
-        self._channel = channel
-        setup = setup_from_packet(channel.recv(PACKET_BYTES_MAX))
-        self._mappings = [Mapping(memory) for memory in setup.memories]
-        memories = [mapping.slots for mapping in self._mappings]
-        store = MooncakeStore(
-            setup.host,
-            setup.master,
-            protocol=setup.protocol,
-            rdma_devices=setup.rdma_devices,
-            sources=None if setup.admitted is None else parse_networks(setup.admitted),
-        )
-        store.register(memories)
-        self._client = BlockClient(store, memories, setup.secret)
-        self._reads: queue.SimpleQueue[PoolCall] = queue.SimpleQueue()
-        self._stores: queue.SimpleQueue[PoolCall] = queue.SimpleQueue()
-        for work, name in ((self._read, "reads"), (self._store, "stores")):
-            threading.Thread(target=work, name=name, daemon=True).start()
+    Reads and stores run beside each other, each in the order of the calls.
+    """
+    setup = PoolSetup(*json.loads(channel.recv(PACKET_BYTES_MAX)))
+    memories = [Slots(PoolMemory(*one)) for one in setup.memories]
+    store = open_store(
+        setup.address,
+        setup.master,
+        protocol=setup.protocol,
+        rdma_devices=setup.rdma_devices,
+        sources=None if setup.admitted is None else parse_networks(setup.admitted),
+    )
+    store.register(memories)
+    client = BlockClient(store, memories, bytes.fromhex(setup.secret))
 
-    def run(self) -> None:
-        """Returns when the worker has ended or closed the channel."""
-        self._send(READY)
-        while packet := self._channel.recv(PACKET_BYTES_MAX):
-            call = call_from_packet(packet)
-            (self._stores if call.operation == "put" else self._reads).put(call)
-
-    def _read(self) -> None:
-        self._work(self._reads)
-
-    def _store(self) -> None:
-        # Requests wait for reads, and for no store.
-        lower_priority()
-        self._work(self._stores)
-
-    def _work(self, calls: queue.SimpleQueue[PoolCall]) -> None:
-        while True:
-            call = calls.get()
-            try:
-                done = self._execute(call)
-            except TransferFailed as error:
-                self._send(PoolReply(call.call_id, lost=error.detail))
-                continue
-            self._send(PoolReply(call.call_id, tuple(done)))
-
-    def _execute(self, call: PoolCall) -> list[bool]:
+    def execute(call: PoolCall) -> list[bool]:
         if call.operation == "exists":
-            return self._client.exists(call.keys)
-        if call.operation == "get":
-            return self._client.get(call.memory, call.keys, call.slots)
-        return self._client.put(call.memory, call.keys, call.slots)
+            return client.exists(call.keys, call.places)
+        move = client.get if call.operation == "get" else client.put
+        return move(call.memory, call.keys, call.slots)
 
-    def _send(self, reply: PoolReply) -> None:
-        self._channel.send(reply_to_packet(reply))
+    def answer(call: PoolCall) -> None:
+        try:
+            reply = PoolReply(call.call_id, execute(call))
+        except TransferFailed as error:
+            reply = PoolReply(call.call_id, lost=error.detail)
+        channel.send(packet_of(reply))
+
+    reads = ThreadPoolExecutor(1, "reads")
+    # Requests wait for reads, and for no store.
+    stores = ThreadPoolExecutor(1, "stores", initializer=lower_priority)
+    channel.send(packet_of(PoolReply(0)))
+    while packet := channel.recv(PACKET_BYTES_MAX):
+        call = PoolCall(*json.loads(packet))
+        thread = stores if call.operation == "put" else reads
+        # Logs what `answer` does not expect.
+        thread.submit(answer, call).add_done_callback(Future.result)
 
 
 def main(arguments: list[str]) -> int:
@@ -502,9 +409,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=int(arguments[0]))
     try:
-        PoolProcess(channel).run()
+        serve(channel)
     except (ConfigError, TransferFailed) as error:
-        channel.send(reply_to_packet(PoolReply(0, lost=error.detail)))
+        channel.send(packet_of(PoolReply(0, lost=error.detail)))
         return _EXIT_LOST
     return 0
 

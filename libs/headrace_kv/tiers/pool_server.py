@@ -1,7 +1,7 @@
-"""A store for the workers of this host: `python -m headrace_kv.tiers.pool_server --listen 127.0.0.1:7070`.
+"""A store for the workers of this node: `python -m headrace_kv.tiers.pool_server --listen 127.0.0.1:7070`.
 
 It has a master of Mooncake Store and the memory of all blocks. The store authenticates no client. So it serves loopback
-addresses only, and no packet of another host reaches a port of it.
+addresses only, and no packet of another node reaches a port of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--listen", default="127.0.0.1:0", help="loopback address of the master")
     parser.add_argument("--memory-gib", type=float, default=1.0, help="memory for blocks, in GiB")
     parser.add_argument("--port-file", default="", help="file that gets the address once it serves")
-    parser.add_argument("--log-level", default="info", help="accepted and ignored")
     return parser.parse_args(arguments)
 
 
@@ -52,7 +51,7 @@ class StoreServer:
     """The master, a process of its own, and the memory, in this process."""
 
     def __init__(self, listen: str, memory_gib: float) -> None:
-        """Raises ConfigError for an address that other hosts reach, and TransferFailed when it does not start."""
+        """Raises ConfigError for an address that other nodes reach, and TransferFailed when it does not start."""
         try:
             host, port = split_host_port(listen)
         except ValueError as error:
@@ -76,7 +75,7 @@ class StoreServer:
             self._master.wait()
             raise
         # The store serves meanwhile.
-        threading.Thread(target=self._memory.populate_library_mappings, daemon=True).start()
+        threading.Thread(target=self._memory.allocate, daemon=True).start()
 
     def wait(self, stop: threading.Event) -> bool:
         """Waits for `stop`. Returns False when the master has ended before."""
