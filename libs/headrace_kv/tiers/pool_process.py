@@ -360,9 +360,7 @@ class BlockClient:
         return codes
 
 
-def serve(
-    channel: socket.socket, open_store: Callable[..., MooncakeStore] = MooncakeStore
-) -> None:
+def serve(channel: socket.socket, open_store: Callable[..., MooncakeStore] = MooncakeStore) -> None:
     """Serves one worker until it closes the channel. Raises TransferFailed when the store cannot be used.
 
     Reads and stores run beside each other, each in the order of the calls.
