@@ -23,6 +23,7 @@ from typing import Final
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
 from headrace_common.process.free_port import free_port
+from headrace_common.rpc.server import write_port_file
 from headrace_kv.tiers.pool_process import MooncakeStore, SharedArena
 from headrace_kv.transport.mooncake.transport import configure_environment
 from headrace_kv.transport.networks import parse_networks
@@ -153,13 +154,11 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         server = StoreServer(options.listen, options.memory_gib)
+        if options.port_file:
+            write_port_file(options.port_file, f"{server.address}\n")
     except HeadraceError as error:
         print(error.detail, file=sys.stderr)
         return _EXIT_MISCONFIGURED if isinstance(error, ConfigError) else 1
-    if options.port_file:
-        partial = Path(f"{options.port_file}.new")
-        partial.write_text(f"{server.address}\n", encoding="utf-8")
-        partial.rename(options.port_file)
     stopped = server.wait(stop)
     server.close()
     return 0 if stopped else 1

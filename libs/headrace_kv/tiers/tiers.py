@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headrace_common.callers.priority import Priority
-from headrace_common.errors import ConfigError, InternalError
+from headrace_common.errors import ConfigError
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.blocks import BlockPool, CachedBlock
 
@@ -181,8 +181,6 @@ class LowerTiers:
 
     def load(self, hit: TierHit, block_ids: Sequence[int]) -> TierPlan:
         """Copies held blocks into blocks of KV memory, of which there are as many, and releases them."""
-        if len(hit) != len(block_ids):
-            raise InternalError(f"{len(hit)} blocks are loaded into {len(block_ids)}")
         plan = TierPlan()
         for tier in self.names:
             chosen = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 
 import numpy as np
 import pytest
@@ -18,11 +18,10 @@ from headrace_kv.tiers.pool import (
     BlockLookup,
     PoolKeys,
     RankBlocks,
-    RemotePool,
     leading,
     pool_secret,
 )
-from headrace_kv.tiers.pool_process import PoolMemory
+from headrace_kv.tiers.pool_process import SEAL_BYTES
 from tests.memory_pool import InMemoryPool, MemoryStore
 
 SECRET = pool_secret(0x1234_5678_9ABC_DEF0)
@@ -91,28 +90,18 @@ def test_prefill_and_decode_use_the_same_names() -> None:
 class Worker:
     """Its ranks' blocks in main memory, and a pool over them. Block `prefix` has bytes of its own."""
 
-    def __init__(
-        self, open_pool: Callable[[list[PoolMemory]], RemotePool], layout: KvLayout
-    ) -> None:
+    def __init__(self, store: MemoryStore, layout: KvLayout) -> None:
         self._layout = layout
         self._storages = [
             HostStorage(layout, rank, SLOTS, pooled=True) for rank in range(layout.rank_count)
         ]
         memories = [one.pool_memory for one in self._storages if one.pool_memory is not None]
-        self.pool = open_pool(memories)
+        self.pool = InMemoryPool(store, memories, SECRET)
         self.keys = PoolKeys(SECRET, layout)
         ranks = range(layout.rank_count)
         self._ranks = [RankBlocks(self.pool, self.keys, rank, rank) for rank in ranks]
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self.pool.close()
         for storage in self._storages:
             storage.close()
@@ -143,22 +132,16 @@ class Worker:
         return whole
 
     def expected(self, rank: int, prefix: int) -> NDArray[np.uint8]:
-        """The bytes of a rank's block: each shows its block, layer, part, head, token and place."""
+        """The bytes of a rank's block, which ranks with the same heads have too."""
         size = self._layout.tensor_parallel_size
         heads = heads_held(rank % size, size, self._layout.kv_head_count)
-        values = [
-            hash((prefix, layer, part, head, token, byte)) % 251
-            for layer in self._layout.layers_of(rank)
-            for part, (_, unit_bytes) in enumerate(PARTS.items())
-            for head in heads
-            for token in range(TOKENS)
-            for byte in range(unit_bytes)
-        ]
-        return np.array(values, np.uint8)
+        random = np.random.default_rng([prefix, rank // size, heads.start])
+        return random.integers(0, 256, len(self._content(self._storages[rank], 0)), np.uint8)
 
     def _content(self, storage: HostStorage, slot: int) -> NDArray[np.uint8]:
-        nbytes = len(self.expected(storage.memory.rank, 0))
-        return storage.block(slot)[:nbytes]
+        memory = storage.pool_memory
+        assert memory is not None
+        return storage.block(slot)[: memory.object_bytes - SEAL_BYTES]
 
 
 PREFIXES = (11, 12, 13)
@@ -176,8 +159,11 @@ class CountingStore(MemoryStore):
         return super().exist(keys)
 
 
-def worker_of(store: MemoryStore, layout: KvLayout) -> Worker:
-    return Worker(lambda memories: InMemoryPool(store, memories, SECRET), layout)
+@contextmanager
+def worker_of(store: MemoryStore, layout: KvLayout) -> Iterator[Worker]:
+    worker = Worker(store, layout)
+    yield worker
+    worker.close()
 
 
 @pytest.fixture
