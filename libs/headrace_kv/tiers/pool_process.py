@@ -45,7 +45,8 @@ _TAG_BYTES: Final = SEAL_BYTES - _HEAD.size
 
 def seal_of(secret: bytes, name: str, content: memoryview) -> bytes:
     """The seal of a block's content under its name."""
-    head = _HEAD.pack(_MAGIC, len(content), xxh3_128_digest(content, _seed(secret)))
+    seed = int.from_bytes(secret[:8], "little")
+    head = _HEAD.pack(_MAGIC, len(content), xxh3_128_digest(content, seed))
     tag = hashlib.blake2s(head + name.encode(), digest_size=_TAG_BYTES, key=secret).digest()
     return head + tag
 
@@ -53,10 +54,6 @@ def seal_of(secret: bytes, name: str, content: memoryview) -> bytes:
 def is_sealed(secret: bytes, name: str, content: memoryview, seal: bytes) -> bool:
     """Whether the content is what was stored under this name by a worker of the same deployment."""
     return hmac.compare_digest(seal_of(secret, name, content), seal)
-
-
-def _seed(secret: bytes) -> int:
-    return int.from_bytes(secret[:8], "little")
 
 
 _NAME: Final = "headrace-kv-blocks"
@@ -115,20 +112,21 @@ class Slots:
         self.object_bytes = memory.object_bytes
 
     def address_of(self, slot: int) -> int:
-        """The address of a slot. Raises TransferFailed for a number that no slot has."""
-        if not 0 <= slot < self._memory.slot_count:
-            raise TransferFailed(f"there is no slot {slot} among {self._memory.slot_count}")
-        return self.address + slot * self._memory.slot_bytes
+        """The address of a slot. Raises TransferFailed for a number that no slot has, as the other methods do."""
+        return self.address + self._start(slot)
 
     def content_of(self, slot: int) -> memoryview:
         """The bytes of a slot before the seal."""
-        start = slot * self._memory.slot_bytes
-        return self.bytes[start : start + self.object_bytes - SEAL_BYTES]
+        return self.bytes[self._start(slot) :][: self.object_bytes - SEAL_BYTES]
 
     def seal_of(self, slot: int) -> memoryview:
         """The seal of a slot."""
-        end = slot * self._memory.slot_bytes + self.object_bytes
-        return self.bytes[end - SEAL_BYTES : end]
+        return self.bytes[self._start(slot) :][self.object_bytes - SEAL_BYTES : self.object_bytes]
+
+    def _start(self, slot: int) -> int:
+        if not 0 <= slot < self._memory.slot_count:
+            raise TransferFailed(f"there is no slot {slot} among {self._memory.slot_count}")
+        return slot * self._memory.slot_bytes
 
 
 PACKET_BYTES_MAX: Final = 192 * 1024
@@ -307,10 +305,9 @@ class BlockClient:
             missing = {key: slot for key, slot in part.items() if not stored[key]}
             for key, slot in missing.items():
                 source.seal_of(slot)[:] = seal_of(self._secret, key, source.content_of(slot))
-            codes = self._call(self._store.put, source, missing)
-            stored |= {
-                key: code in (STORED, PRESENT) for key, code in zip(missing, codes, strict=True)
-            }
+            codes = self._call(self._store.put, source, missing) if missing else []
+            for key, code in zip(missing, codes, strict=True):
+                stored[key] = code in (STORED, PRESENT)
             done += stored.values()
         return done
 
