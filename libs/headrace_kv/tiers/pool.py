@@ -234,13 +234,20 @@ class RemotePool:
                 or len(self._calls) >= CALLS_MAX
             ):
                 return refused(len(keys))
+            call = PoolCall(self._next_id, operation, keys, **more)
+            try:
+                self._channel.send(packet_of(call))
+            except OSError:
+                # The process reads too slowly.
+                return refused(len(keys))
+            self._next_id += 1
             future: Future[list[bool]] = Future()
             # A caller that gives up does not end what the process does.
             future.set_running_or_notify_cancel()
-            call = PoolCall(self._next_id, operation, keys, **more)
-            self._next_id += 1
             self._calls[call.call_id] = future, len(keys)
-            self._loop.call_soon_threadsafe(self._send, call, timeout_s)
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, timeout_s, self._end_late, call.call_id
+            )
         return future
 
     def _work(self) -> None:
@@ -318,28 +325,16 @@ class RemotePool:
                 return PoolReply(*json.loads(packet))
         return PoolReply(0, lost=self._late or "its process has ended")
 
-    def _send(self, call: PoolCall, timeout_s: float) -> None:
-        if self._channel is None or call.call_id not in self._calls:
-            return
-        try:
-            self._channel.send(packet_of(call))
-        except OSError:
-            # The process reads too slowly.
-            self._end(call.call_id)
-        else:
-            self._loop.call_later(timeout_s, self._end_late, call.call_id)
-
     def _end_late(self, call_id: int) -> None:
         if call_id in self._calls:
             self._late = "a call has not ended in time"
             self._process.kill()
 
-    def _end(self, call_id: int, done: Sequence[bool] = ()) -> None:
-        """Without `done`, no block was moved."""
+    def _end(self, call_id: int, done: Sequence[bool]) -> None:
         with self._lock:
-            future, count = self._calls.pop(call_id, (None, 0))
+            future, _ = self._calls.pop(call_id, (None, 0))
         if future is not None:
-            future.set_result(list(done) or [False] * count)
+            future.set_result(list(done))
 
 
 def _environment(protocol: str) -> dict[str, str]:

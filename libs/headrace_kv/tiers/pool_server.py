@@ -75,7 +75,7 @@ class StoreServer:
             self.close()
             raise
         # The store serves meanwhile.
-        threading.Thread(target=self._memory.allocate, daemon=True).start()
+        threading.Thread(target=self._memory.populate_library_mappings, daemon=True).start()
 
     def wait(self, stop: threading.Event) -> bool:
         """Waits for `stop`. Returns False when the master has ended before."""

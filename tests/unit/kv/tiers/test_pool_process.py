@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 
+import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError
@@ -20,6 +23,7 @@ from headrace_kv.tiers.pool_process import (
 from headrace_kv.transport.memory import PAGE_BYTES
 from tests.unit.kv.tiers.test_pool import LAYOUT, SECRET
 
+PAGES = 1_024
 CONTENT = memoryview(bytes(range(200)))
 
 
@@ -56,6 +60,17 @@ def test_the_largest_calls_fit_into_a_packet() -> None:
     assert len(packet_of(query)) < PACKET_BYTES_MAX
 
 
+def test_a_mapping_of_a_library_has_its_pages_before_it_is_written() -> None:
+    arena = SharedArena(PAGES * PAGE_BYTES)
+    library = np.frombuffer(mmap.mmap(arena.descriptor, PAGES * PAGE_BYTES), np.uint8)
+    arena.populate_library_mappings()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    library[::PAGE_BYTES] = 7
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < PAGES // 2
+    assert (arena.bytes[::PAGE_BYTES] == 7).all()
+    arena.close()
+
+
 def test_memory_that_the_node_refuses_names_the_setting() -> None:
     with pytest.raises(ConfigError, match="lower memory_gib") as refused:
         SharedArena(1 << 62, "memory_gib")
@@ -66,8 +81,6 @@ def test_a_closed_arena_stays_readable() -> None:
     arena = SharedArena(PAGE_BYTES)
     descriptor = arena.descriptor
     arena.bytes[:] = 3
-    # Pages that it has keep their content.
-    arena.allocate()
     arena.close()
     assert arena.descriptor == -1
     with pytest.raises(OSError, match="descriptor"):
