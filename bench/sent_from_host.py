@@ -23,8 +23,8 @@ from typing import Final
 from bench.placement.report import percentile
 from bench.support.vllm_ways import bytes_of_block
 from headrace_engine.interface import DecodeTokens
-from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.messages import Reservation
+from headrace_kv.tiers.tiers import TierSettings
 from tests.vllm.pair import GREEDY, TIMEOUT_S, Pair, running_pair
 from tests.waiting import until
 

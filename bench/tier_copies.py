@@ -25,10 +25,10 @@ from bench.placement.report import percentile
 from headrace_engine.torch_memory.device_memory import open_tier_memory
 from headrace_engine.torch_memory.stream_order import mark_compute
 from headrace_kv.layout import KvLayout, RankMemory
-from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
 from headrace_kv.shard_map import HEAD_OUTER, place_regions
-from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.tiers.copier import TierCopier
+from headrace_kv.tiers.tiers import TierCopy
 
 LAYOUT: Final = KvLayout.attention(
     model="m",

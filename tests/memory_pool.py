@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
+from typing import Any
 
-from headrace_common.errors import TransferFailed
-from headrace_kv.pool.memory import Mapping, PoolMemory, Slots
-from headrace_kv.pool.process import BlockClient
-from headrace_kv.pool.remote import RemotePool, refused
-from headrace_kv.pool.store import ABSENT, PRESENT, STORED, MooncakeStore
+from headrace_kv.tiers.pool import RemotePool
+from headrace_kv.tiers.pool_process import (
+    ABSENT,
+    PRESENT,
+    STORED,
+    MooncakeStore,
+    PoolMemory,
+    PoolSetup,
+    Slots,
+    serve,
+)
 
 _RPC_FAILED = -900
 _STALL_MAX_S = 60.0
@@ -94,6 +103,28 @@ class MemoryStore(MooncakeStore):
         return not self._lost
 
 
+class _Process:
+    """A thread that stands for the process of a pool."""
+
+    pid = 0
+
+    def __init__(self, store: MemoryStore, channel: socket.socket) -> None:
+        self._channel = channel
+        self._store = store
+        threading.Thread(target=self._serve, name="kv-pool-process", daemon=True).start()
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def wait(self) -> None:
+        return
+
+    def _serve(self) -> None:
+        with self._channel:
+            serve(self._channel, lambda *_, **__: self._store)
+
+
 class InMemoryPool(RemotePool):
     """A worker's access to a MemoryStore. After a call that ended late or failed it stays closed."""
 
@@ -104,76 +135,14 @@ class InMemoryPool(RemotePool):
         secret: bytes,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._mappings = [Mapping(memory) for memory in memories]
-        self._client = BlockClient(store, [one.slots for one in self._mappings], secret)
-        self._on_lost = on_lost
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-pool")
-        self._is_open = True
+        self._store: MemoryStore | None = store
+        super().__init__(PoolSetup("memory", "", secret.hex(), memories), on_lost)
+        due_s = time.monotonic() + _STALL_MAX_S
+        while not self.is_open and time.monotonic() < due_s:
+            time.sleep(0.001)
 
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
-
-    def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
-        return self._start(partial(self._client.exists, keys), len(keys), timeout_s)
-
-    def get(
-        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
-    ) -> Future[list[bool]]:
-        return self._start(partial(self._client.get, memory, keys, slots), len(keys), timeout_s)
-
-    def put(
-        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
-    ) -> Future[list[bool]]:
-        return self._start(partial(self._client.put, memory, keys, slots), len(keys), timeout_s)
-
-    def close(self) -> None:
-        self._is_open = False
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _start(
-        self, call: Callable[[], list[bool]], count: int, timeout_s: float
-    ) -> Future[list[bool]]:
-        if not self._is_open:
-            return refused(count)
-        future: Future[list[bool]] = Future()
-        # The first that takes it ends the call: the thread, or the timer.
-        claim = threading.Lock()
-        end = partial(self._finish, future, claim, [False] * count, lost=True)
-        timer = threading.Timer(timeout_s, end)
-        timer.start()
-        try:
-            self._executor.submit(self._perform, call, future, claim, timer, count)
-        except RuntimeError:
-            # Another thread closes the pool.
-            timer.cancel()
-            return refused(count)
-        return future
-
-    def _perform(
-        self,
-        call: Callable[[], list[bool]],
-        future: Future[list[bool]],
-        claim: threading.Lock,
-        timer: threading.Timer,
-        count: int,
-    ) -> None:
-        try:
-            done, lost = call(), False
-        except TransferFailed:
-            done, lost = [False] * count, True
-        timer.cancel()
-        self._finish(future, claim, done, lost=lost)
-
-    def _finish(
-        self, future: Future[list[bool]], claim: threading.Lock, done: list[bool], *, lost: bool
-    ) -> None:
-        if not claim.acquire(blocking=False):
-            return
-        closes = lost and self._is_open
-        if closes:
-            # Before the call ends, so that no caller finds the pool open after it.
-            self._is_open = False
-        future.set_result(done)
-        if closes:
-            self._on_lost()
+    def _start(self, ours: socket.socket, theirs: socket.socket) -> Any:
+        store, self._store = self._store, None
+        if store is None:
+            raise OSError(errno.EAGAIN, "it stays closed")
+        return _Process(store, theirs.dup())

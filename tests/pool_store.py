@@ -26,7 +26,7 @@ class Store:
         self.process = subprocess.Popen(
             [
                 sys.executable,
-                *("-m", "headrace_kv.pool.serve", f"--listen={listen}"),
+                *("-m", "headrace_kv.tiers.pool_server", f"--listen={listen}"),
                 *(f"--memory-gib={memory_gib:g}", f"--port-file={self._port_file}"),
             ]
         )

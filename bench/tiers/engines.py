@@ -20,8 +20,8 @@ from headrace_common.errors import StaleIncarnation
 from headrace_engine.interface import DecodeEnded, DecodeTokens, DecodeWork
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.layout import KvDescriptor, WorkerRef
-from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.tiers.load_times import TierLoad
+from headrace_kv.tiers.tiers import TierSettings
 from tests.pool_store import Store
 from tests.vllm.pair import GREEDY, engine_config
 from tests.waiting import until

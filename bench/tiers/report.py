@@ -7,8 +7,8 @@ from typing import Final
 
 from bench.placement.report import percentile
 from bench.tiers.peers import LMCACHE, OFFLOADING
-from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import TierLoad
 
 LATER_STEPS: Final = 8
 DEVICE, HOST, DISK = "KV memory", "main memory", "disk"

@@ -17,11 +17,11 @@ from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.steps import StepWatch
 from headrace_kv.hidden_state import HiddenFormat
 from headrace_kv.layout import KvDescriptor
-from headrace_kv.manager.load_times import LoadTimes
-from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
+from headrace_kv.tiers.load_times import LoadTimes
+from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.guard import Networks
 from headrace_kv.transport.memory import Memory
 

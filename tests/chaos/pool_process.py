@@ -1,6 +1,6 @@
 """The process of a chaos worker that calls the remote pool: some of the blocks that it reads have another byte.
 
-Started in place of `headrace_kv.pool.process`, with the variables of the worker. It imports as little as that.
+Started in place of `headrace_kv.tiers.pool_process`, with the variables of the worker. It imports as little as that.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace_kv.pool import process
-from headrace_kv.pool.memory import SEAL_BYTES
-from headrace_kv.pool.process import BlockClient
-from headrace_kv.pool.store import MooncakeStore
+from headrace_kv.tiers import pool_process as process
+from headrace_kv.tiers.pool_process import SEAL_BYTES, BlockClient, MooncakeStore
 
 MODULE = "tests.chaos.pool_process"
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.manager.block_pool import BlockPool
-from headrace_kv.manager.lower_tiers import (
+from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import BlockPool
+from headrace_kv.tiers.copier import DiskStorage, TierCopier
+from headrace_kv.tiers.tiers import (
     LowerTiers,
     PoolBlocks,
     TierCopy,
     TierHit,
     TierPlan,
 )
-from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
 from headrace_kv.transport.memory import Bytes
 
 Held = Sequence[tuple[Tier, int]]
@@ -60,8 +60,7 @@ def hold_nothing() -> None:
 
     def found(tiers: LowerTiers, prefixes: Iterable[int]) -> Iterator[tuple[Tier, int]]:
         for prefix in prefixes:
-            places = ((tier.name, tier.find(prefix)) for tier in tiers._tiers)
-            place = next(((name, block) for name, block in places if block is not None), None)
+            place = tiers._find(prefix)
             if place is None:
                 return
             yield place
@@ -153,8 +152,8 @@ def unconserved_blocks(engine: SimEngine, holds: TierHolds) -> Iterator[str]:
             holders.update(detached[group])
         yield from _faults_of(f"KV memory, group {group}", pool, holders)
     if engine._lower_tiers is not None:
-        for tier in engine._lower_tiers._tiers._tiers:
-            yield from _faults_of(tier.name.name, tier._pool, holds.of_tier(tier.name))
+        for tier, tier_pool in engine._lower_tiers._tiers._pools.items():
+            yield from _faults_of(tier.name, tier_pool, holds.of_tier(tier))
 
 
 def _faults_of(name: str, pool: BlockPool, holders: Counter[int]) -> Iterator[str]:

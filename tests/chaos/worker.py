@@ -30,9 +30,9 @@ import headrace_engine.prefix_event_log
 import headrace_engine.sim.cache.lower_tiers
 import headrace_engine.sim.engine
 import headrace_engine.worker.receiving
-import headrace_kv.pool.remote
 import headrace_kv.receive.receiver
 import headrace_kv.receive.transfer
+import headrace_kv.tiers.pool
 import headrace_kv.transport.factory
 import headrace_prefill.main
 import headrace_prefill.pull.puller
@@ -326,7 +326,7 @@ def main() -> None:
     break_part(faults.break_part)
     if faults.small_memories:
         shrink_memories()
-    put(headrace_kv.pool.remote, "_MODULE", pool_process.MODULE)
+    put(headrace_kv.tiers.pool, "_MODULE", pool_process.MODULE)
     reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
     report_on(reports, service, dice, holds, faults.watch_interval_s)
     put(headrace_engine.worker.receiving, "HandoffServicer", lossy_handoffs(dice))

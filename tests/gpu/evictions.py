@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field
 
-from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.tiers.tiers import TierSettings
 from tests.gpu.pair import SAMPLING, Tokens, tokens_of
 from tests.vllm.pair import prompt_of, running_pair
 from tests.vllm.tiers import (

@@ -12,10 +12,10 @@ import pytest
 
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.layout import KvLayout, RankMemory
-from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
 from headrace_kv.shard_map import HEAD_OUTER, Edge, place_regions
-from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.tiers.copier import TierCopier
+from headrace_kv.tiers.tiers import TierCopy
 from headrace_kv.transport.factory import open_transport
 from tests.gpu.test_streams import keep_busy
 from tests.in_memory_transport import KIND

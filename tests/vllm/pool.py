@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.tiers.tiers import TierSettings
 from tests.pool_store import Store
 from tests.vllm.pair import Pair, prompt_of, running_pair
 from tests.waiting import until

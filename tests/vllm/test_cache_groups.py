@@ -12,7 +12,7 @@ from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.tier_planner import plan_tiers
 from headrace_engine.vllm.drafts import DraftModel
 from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
-from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.tiers.tiers import TierSettings
 from tests.vllm.conftest import IMPORTS_VLLM
 
 pytestmark = IMPORTS_VLLM

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.tiers import TierSettings
 from tests.vllm.pair import Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import change_every_page, truncate_files
 from tests.vllm.tiers import KV_MEMORY_BLOCKS, PROMPT_COUNT, PROMPT_TOKENS

@@ -10,9 +10,9 @@ from pathlib import Path
 from headrace_common.callers.priority import Priority
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.manager.promises import KeepTerms
 from headrace_kv.prefix.events import Tier, load_time_from_proto
+from headrace_kv.tiers.promises import KeepTerms
+from headrace_kv.tiers.tiers import TierSettings
 from tests.vllm.pair import ENGINE_ARGS, GREEDY, Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import storm
 from tests.waiting import until

@@ -292,7 +292,7 @@ def pool_spec(topology: Topology, folder: Path, address: str) -> ProcessSpec:
     return ProcessSpec(
         name="pool",
         service="pool",
-        arguments=(sys.executable, "-m", "headrace_kv.pool.serve", *flags),
+        arguments=(sys.executable, "-m", "headrace_kv.tiers.pool_server", *flags),
         port_file=port_file,
         log_file=folder / "pool.log",
         environment={"PYTHONUNBUFFERED": "1"},

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from headrace_common.callers.priority import Priority
 from headrace_engine.connector.step_plan import HostSend, StepPlan, TokenRange
-from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierChange
 from headrace_kv.prefix.events import Tier
-
-
-@dataclass(slots=True)
-class _Held:
-    """Blocks that ranks send. `missing`: ranks that may still read them."""
-
-    blocks: PoolBlocks
-    missing: int
-
-    def rank_ended(self) -> bool:
-        """Whether no rank reads the blocks any more."""
-        self.missing -= 1
-        return self.missing == 0
+from headrace_kv.tiers.tiers import LowerTiers, TierChange, TierHit
 
 
 class HostSends:
@@ -34,7 +21,9 @@ class HostSends:
         self._rank_count = rank_count
         self._enabled = enabled and tiers.names[:1] == (Tier.HOST,)
         self._next_number = 1
-        self._held: dict[int, _Held] = {}
+        # Blocks that ranks send, and the ranks that may still read them.
+        self._held: dict[int, TierHit] = {}
+        self._missing: dict[int, int] = {}
         self._sends: list[HostSend] = []
 
     def send(
@@ -53,15 +42,18 @@ class HostSends:
         """
         if not self._enabled:
             return start_token
-        blocks = self._hold(prefixes)
-        if not blocks:
+        hit = self._tiers.hold(prefixes, Priority.LOW)
+        count = hit.count_leading(Tier.HOST)
+        self._tiers.release(TierHit(hit.blocks[count:]))
+        if not count:
             return start_token
         number = self._next_number
         self._next_number += 1
-        self._held[number] = _Held(blocks, self._rank_count)
-        end_token = (first_block + len(blocks)) * block_tokens
+        self._held[number] = held = TierHit(hit.blocks[:count])
+        self._missing[number] = self._rank_count
+        end_token = (first_block + count) * block_tokens
         # The blocks before them are not read.
-        block_ids = (0,) * first_block + blocks.block_ids
+        block_ids = (0,) * first_block + tuple(block for _, block in held.blocks)
         tokens = TokenRange(transfer_id, start_token, end_token, (block_ids,))
         self._sends.append(HostSend(number, tokens, copies_before))
         return end_token
@@ -69,32 +61,19 @@ class HostSends:
     def ended(self, numbers: Iterable[int]) -> None:
         """A rank reads the blocks of these sends no more. Every rank reports each of them once."""
         for number in numbers:
-            held = self._held.get(number)
-            if held is not None and held.rank_ended():
-                del self._held[number]
-                self._tiers.release_fastest(held.blocks)
+            if number not in self._held:
+                continue
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                del self._missing[number]
+                self._tiers.release(self._held.pop(number))
 
     def clear(self) -> list[TierChange]:
         """Forgets the blocks that are held. They stay until no rank reads them."""
-        held = [block for one in self._held.values() for block in one.blocks.block_ids]
+        held = [block for hit in self._held.values() for _, block in hit.blocks]
         return self._tiers.drop(Tier.HOST, held).changes if held else []
 
     def add_to(self, plan: StepPlan) -> None:
         """Adds what was planned since the last step."""
         plan.plan_host_sends(self._sends)
         self._sends = []
-
-    def _hold(self, prefixes: Sequence[int]) -> PoolBlocks:
-        """Holds the longest run of `prefixes` in main memory, from the first one on."""
-        found = self._tiers.hold_fastest(prefixes)
-        count = next(
-            (
-                index
-                for index, (one, other) in enumerate(zip(prefixes, found.prefixes, strict=False))
-                if one != other
-            ),
-            len(found),
-        )
-        kept = PoolBlocks(found.prefixes[:count], found.block_ids[:count])
-        self._tiers.release_fastest(PoolBlocks(found.prefixes[count:], found.block_ids[count:]))
-        return kept

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from headrace_engine.connector.step_plan import PoolMove, StepPlan
-from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierChange, TierPlan
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.tiers import LowerTiers, PoolBlocks, TierChange, TierPlan
 
 UNPUBLISHED_MAX: Final = 256
 """Blocks that are being stored in the pool. Further ones are not stored."""

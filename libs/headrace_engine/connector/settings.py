@@ -9,11 +9,11 @@ from typing import Any, Literal
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
 from headrace_kv.layout import WorkerRef
-from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.messages import TransferTarget
-from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.pool import PoolOpener, pool_opener
+from headrace_kv.tiers.promises import KeepTerms, Kept
+from headrace_kv.tiers.tiers import TierSettings
 from headrace_kv.transport.guard import parse_networks
 
 PARAMS_KEY = "headrace"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.messages import TransferTarget
+from headrace_kv.tiers.tiers import TierCopy
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,11 @@ from typing import Final
 from headrace_common.errors import HeadraceError
 from headrace_common.tasks import lower_priority
 from headrace_engine.connector.step_plan import HostSend, PoolMove, StepPlan
-from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.pool.engine_blocks import PoolKeys, RankBlocks
-from headrace_kv.pool.remote import RemotePool, leading
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.tiers.copier import TierCopier
+from headrace_kv.tiers.load_times import TierLoad
+from headrace_kv.tiers.pool import PoolKeys, RankBlocks, RemotePool, leading
+from headrace_kv.tiers.tiers import TierCopy
 from headrace_kv.transport.memory import PASSED, Mark
 
 _MEMORY: Final = 0

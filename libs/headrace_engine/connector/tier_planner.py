@@ -11,10 +11,10 @@ from headrace_engine.connector.host_sends import HostSends
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.pool_planner import PoolPlanner, PoolUse
 from headrace_engine.connector.step_plan import RequestCopy, StepPlan
-from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan, TierSettings
-from headrace_kv.manager.promises import KeepTerms, Kept, Promises
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import CachedBlock
+from headrace_kv.tiers.promises import KeepTerms, Kept, Promises
+from headrace_kv.tiers.tiers import LowerTiers, TierChange, TierHit, TierPlan, TierSettings
 
 _NO_HIT = TierHit(())
 

@@ -52,14 +52,13 @@ from headrace_engine.sim.stepper import SimClock, Stepper
 from headrace_engine.sim.validation import check_decode, check_prefill
 from headrace_engine.steps import StepWatch
 from headrace_kv.layout import KvDescriptor, RankMemory
-from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.messages import SendReport
-from headrace_kv.pool.engine_blocks import pool_secret
-from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.tiers.pool import PoolOpener, pool_opener, pool_secret
+from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 

@@ -26,12 +26,12 @@ from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
 from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, DueToken, TokenBounds
-from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks
-from headrace_kv.manager.promises import Kept
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher, root_hash
 from headrace_kv.prefix.images import hashed_token_ids
+from headrace_kv.tiers.promises import Kept
+from headrace_kv.tiers.tiers import NO_BLOCKS, PoolBlocks
 
 
 @dataclass(frozen=True, slots=True)

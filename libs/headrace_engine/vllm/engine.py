@@ -45,10 +45,10 @@ from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.rank_group import RankGroup
-from headrace_kv.manager.load_times import LoadTimes, TierLoad
-from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import LoadTimes, TierLoad
+from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:

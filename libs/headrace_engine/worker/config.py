@@ -34,7 +34,7 @@ from headrace_engine.config import CONSTRAINT_CPU_S, TRANSPORT, EngineConfig, Wo
 from headrace_engine.interface import Engine
 from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout import WorkerRef, layout_to_proto
-from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.tiers.tiers import TierSettings
 from headrace_kv.transport.guard import parse_networks
 from headrace_text.model_hub import parse_hub_model
 

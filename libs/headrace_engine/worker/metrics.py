@@ -15,10 +15,10 @@ from headrace_common.telemetry.metrics.instruments import Counter
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.time_model.model import TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_kv.manager.load_times import LoadTimes
-from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import LoadTimes
+from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
 
 _NAMES: Final = {
     Tier.HOST: schema.ATTRIBUTE_HOST_TOKENS,

@@ -19,8 +19,8 @@ from headrace_engine.proto import (
     requested_adapter,
     sampling_from_proto,
 )
-from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.cache_salt import salt_violations
+from headrace_kv.tiers.promises import KeepTerms, Kept
 
 
 def work_from_proto(

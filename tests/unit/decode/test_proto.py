@@ -20,8 +20,8 @@ from headrace_common.registry.adapters import Adapter
 from headrace_decode.proto import keep_terms, kept_to_proto, tokens_to_proto, work_from_proto
 from headrace_engine.interface import DecodeTokens, PromptImage, Sampling, TokenLogprobs
 from headrace_engine.proto import sampling_from_proto
-from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.promises import KeepTerms, Kept
 
 
 def request(**changes: object) -> decode_pb2.GenerateRequest:

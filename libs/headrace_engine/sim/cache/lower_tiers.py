@@ -16,9 +16,14 @@ from headrace_common.callers.priority import Priority
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
-from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.load_times import LoadTimes, TierLoad
-from headrace_kv.manager.lower_tiers import (
+from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import CachedBlock
+from headrace_kv.tiers.copier import TierCopier, block_bytes_of
+from headrace_kv.tiers.load_times import LoadTimes, TierLoad
+from headrace_kv.tiers.pool import BlockLookup, PoolKeys, RankBlocks, RemotePool, leading
+from headrace_kv.tiers.pool_process import PoolMemory
+from headrace_kv.tiers.promises import Promises
+from headrace_kv.tiers.tiers import (
     NO_BLOCKS,
     LowerTiers,
     PoolBlocks,
@@ -27,13 +32,6 @@ from headrace_kv.manager.lower_tiers import (
     TierPlan,
     TierSettings,
 )
-from headrace_kv.manager.promises import Promises
-from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, RankBlocks
-from headrace_kv.pool.memory import PoolMemory
-from headrace_kv.pool.remote import RemotePool, leading
-from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.host import block_bytes_of
-from headrace_kv.storage.tier_copier import TierCopier
 
 PUBLISH_TIMEOUT_S: Final = 10.0
 UNPUBLISHED_MAX: Final = 256

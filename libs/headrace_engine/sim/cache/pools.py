@@ -12,10 +12,10 @@ from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers
 from headrace_engine.sim.sequence import Sequence
 from headrace_kv.layout import STATE, CacheGroup
-from headrace_kv.manager.block_pool import BlockPool, CachedBlock
-from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks, TierHit
-from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import BlockPool, CachedBlock
+from headrace_kv.tiers.promises import KeepTerms, Kept
+from headrace_kv.tiers.tiers import NO_BLOCKS, PoolBlocks, TierHit
 
 
 class CachePools:

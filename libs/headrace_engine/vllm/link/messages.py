@@ -14,8 +14,6 @@ from headrace_common.errors import HeadraceError, from_reason
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_common.time_model.proto import step_times_from_proto, step_times_to_proto
 from headrace_engine.steps import EngineSteps
-from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.messages import (
     LinkSent,
     Reservation,
@@ -23,6 +21,8 @@ from headrace_kv.messages import (
     reservation_fields,
 )
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import TierLoad
+from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 
 
 def _file(link_path: Path) -> Path:

@@ -42,13 +42,13 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_from_proto,
 )
-from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.messages import (
     Reservation,
     SendReport,
     reservation_from_proto,
 )
+from headrace_kv.tiers.load_times import TierLoad
+from headrace_kv.tiers.promises import KeepTerms, Kept
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:

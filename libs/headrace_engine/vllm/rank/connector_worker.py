@@ -54,14 +54,14 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_to_proto,
 )
-from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.messages import SendReport
-from headrace_kv.pool.engine_blocks import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.shard_map import heads_held
-from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.tiers.copier import TierCopier
+from headrace_kv.tiers.load_times import TierLoad
+from headrace_kv.tiers.pool import PoolKeys, pool_secret
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.guard import parse_networks
 from headrace_kv.transport.mapped_memory import share_pages

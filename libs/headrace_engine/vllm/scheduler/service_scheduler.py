@@ -43,10 +43,9 @@ from headrace_engine.vllm.scheduler.connector_scheduler import (
     scheduled_requests,
 )
 from headrace_kv.layout import layout_from_proto
-from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
 from headrace_kv.messages import Reservation
-from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, pool_secret
-from headrace_kv.pool.remote import RemotePool
+from headrace_kv.tiers.pool import BlockLookup, PoolKeys, RemotePool, pool_secret
+from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

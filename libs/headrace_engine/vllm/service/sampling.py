@@ -24,7 +24,7 @@ from headrace_engine.interface import (
     TokenLogprobs,
 )
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
-from headrace_kv.manager.promises import KeepTerms
+from headrace_kv.tiers.promises import KeepTerms
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput

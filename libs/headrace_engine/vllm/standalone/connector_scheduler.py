@@ -35,11 +35,11 @@ from headrace_engine.vllm.standalone.fetch_service import (
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.layout import STATE, KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.receive.receiver import Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import NoTickets
+from headrace_kv.tiers.tiers import LowerTiers
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -30,7 +30,6 @@ from headrace_engine.sim.stepper import SimClock
 from headrace_kv.checksum import DigestMode
 from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.messages import Reservation, SendReport, TransferTarget
-from headrace_kv.pool.remote import PoolOpener
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
@@ -38,6 +37,7 @@ from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.shard_map import edges, heads_held
 from headrace_kv.tickets import NoTickets
+from headrace_kv.tiers.pool import PoolOpener
 from headrace_kv.transport.base import KvTransport
 from tests.in_memory_transport import KIND
 from tests.sim_clock import ManualClock

@@ -13,10 +13,10 @@ from headrace_engine.interface import Sampling
 from headrace_engine.sim.cache import lower_tiers
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.pool.memory import PoolMemory
-from headrace_kv.pool.remote import PoolOpener, RemotePool
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.pool import PoolOpener, RemotePool
+from headrace_kv.tiers.pool_process import PoolMemory
+from headrace_kv.tiers.tiers import TierSettings
 from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import check_answer, decode_engine, decode_work
 from tests.memory_pool import InMemoryPool, MemoryStore

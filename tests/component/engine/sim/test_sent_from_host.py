@@ -13,9 +13,9 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_kv.copy_plan import Runs
-from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import CachedBlock
+from headrace_kv.tiers.tiers import TierSettings
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import (

@@ -15,7 +15,7 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.model_folder import read_model_folder
 from headrace_engine.vllm.service import launch
 from headrace_kv.layout import WorkerRef
-from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.tiers.tiers import TierSettings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ from headrace_engine.worker.config import (
     worker_member,
 )
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.tiers.tiers import TierSettings
 
 FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim"}
 POOL = {"kv_pool_address": "127.0.0.1:1"}

@@ -15,10 +15,10 @@ from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.layout import WorkerRef
-from headrace_kv.manager.load_times import LoadTimes, TierLoad
-from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import LoadTimes, TierLoad
+from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
 from tests.transfer_links import link_sent
 
 

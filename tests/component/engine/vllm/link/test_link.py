@@ -33,10 +33,10 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_to_proto,
 )
-from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import TierLoad
+from headrace_kv.tiers.promises import KeepTerms, Kept
 from headrace_kv.transport.guard import parse_networks
 from tests.transfer_links import link_sent
 from tests.waiting import until

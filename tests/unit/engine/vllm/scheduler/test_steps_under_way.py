@@ -11,7 +11,7 @@ from headrace_engine.connector.settings import receive_params
 from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_kv.manager.lower_tiers import LowerTiers
+from headrace_kv.tiers.tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
 
 

@@ -19,10 +19,10 @@ from headrace_engine.connector.step_plan import (
 )
 from headrace_engine.connector.tier_executor import TierExecutor
 from headrace_kv.layout import WorkerRef
-from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.messages import TransferTarget
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import TierLoad
+from headrace_kv.tiers.tiers import TierCopy
 from headrace_kv.transport.memory import Mark
 from tests.waiting import until
 

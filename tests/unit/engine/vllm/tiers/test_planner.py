@@ -11,9 +11,9 @@ from headrace_engine.connector.pool_planner import PoolUse
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.tier_planner import TierPlanner, plan_tiers
 from headrace_kv.layout import STATE, TOKENS, GroupKind
-from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierSettings
-from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
+from headrace_kv.tiers.tiers import LowerTiers, TierCopy, TierSettings
 
 BLOCK = 4
 

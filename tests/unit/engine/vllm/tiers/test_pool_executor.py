@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from headrace_engine.connector.step_plan import PoolMove
 from headrace_engine.connector.tier_executor import PoolExecutor
-from headrace_kv.pool.engine_blocks import PoolKeys
-from headrace_kv.pool.remote import RemotePool
-from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
+from headrace_kv.tiers.pool import PoolKeys, RemotePool
+from tests.unit.kv.tiers.test_pool import LAYOUT, SECRET
 
 KEYS = PoolKeys(SECRET, LAYOUT)
 
@@ -29,7 +29,9 @@ class Pool(RemotePool):
     def is_open(self) -> bool:
         return self.opened
 
-    def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
+    def exists(
+        self, keys: Sequence[str], timeout_s: float, places: Sequence[str] = ("",)
+    ) -> Future[list[bool]]:
         return self._call("exists", keys, (), timeout_s)
 
     def get(
@@ -62,7 +64,7 @@ def test_moves_end_with_the_number_of_whole_blocks() -> None:
     assert executor.take_ended() == []
     (get, keys, slots, read), (put, _, _, written) = pool.calls
     assert (get, put) == ("get", "put")
-    assert (keys, slots) == (KEYS.of_shard(0, KEYS.shards[1], [1, 2, 3]), [4, 5, 6])
+    assert (keys, slots) == (KEYS.of_shard(0, 1, [1, 2, 3]), [4, 5, 6])
     assert pool.timeouts == [3.0, 9.0]
     read.set_result([True, False, True])
     written.set_result([True])
@@ -85,7 +87,8 @@ def test_ranks_with_the_same_heads_store_each_block_once(prefixes: tuple[int, ..
         for _, names, places, _ in pool.calls
         for name, slot in zip(names, places, strict=True)
     ]
-    assert sorted(stored) == sorted(zip(keys.of_blocks(prefixes), 4 * slots, strict=True))
+    expected = [keys.of_shard(0, shard, prefixes) for shard in range(len(keys.shards))]
+    assert sorted(stored) == sorted(zip(chain(*expected), 4 * slots, strict=True))
     for _, names, _, future in pool.calls:
         future.set_result([True] * len(names))
     assert all(executor.take_ended() == [(7, len(prefixes))] for executor in executors)

@@ -13,8 +13,8 @@ from headrace_engine.connector.pool_planner import PoolUse
 from headrace_engine.connector.step_plan import PoolMove, StepPlan
 from headrace_engine.connector.tier_planner import BlockChange, TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
 from tests.unit.engine.vllm.tiers.test_planner import BLOCK, hashes
 

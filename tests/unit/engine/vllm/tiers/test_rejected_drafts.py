@@ -9,8 +9,8 @@ import pytest
 
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
 
 BLOCK = 4

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headrace_common.callers.priority import Priority
-from headrace_kv.manager.lower_tiers import LowerTiers, TierHit
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.tiers import LowerTiers, TierHit
 
 PROMISES_MAX: Final = 4_096
 

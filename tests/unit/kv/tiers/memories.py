@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_kv.pool.memory import SEAL_BYTES, PoolMemory, SharedArena
+from headrace_kv.tiers.pool_process import SEAL_BYTES, PoolMemory, SharedArena
 
 SLOT_BYTES = 4_096
 CONTENT_BYTES = 1_000

@@ -13,10 +13,10 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.layout import CacheGroup, KvLayout, Part, RankMemory
-from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
 from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
-from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
+from headrace_kv.tiers.copier import DiskStorage, TierCopier
+from headrace_kv.tiers.tiers import TierCopy
 from headrace_kv.transport.memory import Bytes, HostMemory, Mark, Piece, wait_for
 
 BLOCKS = 6

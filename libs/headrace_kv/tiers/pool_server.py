@@ -1,7 +1,7 @@
-"""A store for the workers of this host: `python -m headrace_kv.pool.serve --listen 127.0.0.1:7070`.
+"""A store for the workers of this node: `python -m headrace_kv.tiers.pool_server --listen 127.0.0.1:7070`.
 
 It has a master of Mooncake Store and the memory of all blocks. The store authenticates no client. So it serves loopback
-addresses only, and no packet of another host reaches a port of it.
+addresses only, and no packet of another node reaches a port of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Final
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
 from headrace_common.process.free_port import free_port
-from headrace_kv.pool.memory import SharedArena
-from headrace_kv.pool.store import MooncakeStore
+from headrace_common.rpc.server import write_port_file
+from headrace_kv.tiers.pool_process import MooncakeStore, SharedArena
 from headrace_kv.transport.guard import parse_networks
 from headrace_kv.transport.mooncake import configure_environment
 
@@ -41,11 +41,10 @@ _THREADS: Final = 4
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """The options. Exits with status 2 for wrong ones."""
-    parser = argparse.ArgumentParser(prog="headrace_kv.pool.serve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="headrace_kv.tiers.pool_server", description=__doc__)
     parser.add_argument("--listen", default="127.0.0.1:0", help="loopback address of the master")
     parser.add_argument("--memory-gib", type=float, default=1.0, help="memory for blocks, in GiB")
     parser.add_argument("--port-file", default="", help="file that gets the address once it serves")
-    parser.add_argument("--log-level", default="info", help="accepted and ignored")
     return parser.parse_args(arguments)
 
 
@@ -53,28 +52,27 @@ class StoreServer:
     """The master, a process of its own, and the memory, in this process."""
 
     def __init__(self, listen: str, memory_gib: float) -> None:
-        """Raises ConfigError for an address that other hosts reach, and TransferFailed when it does not start."""
+        """Raises ConfigError for an address that other nodes reach, and TransferFailed when it does not start."""
         try:
-            host, port = split_host_port(listen)
+            self._ip, port = split_host_port(listen)
         except ValueError as error:
             raise ConfigError(f"listen: {error}", metadata={"field": "listen"}) from None
-        _require_loopback(host)
+        _require_loopback(self._ip)
         if memory_gib <= 0:
             raise ConfigError(f"memory_gib is {memory_gib:g}: take more than 0")
         configure_environment("tcp")
-        self.address = f"{host}:{port or free_port(host)}"
-        self._host = host
+        self._port = port or free_port(self._ip)
+        self.address = f"{self._ip}:{self._port}"
         self._memory = SharedArena(round(memory_gib * _GIB), "memory_gib")
-        self._master = _start_master(self.address)
+        self._master = _start_master(self._ip, self._port)
         try:
             self._wait_for_master()
             self._store = MooncakeStore(
-                host, self.address, protocol="tcp", sources=parse_networks(["127.0.0.0/8"])
+                self._ip, self.address, protocol="tcp", sources=parse_networks(["127.0.0.0/8"])
             )
             self._store.offer(self._memory)
         except HeadraceError:
-            self._master.kill()
-            self._master.wait()
+            self.close()
             raise
         # The store serves meanwhile.
         threading.Thread(target=self._memory.populate_library_mappings, daemon=True).start()
@@ -92,7 +90,6 @@ class StoreServer:
         self._master.wait()
 
     def _wait_for_master(self) -> None:
-        host, port = split_host_port(self.address)
         due_s = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < due_s:
             if self._master.poll() is not None:
@@ -100,7 +97,7 @@ class StoreServer:
                     f"the master at {self.address} has ended with {self._master.returncode}"
                 )
             try:
-                socket.create_connection((host, port), timeout=1.0).close()
+                socket.create_connection((self._ip, self._port), timeout=1.0).close()
             except OSError:
                 time.sleep(_POLL_S)
             else:
@@ -108,27 +105,26 @@ class StoreServer:
         raise TransferFailed(f"the master at {self.address} does not start")
 
 
-def _require_loopback(host: str) -> None:
+def _require_loopback(ip: str) -> None:
     try:
-        loopback = ipaddress.IPv4Address(host).is_loopback
+        loopback = ipaddress.IPv4Address(ip).is_loopback
     except ValueError:
         loopback = False
     if not loopback:
         raise ConfigError(
-            f"listen is {host}: the store checks no client, so it serves IPv4 addresses of loopback only; for several "
-            "hosts, run Mooncake's own master behind a firewall, and name it in kv_pool_address",
-            metadata={"field": "listen", "value": host},
+            f"listen is {ip}: the store checks no client, so it serves IPv4 addresses of loopback only; for several "
+            "machines, run Mooncake's own master behind a firewall, and name it in kv_pool_address",
+            metadata={"field": "listen", "value": ip},
         )
 
 
-def _start_master(address: str) -> subprocess.Popen[bytes]:
-    host, port = split_host_port(address)
+def _start_master(ip: str, port: int) -> subprocess.Popen[bytes]:
     flags = {
-        "rpc_address": host,
+        "rpc_address": ip,
         "rpc_port": port,
         "rpc_thread_num": _THREADS,
-        "metrics_host": host,
-        "metrics_port": free_port(host),
+        "metrics_host": ip,
+        "metrics_port": free_port(ip),
         "enable_metric_reporting": "false",
         "client_ttl": _CLIENT_TTL_S,
         "default_kv_lease_ttl": _LEASE_MS,
@@ -155,13 +151,11 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         server = StoreServer(options.listen, options.memory_gib)
+        if options.port_file:
+            write_port_file(options.port_file, f"{server.address}\n")
     except HeadraceError as error:
         print(error.detail, file=sys.stderr)
         return _EXIT_MISCONFIGURED if isinstance(error, ConfigError) else 1
-    if options.port_file:
-        partial = Path(f"{options.port_file}.new")
-        partial.write_text(f"{server.address}\n", encoding="utf-8")
-        partial.rename(options.port_file)
     stopped = server.wait(stop)
     server.close()
     return 0 if stopped else 1

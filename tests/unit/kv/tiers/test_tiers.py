@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace_common.callers.priority import Priority
-from headrace_common.errors import InternalError
-from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierHit, TierPlan
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import CachedBlock
+from headrace_kv.tiers.tiers import LowerTiers, PoolBlocks, TierHit, TierPlan
 
 DEVICE_BLOCKS = 16
 
@@ -39,6 +37,11 @@ class Memories:
                 known.difference_update(change.prefixes)
 
 
+def used(tiers: LowerTiers) -> dict[Tier, int]:
+    """Blocks in use, by tier."""
+    return {tier: pool.count - len(pool.free_ids()) for tier, pool in tiers._pools.items()}
+
+
 def stored(
     tiers: LowerTiers, memories: Memories, *prefixes: int, priority: Priority = Priority.NORMAL
 ) -> TierPlan:
@@ -51,43 +54,10 @@ def stored(
     return plan
 
 
-def test_blocks_before_another_tier_are_counted() -> None:
-    hit = TierHit(((Tier.HOST, 4), (Tier.HOST, 1), (Tier.DISK, 0), (Tier.HOST, 2)))
-    assert hit.count_leading(Tier.HOST) == 2
-    assert hit.count_leading(Tier.DISK) == 0
-    assert TierHit(((Tier.HOST, 4),)).count_leading(Tier.HOST) == 1
-
-
 def test_a_tier_takes_the_first_blocks_of_a_prompt_that_does_not_fit() -> None:
     tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
     stored(tiers, memories, 1, 2, 3)
     assert len(tiers.hold([1, 2, 3])) == 2
-
-
-def test_lost_blocks_are_forgotten_even_while_they_are_held() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
-    (copy,) = stored(tiers, memories, 1, 2).copies
-    hit = tiers.hold([1])
-    memories.carry_out(tiers.drop(Tier.HOST, copy.destination_ids))
-    assert not memories.announced[Tier.HOST]
-    assert 1 not in tiers
-    tiers.release(hit)
-    assert tiers.counts() == {Tier.HOST: 0}
-    assert tiers.drop(Tier.HOST, copy.destination_ids).changes == []
-
-
-def test_a_load_needs_as_many_blocks_as_it_holds() -> None:
-    with pytest.raises(InternalError):
-        LowerTiers({Tier.HOST: 1}).load(TierHit(()), [1])
-
-
-def test_a_prefix_that_is_stored_during_its_fetch_is_kept_once() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 4}), Memories()
-    blocks, _ = tiers.reserve([1, 2])
-    stored(tiers, memories, 1)
-    memories.carry_out(tiers.fetched(blocks, 2))
-    assert memories.announced[Tier.HOST] == {1, 2}
-    assert tiers.counts() == {Tier.HOST: 2}
 
 
 def test_the_last_block_of_a_prompt_that_came_again_is_evicted_first() -> None:
@@ -172,6 +142,16 @@ class TiersMachine(RuleBasedStateMachine):
             self.memories.blocks[Tier.HOST].update(places)
             self.memories.carry_out(self.tiers.fetched(blocks, whole))
 
+    @rule(prefix=st.integers(0, 20))
+    def lose(self, prefix: int) -> None:
+        """Also a block that is held."""
+        hit = self.tiers.hold([prefix])
+        self.tiers.release(hit)
+        for tier, block in hit.blocks:
+            self.memories.carry_out(self.tiers.drop(tier, [block]))
+            assert not self.tiers.drop(tier, [block]).changes
+            assert not self.tiers.has(prefix, tier, block)
+
     @rule()
     def clear(self) -> None:
         self.memories.carry_out(self.tiers.clear())
@@ -180,9 +160,15 @@ class TiersMachine(RuleBasedStateMachine):
     def announcements_are_true(self) -> None:
         if hasattr(self, "tiers"):
             reserved = sum(len(blocks) for blocks in self.fetches)
-            for tier, count in self.tiers.counts().items():
+            for tier, count in used(self.tiers).items():
                 pending = reserved if tier == Tier.HOST else 0
-                assert len(self.memories.announced[tier]) + pending == count
+                lost = {
+                    block
+                    for prefixes, hit in self.held
+                    for prefix, (name, block) in zip(prefixes, hit.blocks, strict=True)
+                    if name == tier and not self.tiers.has(prefix, tier, block)
+                }
+                assert len(self.memories.announced[tier]) + pending + len(lost) == count
             known = set().union(*self.memories.announced.values())
             assert all((prefix in self.tiers) == (prefix in known) for prefix in range(21))
 

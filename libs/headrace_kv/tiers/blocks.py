@@ -184,6 +184,10 @@ class BlockPool:
         """Blocks with neither a holder nor a cached prefix."""
         return self._free.ids()
 
+    def find(self, prefix: int) -> int | None:
+        """The block that has a prefix."""
+        return self._block_of.get(prefix)
+
     def find_cached(self, prefixes: Sequence[int]) -> list[int]:
         """Blocks of the longest cached run of `prefixes`, the prefix hashes of consecutive blocks."""
         found: list[int] = []

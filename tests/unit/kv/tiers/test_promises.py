@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import LowerTiers
-from headrace_kv.manager.promises import PROMISES_MAX, KeepTerms, Kept, Promises
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import CachedBlock
+from headrace_kv.tiers.promises import PROMISES_MAX, KeepTerms, Kept, Promises
+from headrace_kv.tiers.tiers import LowerTiers
 
 BLOCK = 16
 
@@ -44,49 +44,10 @@ class Rig:
         self.tiers.release(hit)
         return len(hit)
 
-    def press(self, first: int = 1_000, count: int = 400) -> None:
-        """Other prompts, one block each, ten times what the tiers have."""
+    def press(self, first: int = 1_000, count: int = 100) -> None:
+        """Other prompts, one block each, more than the tiers have blocks."""
         for prefix in range(first, first + count):
             self.store(prefix)
-
-
-def test_promised_blocks_outlast_the_pressure_of_other_prompts_until_their_time() -> None:
-    rig = Rig()
-    assert rig.keep("r", 1, 2, 3) == Kept(3 * BLOCK, Tier.HOST, 60.0)
-    rig.store(11, 12)
-    rig.press()
-    assert rig.found(1, 2, 3) == 3
-    assert rig.found(11) == 0
-    rig.clock.now_s += 59.9
-    rig.press()
-    assert rig.found(1, 2, 3) == 3
-    rig.clock.now_s += 0.1
-    rig.press()
-    assert rig.found(1) == 0
-    assert rig.promises.counts().promises == 0
-
-
-def test_a_renewed_promise_holds_from_then_on_and_a_released_one_no_more() -> None:
-    rig = Rig()
-    rig.keep("r", 1, 2)
-    rig.clock.now_s += 50
-    assert rig.promises.renew(KeepTerms("r", "a", 30.0)) == Kept(2 * BLOCK, Tier.HOST, 30.0)
-    rig.clock.now_s += 20
-    rig.press()
-    assert rig.found(1, 2) == 2
-    assert rig.promises.renew(KeepTerms("r", "a", 0.0)) == Kept()
-    assert rig.promises.renew(KeepTerms("r", "a", 30.0)) is None
-    rig.press()
-    assert rig.found(1) == 0
-
-
-def test_a_shorter_time_replaces_a_longer_one() -> None:
-    rig = Rig()
-    rig.keep("r", 1)
-    rig.promises.renew(KeepTerms("r", "a", 5.0))
-    rig.clock.now_s += 5
-    rig.press()
-    assert rig.found(1) == 0
 
 
 def test_an_owner_neither_finds_nor_ends_the_promise_of_another() -> None:
@@ -96,26 +57,6 @@ def test_an_owner_neither_finds_nor_ends_the_promise_of_another() -> None:
     assert rig.promises.renew(KeepTerms("other", "a", 0.0)) is None
     rig.press()
     assert rig.found(1) == 1
-
-
-def test_a_block_stays_until_the_last_of_its_promises_has_ended() -> None:
-    rig = Rig()
-    rig.keep("first", 1, 2, seconds=10)
-    rig.keep("next turn", 1, 2, 3, seconds=60)
-    rig.keep("branch", 1, 9, owner="b", seconds=90)
-    # Blocks that an owner holds for two promises count once.
-    assert rig.promises.counts().blocks == {Tier.HOST: 5}
-    rig.clock.now_s += 10
-    rig.press()
-    assert rig.found(1, 2, 3) == 3
-    rig.clock.now_s += 50
-    rig.press()
-    assert rig.found(1, 9) == 2
-    assert rig.found(1, 2) == 1
-    rig.clock.now_s += 30
-    rig.press()
-    assert rig.found(1) == 0
-    assert rig.promises.counts().blocks == {Tier.HOST: 0}
 
 
 def test_what_does_not_fit_is_not_promised() -> None:
@@ -135,14 +76,6 @@ def test_without_a_share_or_tiers_nothing_is_promised() -> None:
     promises = Promises(LowerTiers({}), BLOCK)
     assert promises.keep(KeepTerms("r", "a", 60.0), [1, 2]) == Kept()
     assert promises.counts().promises == 0
-
-
-def test_half_a_tier_stays_free_for_others() -> None:
-    rig = Rig(host=40, share=0.5)
-    for owner in "abcdefgh":
-        rig.keep(owner, *range(100 * ord(owner), 100 * ord(owner) + 30), owner=owner)
-    rig.store(*range(1, 21))
-    assert rig.found(*range(1, 21)) == 20
 
 
 def test_the_tier_of_a_promise_is_its_slowest() -> None:
@@ -169,15 +102,6 @@ def test_a_promise_with_lost_blocks_is_broken_and_others_are_not() -> None:
     assert rig.promises.renew(KeepTerms("other", "b", 60.0)) is not None
     # Its blocks can be promised again.
     assert rig.keep("again", 1, 2, 3).tokens == 3 * BLOCK
-
-
-def test_a_reset_breaks_all_promises() -> None:
-    rig = Rig()
-    rig.keep("r", 1, 2)
-    rig.promises.end_all()
-    rig.tiers.clear()
-    assert rig.found(1) == 0
-    assert (rig.promises.counts().promises, rig.promises.counts().broken) == (0, 1)
 
 
 def test_promises_are_bounded_in_number() -> None:
@@ -208,6 +132,7 @@ class PromisesMachine(RuleBasedStateMachine):
         prefixes = tuple(range(base, base + turns))
         name = f"{conversation}.{turns}.{owner}"
         kept = self.rig.keep(name, *prefixes, owner=owner, seconds=seconds)
+        assert kept.seconds == (seconds if kept.tokens else 0)
         self.due.pop(name, None)
         if kept.tokens:
             whole = prefixes[: kept.tokens // BLOCK]
@@ -215,13 +140,19 @@ class PromisesMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(0, 30), name=st.integers(0, 30))
     def renew(self, seconds: int, name: int) -> None:
+        """Sets a later or an earlier end, or ends it."""
         if not self.due:
             return
         chosen = sorted(self.due)[name % len(self.due)]
         owner, prefixes, _ = self.due[chosen]
-        assert self.rig.promises.renew(KeepTerms(chosen, owner, seconds)) is not None
+        terms = KeepTerms(chosen, owner, seconds)
+        kept = self.rig.promises.renew(terms)
+        assert kept is not None
+        assert kept.tokens == (len(prefixes) * BLOCK if seconds else 0)
         self.due[chosen] = owner, prefixes, self.rig.clock.now_s + seconds
         self._drop_due()
+        if not seconds:
+            assert self.rig.promises.renew(terms) is None
 
     @rule(seconds=st.integers(1, 20))
     def wait(self, seconds: int) -> None:
@@ -232,6 +163,15 @@ class PromisesMachine(RuleBasedStateMachine):
     def press(self, count: int) -> None:
         self.rig.press(self.next, count)
         self.next += count
+
+    @rule()
+    def press_out(self) -> None:
+        """What is not promised is evicted."""
+        self.press(100)
+        kept = {prefix for _, prefixes, _ in self.due.values() for prefix in prefixes}
+        bases = range(100, 700, 100)
+        found = {one for base in bases for one in range(base, base + 6) if self.rig.found(one)}
+        assert found == kept
 
     def _drop_due(self) -> None:
         now_s = self.rig.clock.now_s
@@ -247,6 +187,7 @@ class PromisesMachine(RuleBasedStateMachine):
         assert counts.broken == 0
         assert counts.blocks.get(Tier.HOST, 0) <= 15
         assert counts.blocks.get(Tier.DISK, 0) <= 10
+        # Blocks that an owner holds for several promises count once.
         held = {(owner, prefix) for owner, prefixes, _ in self.due.values() for prefix in prefixes}
         assert sum(counts.blocks.values()) == len(held)
 

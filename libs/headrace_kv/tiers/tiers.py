@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headrace_common.callers.priority import Priority
-from headrace_common.errors import ConfigError, InternalError
-from headrace_kv.manager.block_pool import BlockPool, CachedBlock
+from headrace_common.errors import ConfigError
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.blocks import BlockPool, CachedBlock
 
 _GIB: Final = 1 << 30
 
@@ -136,33 +136,31 @@ class LowerTiers:
     """
 
     def __init__(self, block_counts: Mapping[Tier, int]) -> None:
-        self._tiers = tuple(_Tier(tier, count) for tier, count in sorted(block_counts.items()))
+        # What an allocation evicts, parents first.
+        self._evicted: list[CachedBlock] = []
+        self._pools = {
+            tier: BlockPool(count, lambda _: None, self._on_evicted)
+            for tier, count in sorted(block_counts.items())
+        }
+        self.names = tuple(self._pools)
+        """The tiers, from the fastest to the slowest."""
 
     def __contains__(self, prefix: int) -> bool:
-        return any(prefix in tier for tier in self._tiers)
-
-    @property
-    def names(self) -> tuple[Tier, ...]:
-        """The tiers, from the fastest to the slowest."""
-        return tuple(tier.name for tier in self._tiers)
+        return self._find(prefix) is not None
 
     @property
     def sizes(self) -> dict[Tier, int]:
         """All blocks, by tier."""
-        return {tier.name: tier.block_count for tier in self._tiers}
+        return {tier: pool.count for tier, pool in self._pools.items()}
 
     def has(self, prefix: int, tier: Tier, block: int) -> bool:
         """Whether a block of a tier has this prefix."""
-        return any(one.name == tier and one.find(prefix) == block for one in self._tiers)
-
-    def counts(self) -> dict[Tier, int]:
-        """Blocks in use, by tier."""
-        return {tier.name: tier.used_count for tier in self._tiers}
+        return self._pools[tier].find(prefix) == block
 
     def store(self, offered: Iterable[CachedBlock]) -> TierPlan:
         """Offers blocks of KV memory, parents first. The copies read these blocks."""
         plan = TierPlan()
-        if self._tiers:
+        if self._pools:
             self._store(0, Tier.DEVICE, offered, plan)
         return plan
 
@@ -173,38 +171,33 @@ class LowerTiers:
         """
         found: list[tuple[Tier, int]] = []
         for prefix in prefixes:
-            place = next(
-                ((tier, block) for tier in self._tiers if (block := tier.find(prefix)) is not None),
-                None,
-            )
+            place = self._find(prefix)
             if place is None:
                 break
             tier, block = place
-            tier.hold(block, priority)
-            found.append((tier.name, block))
+            self._pools[tier].share([block], priority)
+            found.append(place)
         return TierHit(tuple(found))
 
     def load(self, hit: TierHit, block_ids: Sequence[int]) -> TierPlan:
         """Copies held blocks into blocks of KV memory, of which there are as many, and releases them."""
-        if len(hit) != len(block_ids):
-            raise InternalError(f"{len(hit)} blocks are loaded into {len(block_ids)}")
         plan = TierPlan()
-        for tier in self._tiers:
+        for tier in self.names:
             chosen = [
                 (held, block)
                 for (name, held), block in zip(hit.blocks, block_ids, strict=True)
-                if name == tier.name
+                if name == tier
             ]
             if chosen:
                 sources, destinations = zip(*chosen, strict=True)
-                plan.copies.append(TierCopy(tier.name, Tier.DEVICE, sources, destinations))
+                plan.copies.append(TierCopy(tier, Tier.DEVICE, sources, destinations))
         self.release(hit)
         return plan
 
     def release(self, hit: TierHit) -> None:
         """Ends the hold on blocks. They count as used just now."""
-        for tier in self._tiers:
-            tier.release([block for name, block in hit.blocks if name == tier.name])
+        for tier, pool in self._pools.items():
+            pool.free([block for name, block in hit.blocks if name == tier])
 
     def reserve(self, prefixes: Iterable[int]) -> tuple[PoolBlocks, TierPlan]:
         """Blocks for consecutive prefixes that a remote pool may have, as far as there is room, up to `fetched`.
@@ -213,9 +206,8 @@ class LowerTiers:
         """
         plan = TierPlan()
         wanted = [prefix for prefix in prefixes if prefix not in self]
-        fastest = self._tiers[0]
-        chosen = wanted[: fastest.available_count]
-        blocks, evicted = fastest.reserve(len(chosen))
+        chosen = wanted[: self._fastest.available_count]
+        blocks, evicted = self._allocate(0, len(chosen))
         self._move_down(0, evicted, plan)
         return PoolBlocks(tuple(chosen), tuple(blocks)), plan
 
@@ -224,35 +216,32 @@ class LowerTiers:
 
         They have the lowest class until a request holds them.
         """
-        plan = TierPlan()
-        prefixes = [(prefix, Priority.LOW) for prefix in blocks.prefixes[:whole_count]]
-        kept = self._tiers[0].fill(prefixes, blocks.block_ids)
-        if kept:
-            plan.changes.append(TierChange(self._tiers[0].name, True, tuple(kept)))
-        return plan
+        kept = tuple(
+            prefix
+            for prefix, block in zip(blocks.prefixes[:whole_count], blocks.block_ids, strict=False)
+            if self._fastest.register(block, prefix, Priority.LOW)
+        )
+        self._fastest.free(blocks.block_ids)
+        return TierPlan(changes=[TierChange(self.names[0], True, kept)] if kept else [])
 
     def hold_fastest(self, prefixes: Iterable[int]) -> PoolBlocks:
         """Those of the prefixes that the fastest tier has. Their blocks stay until `release_fastest`."""
-        fastest = self._tiers[0]
         found = {
-            prefix: block for prefix in prefixes if (block := fastest.find(prefix)) is not None
+            prefix: block
+            for prefix in prefixes
+            if (block := self._fastest.find(prefix)) is not None
         }
-        for block in found.values():
-            fastest.hold(block)
+        self._fastest.share(tuple(found.values()), Priority.LOW)
         return PoolBlocks(tuple(found), tuple(found.values()))
 
     def release_fastest(self, blocks: PoolBlocks) -> None:
         """Ends the hold of `hold_fastest`."""
-        self._tiers[0].release(blocks.block_ids)
+        self._fastest.free(blocks.block_ids)
 
     def drop(self, tier: Tier, block_ids: Iterable[int]) -> TierPlan:
         """Forgets blocks with lost content, for example after a failed copy."""
-        found = next(one for one in self._tiers if one.name == tier)
-        plan = TierPlan()
-        prefixes = found.drop(block_ids)
-        if prefixes:
-            plan.changes.append(TierChange(tier, False, tuple(prefixes)))
-        return plan
+        prefixes = tuple(self._pools[tier].forget(block_ids))
+        return TierPlan(changes=[TierChange(tier, False, prefixes)] if prefixes else [])
 
     def drop_loaded(self, hit: TierHit, prefixes: Sequence[int]) -> TierPlan:
         """Forgets the blocks of a load that has failed, which were those of `prefixes`.
@@ -260,120 +249,82 @@ class LowerTiers:
         Blocks that have another prefix by now stay.
         """
         plan = TierPlan()
-        for tier in self._tiers:
+        for tier in self.names:
             lost = [
                 block
                 for (name, block), prefix in zip(hit.blocks, prefixes, strict=True)
-                if name == tier.name and tier.find(prefix) == block
+                if name == tier and self.has(prefix, tier, block)
             ]
-            plan.changes += self.drop(tier.name, lost).changes
+            plan.changes += self.drop(tier, lost).changes
         return plan
 
     def clear(self) -> TierPlan:
         """Forgets every block that is not held."""
         plan = TierPlan()
-        for tier in self._tiers:
-            prefixes = [one.prefix for one in tier.evict_idle()]
+        for tier, pool in self._pools.items():
+            pool.evict_idle()
+            prefixes = tuple(one.prefix for one in self._take_evicted())
             if prefixes:
-                plan.changes.append(TierChange(tier.name, False, tuple(prefixes)))
+                plan.changes.append(TierChange(tier, False, prefixes))
         return plan
+
+    @property
+    def _fastest(self) -> BlockPool:
+        return self._pools[self.names[0]]
+
+    def _find(self, prefix: int) -> tuple[Tier, int] | None:
+        """The fastest tier that has a prefix, and its block there."""
+        for tier, pool in self._pools.items():
+            block = pool.find(prefix)
+            if block is not None:
+                return tier, block
+        return None
 
     def _store(
         self, index: int, source: Tier, offered: Iterable[CachedBlock], plan: TierPlan
     ) -> None:
-        tier = self._tiers[index]
+        tier = self.names[index]
+        pool = self._pools[tier]
         fresh: list[CachedBlock] = []
         used: list[int] = []
         for one in offered:
-            present = tier.find(one.prefix)
+            present = pool.find(one.prefix)
             if present is None:
                 fresh.append(one)
             else:
-                tier.hold(present, one.priority)
+                pool.share([present], one.priority)
                 used.append(present)
-        tier.release(used)
+        pool.free(used)
         # A prefix is found only with its parents, so that the first ones are worth the most.
-        fresh = fresh[: tier.available_count]
+        fresh = fresh[: pool.available_count]
         if not fresh:
             return
-        destinations, evicted = tier.reserve(len(fresh))
-        tier.fill([(one.prefix, one.priority) for one in fresh], destinations)
+        destinations, evicted = self._allocate(index, len(fresh))
+        for one, block in zip(fresh, destinations, strict=True):
+            pool.register(block, one.prefix, one.priority)
+        pool.free(destinations)
         self._move_down(index, evicted, plan)
         sources = tuple(one.block for one in fresh)
-        plan.copies.append(TierCopy(source, tier.name, sources, tuple(destinations)))
-        plan.changes.append(TierChange(tier.name, True, tuple(one.prefix for one in fresh)))
+        plan.copies.append(TierCopy(source, tier, sources, tuple(destinations)))
+        plan.changes.append(TierChange(tier, True, tuple(one.prefix for one in fresh)))
 
     def _move_down(self, index: int, evicted: Sequence[CachedBlock], plan: TierPlan) -> None:
         """Offers what a tier has evicted to the next one."""
         if not evicted:
             return
-        name = self._tiers[index].name
-        if index + 1 < len(self._tiers):
+        name = self.names[index]
+        if index + 1 < len(self.names):
             self._store(index + 1, name, evicted, plan)
         plan.changes.append(TierChange(name, False, tuple(one.prefix for one in evicted)))
 
-
-class _Tier:
-    """The blocks of one tier. Each is free, idle with a prefix, or held with a prefix."""
-
-    def __init__(self, name: Tier, block_count: int) -> None:
-        self.name = name
-        self._evicted: list[CachedBlock] = []
-        self._pool = BlockPool(block_count, lambda _: None, self._on_evicted)
-
-    def __contains__(self, prefix: int) -> bool:
-        return self.find(prefix) is not None
-
-    @property
-    def block_count(self) -> int:
-        return self._pool.count
-
-    @property
-    def available_count(self) -> int:
-        return self._pool.available_count
-
-    @property
-    def used_count(self) -> int:
-        return self._pool.count - len(self._pool.free_ids())
-
-    def find(self, prefix: int) -> int | None:
-        found = self._pool.find_cached([prefix])
-        return found[0] if found else None
-
-    def hold(self, block: int, priority: Priority = Priority.LOW) -> None:
-        self._pool.share([block], priority)
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        self._pool.free(block_ids)
-
-    def reserve(self, count: int) -> tuple[list[int], list[CachedBlock]]:
-        """Blocks without prefixes, and what was evicted for them, parents first."""
-        blocks = self._pool.allocate(count)
-        if blocks is None:
-            raise InternalError(f"tier {self.name.name} has no room for {count} blocks")
+    def _allocate(self, index: int, count: int) -> tuple[list[int], list[CachedBlock]]:
+        """Blocks without prefixes, of which there must be enough, and what was evicted for them."""
+        blocks = self._pools[self.names[index]].allocate(count)
+        assert blocks is not None
         return blocks, self._take_evicted()
 
-    def fill(self, prefixes: Sequence[tuple[int, Priority]], block_ids: Sequence[int]) -> list[int]:
-        """Gives the first reserved blocks their prefixes, and frees the rest. Returns the new prefixes."""
-        kept = [
-            prefix
-            for (prefix, priority), block in zip(prefixes, block_ids, strict=False)
-            if self._pool.register(block, prefix, priority)
-        ]
-        self._pool.free(block_ids)
-        return kept
-
-    def evict_idle(self) -> list[CachedBlock]:
-        """Evicts every block that is not held."""
-        self._pool.evict_idle()
-        return self._take_evicted()
-
-    def drop(self, block_ids: Iterable[int]) -> list[int]:
-        """Forgets blocks. Returns their prefixes."""
-        return self._pool.forget(block_ids)
-
     def _on_evicted(self, evicted: Sequence[CachedBlock]) -> None:
-        # The pool evicts the children first.
+        # A pool evicts the children first.
         self._evicted += reversed(evicted)
 
     def _take_evicted(self) -> list[CachedBlock]:

@@ -15,14 +15,103 @@ from xxhash import xxh3_64_intdigest
 
 from headrace_common.errors import ConfigError, InternalError, TransferFailed
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Int64Array
-from headrace_kv.layout import KvLayout, RankMemory, Region
-from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.pool.memory import PoolMemory
+from headrace_kv.layout import TOKENS, KvLayout, RankMemory, Region
 from headrace_kv.prefix.events import Tier
 from headrace_kv.runs import Runs, interleave
-from headrace_kv.shard_map import Edge, heads_held
-from headrace_kv.storage.host import HostStorage, block_bytes_of
-from headrace_kv.transport.memory import PASSED, Bytes, Mark, Piece, bytes_at, copy_runs
+from headrace_kv.shard_map import WHOLE_BLOCKS, Edge, PlacedRegions, heads_held, place_regions
+from headrace_kv.tiers.pool_process import SEAL_BYTES, PoolMemory, SharedArena
+from headrace_kv.tiers.tiers import TierCopy
+from headrace_kv.transport.memory import (
+    PAGE_BYTES,
+    PASSED,
+    Bytes,
+    Mark,
+    Piece,
+    allocate_arena,
+    bytes_at,
+    copy_runs,
+    require_available,
+    suited_alignment_bytes,
+)
+
+
+def block_bytes_of(layout: KvLayout, rank: int, *, pooled: bool = False) -> int:
+    """Bytes of a block of one rank with all its layers, up to the next page. Raises as HostStorage does."""
+    content_bytes = _place_block(layout, rank).arena_bytes
+    return _rounded(_sealed_bytes(content_bytes) if pooled else content_bytes, PAGE_BYTES)
+
+
+class HostStorage:
+    """`block_count` blocks of one rank, with all its layers.
+
+    Each block starts at a page, so that files can be read into it and written from it without another copy. With
+    `pooled`, the memory is shared with a process of the remote pool, and each block has room for the pool's seal.
+    `bytes` are all blocks, of shape [block_bytes * block_count].
+    Raises ConfigError for a layout with several groups, and for more memory than is available.
+    """
+
+    def __init__(
+        self, layout: KvLayout, rank: int, block_count: int, *, pooled: bool = False
+    ) -> None:
+        one = _place_block(layout, rank)
+        self.block_bytes = block_bytes_of(layout, rank, pooled=pooled)
+        nbytes = self.block_bytes * block_count
+        self._shared = SharedArena(nbytes) if pooled else None
+        self.pool_memory = None
+        """The memory for a remote pool; None without `pooled`."""
+        if self._shared is None:
+            require_available(nbytes, "kv_host_gib")
+            self.bytes = allocate_arena(nbytes, suited_alignment_bytes(nbytes))
+        else:
+            self.bytes = self._shared.bytes
+            self.pool_memory = PoolMemory(
+                self._shared.descriptor,
+                self.block_bytes,
+                block_count,
+                _sealed_bytes(one.arena_bytes),
+            )
+        # Memory gets its pages here, and not beside a forward pass. Padding is written to disk too. It must not be what
+        # this process had in that memory.
+        self.bytes[:] = 0
+        self.memory = RankMemory(
+            rank=rank,
+            transport="",
+            session="",
+            base_address=int(self.bytes.ctypes.data),
+            arena_bytes=nbytes,
+            regions=tuple(
+                replace(region, block_count=block_count, block_stride_bytes=self.block_bytes)
+                for region in one.regions
+            ),
+        )
+
+    def block(self, block: int) -> Bytes:
+        """The bytes of a block, of shape [block_bytes], not a copy."""
+        start = block * self.block_bytes
+        return self.bytes[start : start + self.block_bytes]
+
+    def close(self) -> None:
+        """Ends the sharing. The memory is freed with this object."""
+        if self._shared is not None:
+            self._shared.close()
+
+
+def _sealed_bytes(content_bytes: int) -> int:
+    return _rounded(content_bytes, SEAL_BYTES) + SEAL_BYTES
+
+
+def _rounded(nbytes: int, unit_bytes: int) -> int:
+    return -(-nbytes // unit_bytes) * unit_bytes
+
+
+def _place_block(layout: KvLayout, rank: int) -> PlacedRegions:
+    """Raises ConfigError for a layout with several groups."""
+    if len(layout.groups) != 1 or layout.groups[0].kind != TOKENS:
+        raise ConfigError(
+            "only KV of attention layers that are all alike can be kept in main memory or on disk",
+            metadata={"field": "host_blocks"},
+        )
+    return place_regions(layout, rank, (1,), WHOLE_BLOCKS)
 
 
 class DeviceMemory(Protocol):
@@ -42,41 +131,6 @@ class DeviceMemory(Protocol):
 
     def to_device(self, pieces: Iterable[Piece], mark: Mark) -> None:
         """Overwrites what the device reads before the mark. Returns when that is done. Raises TransferFailed."""
-
-
-class DeviceCopies:
-    """One thread calls it. `area` is the main memory that all runs lead to.
-
-    What a failed copy has left in main memory is unknown, and the device may still write there. So the caller makes no
-    copy after it.
-    """
-
-    def __init__(self, memory: DeviceMemory, area: Bytes) -> None:
-        self._memory = memory
-        self._area = area
-        self._failed = False
-        memory.lock_pages(area)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a copy has failed."""
-        return self._failed
-
-    def to_host(self, runs: Runs, mark: Mark) -> None:
-        """See DeviceMemory.to_host. `runs` lead from the device to main memory."""
-        self._failed = True
-        self._memory.to_host(_pieces(runs.reverse()), mark)
-        self._failed = False
-
-    def to_device(self, runs: Runs, mark: Mark) -> None:
-        """See DeviceMemory.to_device. `runs` lead from main memory to the device."""
-        self._failed = True
-        self._memory.to_device(_pieces(runs), mark)
-        self._failed = False
-
-    def close(self) -> None:
-        """Ends the use of the area, which may then be freed."""
-        self._memory.unlock_pages(self._area)
 
 
 def _pieces(runs: Runs) -> Iterator[Piece]:
@@ -203,22 +257,21 @@ class TierCopier:
         self._planner = CopyPlanner(device, self._host.memory)
         shifts = [_layer_shifts(one, self._layers) for one in (device, self._host.memory)]
         self._shifts = None if shifts[0] is None or shifts[1] is None else (shifts[0], shifts[1])
-        self._device = (
-            None if device_memory is None else DeviceCopies(device_memory, self._host.bytes)
-        )
+        self._device = device_memory
+        if self._device is not None:
+            self._device.lock_pages(self._host.bytes)
         self._disk = (
             DiskStorage(disk_folder, self._host.block_bytes, disk_blocks) if disk_blocks else None
         )
-
-    @property
-    def block_bytes(self) -> int:
+        self.block_bytes = self._host.block_bytes
         """Bytes of a block in main memory and on disk."""
-        return self._host.block_bytes
-
-    @property
-    def host_memory(self) -> RankMemory:
+        self.host_memory = self._host.memory
         """The blocks in main memory, with the same layout as KV memory."""
-        return self._host.memory
+        self.host_is_lost = False
+        """Whether blocks in main memory may have other bytes than were copied, because a device has failed.
+
+        It may still write there. So no copy follows.
+        """
 
     @property
     def pool_memory(self) -> PoolMemory:
@@ -226,11 +279,6 @@ class TierCopier:
         if self._host.pool_memory is None:
             raise InternalError("the blocks in main memory are not shared with a remote pool")
         return self._host.pool_memory
-
-    @property
-    def host_is_lost(self) -> bool:
-        """Whether blocks in main memory may have other bytes than were copied, because a device has failed."""
-        return self._device is not None and self._device.failed
 
     def copy(self, copy: TierCopy, mark: Mark = PASSED) -> None:
         """Makes a copy when the device has passed the mark. Raises TransferFailed when the disk or the device fails.
@@ -241,45 +289,43 @@ class TierCopier:
             raise TransferFailed("an earlier copy from or to the device has failed")
         kinds = (copy.source, copy.destination)
         if kinds == (Tier.DEVICE, Tier.HOST):
-            runs = self._plan_blocks(copy.source_ids, copy.destination_ids)
-            if self._device is None:
-                copy_runs(runs)
-            else:
-                self._device.to_host(runs, mark)
+            self._move(copy.source_ids, copy.destination_ids, mark)
         elif kinds == (Tier.HOST, Tier.DEVICE):
-            self._load(copy.source_ids, copy.destination_ids, mark)
-        elif kinds == (Tier.HOST, Tier.DISK):
+            self._move(copy.destination_ids, copy.source_ids, mark, loads=True)
+        elif kinds == (Tier.HOST, Tier.DISK) and self._disk is not None:
             for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
-                self._disk_storage().write(destination, self._host.block(source))
-        elif kinds == (Tier.DISK, Tier.DEVICE):
+                self._disk.write(destination, self._host.block(source))
+        elif kinds == (Tier.DISK, Tier.DEVICE) and self._disk is not None:
             for start in range(0, len(copy.source_ids), len(self._bounce)):
-                end = start + len(self._bounce)
-                self._load_disk(copy.source_ids[start:end], copy.destination_ids[start:end], mark)
+                sources = copy.source_ids[start : start + len(self._bounce)]
+                bounce = self._bounce[: len(sources)]
+                for source, between in zip(sources, bounce, strict=True):
+                    self._disk.read(source, self._host.block(between))
+                targets = copy.destination_ids[start : start + len(sources)]
+                self._move(targets, bounce, mark, loads=True)
         else:
             raise InternalError(f"no copy from {copy.source.name} to {copy.destination.name}")
 
     def close(self) -> None:
         """Frees the file. Main memory is freed with this object."""
         if self._device is not None:
-            self._device.close()
+            self._device.unlock_pages(self._host.bytes)
         self._host.close()
         if self._disk is not None:
             self._disk.close()
 
-    def _load(self, host_ids: Sequence[int], device_ids: Sequence[int], mark: Mark) -> None:
-        runs = self._plan_blocks(device_ids, host_ids).reverse()
-        if self._device is None:
-            copy_runs(runs)
-        else:
-            self._device.to_device(runs, mark)
-
-    def _load_disk(
-        self, source_ids: Sequence[int], destination_ids: Sequence[int], mark: Mark
+    def _move(
+        self, device_ids: Sequence[int], host_ids: Sequence[int], mark: Mark, *, loads: bool = False
     ) -> None:
-        bounce = self._bounce[: len(source_ids)]
-        for source, between in zip(source_ids, bounce, strict=True):
-            self._disk_storage().read(source, self._host.block(between))
-        self._load(bounce, destination_ids, mark)
+        """Copies from KV memory to main memory, or back when it `loads`."""
+        runs = self._plan_blocks(device_ids, host_ids)
+        if self._device is None:
+            copy_runs(runs.reverse() if loads else runs)
+            return
+        move = self._device.to_device if loads else self._device.to_host
+        self.host_is_lost = True
+        move(_pieces(runs.reverse()), mark)
+        self.host_is_lost = False
 
     def _plan_blocks(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> Runs:
         """Runs from KV memory to main memory."""
@@ -302,8 +348,3 @@ class TierCopier:
             (first.destination_addresses[:, None] + host).ravel(),
             np.repeat(first.lengths, len(self._layers)),
         )
-
-    def _disk_storage(self) -> DiskStorage:
-        if self._disk is None:
-            raise InternalError("this rank has no blocks on disk")
-        return self._disk

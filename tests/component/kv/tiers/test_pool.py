@@ -16,12 +16,11 @@ import psutil
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_kv.pool.engine_blocks import pool_secret
-from headrace_kv.pool.memory import PoolSetup
-from headrace_kv.pool.remote import RemotePool
-from headrace_kv.pool.serve import StoreServer
+from headrace_kv.tiers.pool import RemotePool, pool_secret
+from headrace_kv.tiers.pool_process import PoolSetup
+from headrace_kv.tiers.pool_server import StoreServer
 from tests.pool_store import LONG_S, Store
-from tests.unit.kv.pool.memories import Memory
+from tests.unit.kv.tiers.memories import Memory
 from tests.waiting import until
 
 SECRET = pool_secret(3)
@@ -42,7 +41,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 @contextmanager
 def pool_of(address: str, memory: Memory) -> Iterator[RemotePool]:
-    pool = RemotePool(PoolSetup(address, "127.0.0.1", SECRET, (memory.described,)))
+    pool = RemotePool(PoolSetup(address, "127.0.0.1", SECRET.hex(), [memory.described]))
     try:
         yield pool
     finally:
@@ -55,6 +54,10 @@ async def result(future: Future[list[bool]]) -> list[bool]:
 
 async def opened(pool: RemotePool) -> None:
     await until(lambda: pool.is_open, LONG_S)
+
+
+def process_of(pool: RemotePool) -> int:
+    return pool._process.pid
 
 
 async def stored(pool: RemotePool, memory: Memory, key: str, slot: int, value: int) -> bool:
@@ -84,7 +87,9 @@ async def test_blocks_of_one_worker_are_read_by_another(store: Store) -> None:
 
 async def test_blocks_of_another_key_are_refused(store: Store) -> None:
     memory, other = Memory(), Memory()
-    foreign = RemotePool(PoolSetup(store.address, "127.0.0.1", pool_secret(4), (other.described,)))
+    foreign = RemotePool(
+        PoolSetup(store.address, "127.0.0.1", pool_secret(4).hex(), [other.described])
+    )
     try:
         with pool_of(store.address, memory) as pool:
             await opened(pool)
@@ -127,7 +132,7 @@ async def test_a_frozen_store_ends_calls_in_time_and_nothing_lands_later(store: 
         await opened(pool)
         assert await stored(pool, memory, "a", 0, 7)
         memory.fill(1, 1)
-        process = pool.process_id
+        process = process_of(pool)
         store.freeze()
         begun_s = time.monotonic()
         assert await result(pool.get(0, ["a"], [1], 0.5)) == [False]
@@ -147,9 +152,9 @@ async def test_a_killed_process_of_the_pool_is_replaced(store: Store) -> None:
     with pool_of(store.address, memory) as pool:
         await opened(pool)
         assert await stored(pool, memory, "a", 0, 7)
-        process = pool.process_id
+        process = process_of(pool)
         os.kill(process, signal.SIGKILL)
-        await until(lambda: pool.is_open and pool.process_id != process, LONG_S)
+        await until(lambda: pool.is_open and process_of(pool) != process, LONG_S)
         assert await result(pool.get(0, ["a"], [1], CALL_S)) == [True]
         assert memory.value(1) == 7
 
@@ -173,7 +178,7 @@ async def test_no_port_of_the_store_or_a_client_serves_other_addresses(store: St
         }
         assert addresses == {"127.0.0.1"}
         # Mooncake's own listeners are on all addresses, and have a filter in the kernel.
-        for process in (node, psutil.Process(pool.process_id)):
+        for process in (node, psutil.Process(process_of(pool))):
             ports = [
                 row.laddr.port for row in process.net_connections("tcp") if row.status == "LISTEN"
             ]

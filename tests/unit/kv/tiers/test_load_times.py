@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
+from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 
 
 def test_the_slowest_rank_counts_for_its_tier() -> None:

@@ -1,1 +1,0 @@
-"""Which blocks of which tier of memory hold which cached prefixes. Pure."""

@@ -1,1 +1,0 @@
-"""KV blocks in a store that all workers of a deployment share."""

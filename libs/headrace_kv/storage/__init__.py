@@ -1,1 +1,0 @@
-"""KV blocks in main memory and on disk, and the copies between these tiers and KV memory."""
