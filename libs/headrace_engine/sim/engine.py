@@ -58,16 +58,16 @@ from headrace_kv.pool.engine_blocks import pool_secret
 from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.config import EngineConfig
-    from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.sender import SenderThread
+    from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.base import KvTransport
     from headrace_kv.transport.networks import Networks
 

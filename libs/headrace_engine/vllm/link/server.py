@@ -52,7 +52,7 @@ from headrace_kv.messages import (
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
-    from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)

@@ -58,8 +58,8 @@ from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.messages import SendReport
 from headrace_kv.pool.engine_blocks import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
-from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext
 from headrace_kv.shard_map import heads_held
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.base import KvTransport

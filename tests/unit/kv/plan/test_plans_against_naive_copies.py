@@ -32,7 +32,7 @@ from headrace_kv.layout import (
 from headrace_kv.messages import LayerRange, Reservation
 from headrace_kv.receive.ledger import LayerLanded, Ledger, LocalLedger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
-from headrace_kv.send.layer_write import WritePlan
+from headrace_kv.send.writes import WritePlan
 from headrace_kv.shard_map import HEAD_OUTER, heads_held, place_regions
 from tests.in_memory_transport import InMemoryTransport, MemoryFabric
 

@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 
 from headrace_kv.send import sender as thread_module
-from headrace_kv.send.loop import SendLoop
-from headrace_kv.send.sender import SenderThread
+from headrace_kv.send.sender import SenderThread, SendLoop
 
 
 class PolledFuture(concurrent.futures.Future[None]):
@@ -29,6 +28,7 @@ class ClosedLoop:
     """A send loop that is over at its first turn, with one stream that has not ended."""
 
     over = True
+    has_records = False
 
     def __init__(self) -> None:
         self.stream_ended = PolledFuture()
@@ -37,7 +37,7 @@ class ClosedLoop:
     def turn(self) -> None:
         self.turns += 1
 
-    def wait_s(self, now_s: float) -> float:
+    def wait_s(self) -> float:
         return 0.0
 
     def close_streams(self) -> tuple[concurrent.futures.Future[None], ...]:
