@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 from headrace_kv.send.sender import SenderThread, SendLoop
 
 
@@ -15,5 +13,5 @@ class ManualThread(SenderThread):
     def __init__(self) -> None:
         super().__init__("not started")
 
-    def add(self, loop: SendLoop, closed: Future[None]) -> None:
+    def add(self, loop: SendLoop) -> None:
         self.loop = loop

@@ -10,8 +10,8 @@ from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import WorkerRef
 from headrace_kv.leases import Clock
 from headrace_kv.messages import SendReport
-from headrace_kv.send.sender import RankSender, SenderLimits
-from headrace_kv.send.stream import SenderContext
+from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.manual_thread import ManualThread
 from tests.model.ground import HANDSHAKE_S

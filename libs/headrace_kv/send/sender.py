@@ -19,7 +19,6 @@ from headrace_common.errors import (
     Draining,
     DuplicateTransfer,
     HeadraceError,
-    InternalError,
     QueueFull,
     TransferFailed,
 )
@@ -30,13 +29,14 @@ from headrace_kv.send.stream import (
     HandoffStream,
     ReservationReceived,
     SenderContext,
+    SenderLimits,
     StreamEvent,
     StreamLost,
     StreamReady,
     reason_from_peer,
 )
-from headrace_kv.send.transfer import SWEEP_INTERVAL_S, Next, OutgoingTransfer, OutgoingTransfers
-from headrace_kv.send.writes import Batch, LayerWrite, SenderPeer, Writes
+from headrace_kv.send.transfer import SWEEP_INTERVAL_S, OutgoingTransfer, OutgoingTransfers
+from headrace_kv.send.writes import Batch, SenderPeer
 from headrace_kv.transport.memory import PASSED, Mark
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 _STREAMS_END_S = 4.0
 _ENDING_POLL_S = 0.05
 _OVERDUE_S = 2.0
+_CLOSING = "the prefill rank is shutting down"
 # The longest time between the device passing a mark and the range being sent, while the thread does nothing else.
 _MARK_POLL_S = 50e-6
 # After so many writes, the other ranks of the thread get their turn.
@@ -66,9 +67,6 @@ class Range:
     mark: Mark
     written_by_s: float
 
-    def __str__(self) -> str:
-        return f"layer {self.layer_range.layer}"
-
 
 @dataclass(frozen=True, slots=True)
 class HiddenState:
@@ -78,9 +76,6 @@ class HiddenState:
     read: Callable[[], bytes]
     mark: Mark
     written_by_s: float
-
-    def __str__(self) -> str:
-        return "the hidden state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +124,41 @@ class SendLoop:
     """
 
     def __init__(self, context: SenderContext, sender: RankSender, make_stream: MakeStream) -> None:
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._context = context
         self._sender = sender
         self._make_stream = make_stream
         self._peers: dict[WorkerRef, SenderPeer] = {}
-        self.transfers = OutgoingTransfers(context, sender.transfer_quiet)
-        self._writes = Writes(context.transport, self._plan)
+        self.transfers = OutgoingTransfers(
+            context,
+            on_end=sender.transfer_quiet,
+            on_landed=lambda batch: sender.post(Landed(batch, time.monotonic_ns())),
+        )
         self._unwritten: dict[str, deque[Pushed]] = {}
         self._gave_up = False
+        self.due_s = self._end_by_s = 0.0
 
-    # Called by the thread.
+    def is_due(self, now_s: float) -> bool:
+        """Whether to call `run` now, at `now_s` of time.monotonic."""
+        return self.due_s <= now_s or (not self._end_by_s and self._sender.has_records)
+
+    def run(self) -> bool:
+        """Takes a turn. Once the loop is over, ends the streams: False when they have ended, or took too long to."""
+        if not self._end_by_s:
+            try:
+                self.turn()
+                if not self.over:
+                    self.due_s = time.monotonic() + self.wait_s()
+                    return True
+            except Exception:  # noqa: BLE001 - one loop's bug must not end the others of the thread
+                _log.exception("a sender met a bug and sends no more")
+            for peer in self._peers.values():
+                peer.stream.close()
+            self._end_by_s = time.monotonic() + _STREAMS_END_S
+        now_s = time.monotonic()
+        self.due_s = now_s + _ENDING_POLL_S
+        streams = [peer.stream for peer in self._peers.values()]
+        return now_s < self._end_by_s and not all(stream.ended.done() for stream in streams)
 
     @property
     def over(self) -> bool:
@@ -149,14 +169,9 @@ class SendLoop:
         closed = self._sender.closing and not self._sender.has_records
         return self._gave_up or (closed and not self.transfers.all())
 
-    @property
-    def has_records(self) -> bool:
-        """Whether records wait for the next turn."""
-        return self._sender.has_records
-
     def wait_s(self) -> float:
         """Seconds until the next turn is due, unless a record comes before."""
-        if not self._writes.idle or self._sender.has_records:
+        if not self.transfers.writes.idle or self._sender.has_records:
             return 0.0
         longest_s = _MARK_POLL_S if self._unwritten else SWEEP_INTERVAL_S
         now_s = self._context.clock.monotonic_s()
@@ -171,32 +186,20 @@ class SendLoop:
             try:
                 self._handle(record)
             except Exception:  # noqa: BLE001 - one transfer's bug must not end the others' sending (I6)
-                rank, kind = self._context.rank, type(record).__name__
-                _log.exception("rank %d: %s met a bug", rank, kind)
-        self._start_writes()
-        now_s = self._context.clock.monotonic_s()
-        if now_s >= self.transfers.next_sweep_s:
-            self.transfers.sweep(now_s)
-        if self._sender.closing and self._writes.overdue(now_s, _OVERDUE_S):
-            rank = self._context.rank
-            _log.error("rank %d: the transport did not end its writes in time", rank)
+                kind = type(record).__name__
+                _log.exception("rank %d: %s met a bug", self._context.rank, kind)
+        self.transfers.start_writes(_WRITES_PER_TURN, lambda: self._sender.has_records)
+        self.transfers.sweep()
+        if self._sender.closing and self.transfers.writes.overdue(_OVERDUE_S):
+            _log.error("rank %d: the transport's writes did not end in time", self._context.rank)
             self._gave_up = True
-
-    def close_streams(self) -> tuple[concurrent.futures.Future[None], ...]:
-        """Closes every stream. The futures are done when the streams have ended."""
-        streams = [peer.stream for peer in self._peers.values()]
-        for stream in streams:
-            stream.close()
-        return tuple(stream.ended for stream in streams)
-
-    # Records.
 
     def _handle(self, record: Record) -> None:
         match record:
             case Range() | HiddenState() | Finish():
                 self._push(record)
             case Landed():
-                self._land(record.batch, record.end_ns)
+                self.transfers.land(record.batch, record.end_ns)
             case Open(target):
                 self._open(target)
             case Stop(transfer_id, reason, detail):
@@ -205,8 +208,7 @@ class SendLoop:
                     self.transfers.stop(transfer, reason, detail)
             case Close():
                 for transfer in self.transfers.all():
-                    detail = "the prefill rank is shutting down"
-                    self.transfers.stop(transfer, Draining.reason, detail)
+                    self.transfers.stop(transfer, Draining.reason, _CLOSING)
             case ReservationReceived():
                 self._reserve(record)
             case CancelReceived():
@@ -248,14 +250,17 @@ class SendLoop:
         transfer = self.transfers.find_running(record.transfer_id)
         if transfer is None:
             return True
+        what = (
+            f"layer {record.layer_range.layer}" if isinstance(record, Range) else "the hidden state"
+        )
         try:
             if record.mark.query():
                 return True
             if self._context.clock.monotonic_s() < record.written_by_s:
                 return False
-            failure = f"the device did not write {record} in time"
-        except RuntimeError as error:
-            failure = f"the device failed before {record} was written: {error}"
+            failure = f"the device did not write {what} in time"
+        except Exception as error:  # noqa: BLE001 - fails this transfer alone
+            failure = f"the device failed before {what} was written: {error}"
         _log.error("%s: %s", record.transfer_id, failure)
         self.transfers.stop(transfer, TransferFailed.reason, failure)
         return True
@@ -266,19 +271,19 @@ class SendLoop:
         if transfer is None:
             self.transfers.ranges_removed(isinstance(record, Range))
             return
-        match record:
-            case Range(_, layer_range, mark):
-                if mark is not PASSED:
-                    layer_range = replace(layer_range, ready_ns=time.monotonic_ns())
-                transfer.range_pushed(layer_range)
-            case HiddenState():
-                try:
+        try:
+            match record:
+                case Range(_, layer_range, mark):
+                    if mark is not PASSED:
+                        layer_range = replace(layer_range, ready_ns=time.monotonic_ns())
+                    transfer.range_pushed(layer_range)
+                case HiddenState():
                     transfer.hidden_state_pushed(record.read())
-                except Exception as error:  # noqa: BLE001 - fails this transfer alone
-                    self.transfers.fail(transfer, error)
-            case Finish():
-                transfer.push_finished()
-        self._advance(transfer)
+                case Finish():
+                    transfer.push_finished()
+            self.transfers.advance(transfer)
+        except Exception as error:  # noqa: BLE001 - fails this transfer alone
+            self.transfers.fail(transfer, error)
 
     def _transfer_of(self, stream: HandoffStream, transfer_id: str) -> OutgoingTransfer | None:
         """The transfer, if it is one of that stream."""
@@ -292,7 +297,7 @@ class SendLoop:
                 transfer.reservation_received(received.reservation, received.message_bytes)
             except HeadraceError as error:
                 self.transfers.fail(transfer, error)
-            self._advance(transfer)
+            self.transfers.advance(transfer)
 
     def _cancel(self, received: CancelReceived) -> None:
         stream, cancel = received.stream, received.cancel
@@ -317,135 +322,7 @@ class SendLoop:
         for transfer in self.transfers.all(peer):
             transfer.stream_lost()
             self.transfers.stop(transfer, reason, event.error.detail, notify_decode=False)
-        self._writes.remove(peer)
-
-    # Writes.
-
-    def _settle(self, transfer: OutgoingTransfer) -> None:
-        """Acknowledges what has landed, and does what the transfer needs next."""
-        transfer.acknowledge()
-        self._advance(transfer)
-
-    def _advance(self, transfer: OutgoingTransfer) -> None:
-        match transfer.next_step:
-            case Next.PLAN:
-                self._writes.add(transfer.peer, transfer.transfer_id)
-            case Next.COMMIT:
-                transfer.commit()
-                self.transfers.end(transfer)
-            case Next.FAIL:
-                detail = f"the engine ended without {transfer.awaited()}"
-                self.transfers.fail(transfer, TransferFailed(detail))
-
-    def _plan(self, transfer_id: str) -> list[LayerWrite]:
-        """The writes of a transfer's next range; none when it has failed."""
-        transfer = self.transfers.find(transfer_id)
-        if transfer is None or transfer.next_step is not Next.PLAN:
-            return []
-        self.transfers.ranges_removed(1)
-        try:
-            writes = transfer.plan_range()
-            self._settle(transfer)
-        except Exception as error:  # noqa: BLE001 - fails this transfer alone
-            self.transfers.fail(transfer, error)
-            return []
-        return writes
-
-    def _start_writes(self) -> None:
-        """Starts the writes that have room, until a record comes, which may stop what would be written."""
-        for _ in range(_WRITES_PER_TURN):
-            write = self._writes.next_write()
-            transfer = self.transfers.find_running(write.transfer_id) if write is not None else None
-            if write is None or transfer is None:
-                return
-            try:
-                self._start(transfer, write)
-            except Exception as error:  # noqa: BLE001 - fails this transfer alone
-                self.transfers.fail(transfer, error)
-            if self._sender.has_records:
-                return
-
-    def _start(self, transfer: OutgoingTransfer, write: LayerWrite) -> None:
-        """Starts a write's next batch. Raises TransferFailed without a lease, TransferTimeout after the deadline."""
-        clock, peer = self._context.clock, transfer.peer
-        now_s = clock.monotonic_s()
-        lease_s = peer.stream.lease.remaining_s(clock.lease_s())
-        left_s = transfer.target.deadline_s - now_s
-        if lease_s <= 0.0:
-            raise TransferFailed(f"the write lease from {peer.stream.decode} is over")
-        if left_s <= 0.0:
-            raise transfer.timeout_error()
-        batch = self._writes.start(write, peer, now_s, min(lease_s, left_s))
-        transfer.batch_started()
-        try:
-            if write.next_batch is None:
-                memory = self._context.transport.memory
-                write.digest_source(memory, peer.digest_share, transfer.digest_seed)
-        finally:
-            if batch.future.done():
-                self._land(batch, time.monotonic_ns())
-            else:
-                # Called by the transport, on any thread.
-                batch.future.add_done_callback(
-                    lambda _: self._sender.post(Landed(batch, time.monotonic_ns()))
-                )
-
-    def _land(self, batch: Batch, end_ns: int) -> None:
-        """A batch has ended. Its transfer is in the table until then."""
-        self._writes.end(batch)
-        transfer = self.transfers.find(batch.write.transfer_id)
-        if transfer is None:
-            raise InternalError(f"{batch.write.transfer_id} ended with a batch in flight")
-        try:
-            result = batch.future.result()
-        except Exception as error:  # noqa: BLE001 - fails this transfer alone
-            now_s = self._context.clock.monotonic_s()
-            transfer.batch_ended(now_s + self._context.transport.quiet_after_failure_s)
-            self.transfers.fail(transfer, error)
-        else:
-            batch.write.batch_landed(result, end_ns)
-            transfer.batch_ended()
-            try:
-                self._settle(transfer)
-            except Exception as error:  # noqa: BLE001 - fails this transfer alone
-                self.transfers.fail(transfer, error)
-        self.transfers.end_when_quiet(transfer)
-
-
-@dataclass(slots=True)
-class _RunningLoop:
-    """A loop of a thread. Once it is over, it waits for its streams until `end_by_s`."""
-
-    loop: SendLoop
-    closed: concurrent.futures.Future[None]
-    due_s: float = 0.0
-    end_by_s: float = 0.0
-    streams_ended: tuple[concurrent.futures.Future[None], ...] = ()
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether to call `turn` now."""
-        return self.due_s <= now_s or (not self.end_by_s and self.loop.has_records)
-
-    def turn(self) -> bool:
-        """Runs one turn. False once the closed streams have ended, or took too long to."""
-        if not self.end_by_s:
-            if self._turn_loop():
-                return True
-            self.streams_ended = self.loop.close_streams()
-            self.end_by_s = time.monotonic() + _STREAMS_END_S
-        now_s = time.monotonic()
-        self.due_s = now_s + _ENDING_POLL_S
-        return now_s < self.end_by_s and not all(ended.done() for ended in self.streams_ended)
-
-    def _turn_loop(self) -> bool:
-        """False when the loop is over or has failed."""
-        try:
-            self.loop.turn()
-            self.due_s = time.monotonic() + self.loop.wait_s()
-        except Exception:  # noqa: BLE001 - one loop's bug must not end the others
-            _log.exception("a sender met a bug and sends no more")
-            return False
-        return not self.loop.over
+        self.transfers.writes.remove(peer)
 
 
 class SenderThread:
@@ -458,13 +335,13 @@ class SenderThread:
     def __init__(self, name: str) -> None:
         self.changed = threading.Condition()
         self._name = name
-        self._loops: list[_RunningLoop] = []
+        self._loops: list[SendLoop] = []
         self._running = False
 
-    def add(self, loop: SendLoop, closed: concurrent.futures.Future[None]) -> None:
-        """Runs a loop until it is over. `closed` is done when its streams have ended too, or took too long to."""
+    def add(self, loop: SendLoop) -> None:
+        """Runs a loop until it has ended."""
         with self.changed:
-            self._loops.append(_RunningLoop(loop, closed))
+            self._loops.append(loop)
             self.changed.notify()
             if not self._running:
                 self._running = True
@@ -472,35 +349,23 @@ class SenderThread:
 
     def _run(self) -> None:
         while due := self._wait():
-            for running in due:
-                if not running.turn():
+            for loop in due:
+                if not loop.run():
                     with self.changed:
-                        self._loops.remove(running)
-                    running.closed.set_result(None)
+                        self._loops.remove(loop)
+                    loop.ended.set_result(None)
 
-    def _wait(self) -> list[_RunningLoop]:
+    def _wait(self) -> list[SendLoop]:
         """Waits for loops that have something to do; empty when all have ended."""
         with self.changed:
             while self._loops:
                 now_s = time.monotonic()
-                due = [running for running in self._loops if running.is_due(now_s)]
+                due = [loop for loop in self._loops if loop.is_due(now_s)]
                 if due:
                     return due
-                self.changed.wait(min(running.due_s for running in self._loops) - now_s)
+                self.changed.wait(min(loop.due_s for loop in self._loops) - now_s)
             self._running = False
             return []
-
-
-@dataclass(frozen=True, slots=True)
-class SenderLimits:
-    """Bounds of one rank's sender: open transfers, and layer ranges that wait, over all transfers.
-
-    A device has `write_timeout_s` to write what was pushed.
-    """
-
-    transfers: int = 1024
-    waiting_ranges: int = 65_536
-    write_timeout_s: float = 30.0
 
 
 class RankSender:
@@ -517,7 +382,6 @@ class RankSender:
         thread: SenderThread | None = None,
         make_stream: MakeStream = HandoffStream,
     ) -> None:
-        self.closed: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.closing = False
         self._limits = limits or SenderLimits()
         self._clock = context.clock
@@ -528,7 +392,8 @@ class RankSender:
         thread = thread or SenderThread(f"kv-sender-{context.ref.worker_id}-{context.rank}")
         self._changed = thread.changed
         self._loop = SendLoop(context, self, make_stream)
-        thread.add(self._loop, self.closed)
+        self.closed = self._loop.ended
+        thread.add(self._loop)
 
     def open(self, target: TransferTarget) -> None:
         """Starts a transfer. The handshake runs while the prompt is computed.
@@ -603,8 +468,6 @@ class RankSender:
             if not self.closing:
                 self.closing = True
                 self._post(Close())
-
-    # For the loop and its streams.
 
     @property
     def has_records(self) -> bool:

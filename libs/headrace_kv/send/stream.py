@@ -53,6 +53,18 @@ DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]
 """Finds the KV memory of a worker incarnation. Raises StaleIncarnation when that incarnation is gone."""
 
 
+@dataclass(frozen=True, slots=True)
+class SenderLimits:
+    """Bounds of one rank's sender: open transfers, and layer ranges that wait, over all transfers.
+
+    A device has `write_timeout_s` to write what was pushed.
+    """
+
+    transfers: int = 1024
+    waiting_ranges: int = 65_536
+    write_timeout_s: float = 30.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderContext:
     """What a sender and its handoff streams share.

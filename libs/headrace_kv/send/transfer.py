@@ -4,156 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
 from headrace.kv.v1 import handoff_pb2
-from headrace_common.errors import HeadraceError, InternalError, TransferTimeout
-from headrace_common.latency.clocks import clocks_now
-from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
+from headrace_common.errors import (
+    HeadraceError,
+    InternalError,
+    TransferFailed,
+    TransferTimeout,
+)
 from headrace_kv.hidden_state import OutgoingHiddenState, hidden_state_rank
 from headrace_kv.layout import KvLayout
-from headrace_kv.messages import LayerRange, LinkSent, Reservation, SendReport, TransferTarget
+from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
+from headrace_kv.send.plan import WritePlan
 from headrace_kv.send.stream import SenderContext
-from headrace_kv.send.writes import LayerWrite, SenderPeer, WritePlan
+from headrace_kv.send.writes import Batch, LayerWrite, LinkRecord, SenderPeer, Writes
+from headrace_kv.shard_map import edges_from
 from headrace_kv.tickets import digest_seed
 from headrace_kv.transport.base import find_host
 from headrace_kv.transport.memory import kind_of
 
 _log = logging.getLogger(__name__)
 
-_LAYERS_NAMED_MAX = 16
 SWEEP_INTERVAL_S = 0.5
 # Decode answers an Open at once. After this time the Open or its answer was lost, or the transfer has ended.
 _ASK_AGAIN_S = 1.0
 _NEVER_S = float("inf")
-_WORD_MAX = NEVER - 1
-_WORDS_MAX = 2 * WRITES_MAX * WORDS_PER_WRITE
-
-
-class LinkRecord:
-    """What a rank wrote to one decode rank for one transfer. Keeps the times of the last writes in one array.
-
-    Add the writes in the order in which they were planned.
-    """
-
-    def __init__(self, first: LayerWrite) -> None:
-        self._destination_rank = first.destination_rank
-        self._session = first.session
-        self._start_ns = first.ready_ns
-        self._words = array("I")
-        # Dictionaries keep the order in which the names were added.
-        self._transports: dict[str, None] = {}
-        self._strategies: dict[str, None] = {}
-        self._payload_bytes = self._run_count = self._entry_count = self._write_count = 0
-        self._submitted_ns = 0
-        self._ready_ns = self._landed_ns = self._end_ns = self._start_ns
-        self._moving_ns = 0
-
-    def add_landed(self, write: LayerWrite, reserved_ns: int, now_ns: int) -> None:
-        """A write has landed and is acknowledged now. The transfer had its reservation at `reserved_ns`."""
-        self._payload_bytes += write.payload_bytes
-        self._run_count += len(write.runs)
-        self._entry_count += write.entry_count
-        for result in write.results:
-            self._transports[result.transport] = None
-            self._strategies[result.strategy] = None
-        landed_ns = write.landed_ns or now_ns
-        submitted_ns = write.submitted_ns or landed_ns
-        gathered_ns = submitted_ns
-        staging_us = gather_us = 0
-        if write.gather_ns or write.staging_wait_ns:
-            gathered_ns = min(landed_ns, submitted_ns + write.staging_wait_ns + write.gather_ns)
-            staging_ns = min(write.staging_wait_ns, gathered_ns - submitted_ns)
-            staging_us = staging_ns // 1000
-            gather_us = (gathered_ns - submitted_ns - staging_ns) // 1000
-        idle_ns = max(gathered_ns, self._landed_ns)
-        if landed_ns > idle_ns:
-            self._moving_ns += landed_ns - idle_ns
-        self._landed_ns = max(self._landed_ns, landed_ns)
-        self._end_ns = max(self._end_ns, now_ns)
-        move_us = (landed_ns - gathered_ns) // 1000
-        times_us = (staging_us, gather_us, move_us, (now_ns - landed_ns) // 1000)
-        self._add(write, reserved_ns, submitted_ns, times_us)
-
-    def add_unfinished(self, write: LayerWrite, reserved_ns: int, now_ns: int) -> None:
-        """The transfer ends now, and the write has not landed as a whole."""
-        submitted_ns = write.submitted_ns or now_ns
-        waited_us = max(0, now_ns - submitted_ns) // 1000
-        self._add(write, reserved_ns, submitted_ns, (0, 0, NEVER, waited_us))
-        self._end_ns = max(self._end_ns, now_ns)
-
-    def report(self) -> LinkSent:
-        """Describes the link."""
-        now = clocks_now()
-        start_unix_ns = now.unix_ns - (now.monotonic_ns - self._start_ns)
-        return LinkSent(
-            destination_rank=self._destination_rank,
-            destination_host=find_host(self._session),
-            transport="+".join(self._transports),
-            strategy="+".join(self._strategies),
-            payload_bytes=self._payload_bytes,
-            run_count=self._run_count,
-            entry_count=self._entry_count,
-            write_count=self._write_count,
-            start_unix_ns=start_unix_ns,
-            submitted_unix_ns=start_unix_ns + self._submitted_ns - self._start_ns,
-            ready_unix_ns=start_unix_ns + self._ready_ns - self._start_ns,
-            landed_unix_ns=start_unix_ns + self._landed_ns - self._start_ns,
-            end_unix_ns=start_unix_ns + self._end_ns - self._start_ns,
-            moving_ns=self._moving_ns,
-            layers=pack_writes(self._words),
-        )
-
-    def _add(
-        self,
-        write: LayerWrite,
-        reserved_ns: int,
-        submitted_ns: int,
-        times_us: tuple[int, int, int, int],
-    ) -> None:
-        """`times_us` are the last four words."""
-        ready_ns = write.ready_ns
-        self._write_count += 1
-        self._ready_ns = max(self._ready_ns, ready_ns)
-        self._submitted_ns = self._submitted_ns or submitted_ns
-        wait_ns = max(0, submitted_ns - ready_ns)
-        lease_ns = window_ns = 0
-        if reserved_ns > ready_ns:
-            lease_ns = min(reserved_ns - ready_ns, wait_ns)
-        if write.window_wait_ns:
-            window_ns = min(write.window_wait_ns, wait_ns - lease_ns)
-        words = self._words
-        if len(words) >= _WORDS_MAX:
-            del words[: _WORDS_MAX // 2]
-        row = (
-            write.layer,
-            write.start_token,
-            write.end_token,
-            write.payload_bytes,
-            (ready_ns - self._start_ns) // 1000,
-            lease_ns // 1000,
-            window_ns // 1000,
-            wait_ns // 1000,
-            *times_us,
-        )
-        try:
-            words.extend(row)
-        except OverflowError:
-            # `extend` keeps the words before the one that is too large or negative.
-            del words[len(words) - len(words) % WORDS_PER_WRITE :]
-            words.extend([NEVER if word == NEVER else max(0, min(word, _WORD_MAX)) for word in row])
-
-
-class Phase(Enum):
-    """The phases of a transfer at one rank."""
-
-    CONNECTING = "waits for the handshake with the decode worker"
-    OPENING = "has sent Open, and waits for the reservation"
-    SENDING = "plans and writes ranges as they come, until everything has landed"
-    STOPPED = "starts no write any more, and waits for the batches in flight and the quiet time"
 
 
 class Next(Enum):
@@ -163,10 +41,6 @@ class Next(Enum):
     PLAN = "its next range can be planned"
     COMMIT = "everything that this rank must send has landed or, for a hidden state, is sent"
     FAIL = "the engine pushes no more, and nothing is left to plan or to land"
-
-
-# A member is looked up here several times a write, which costs 0.2 us each on the class.
-_CONNECTING, _OPENING, _SENDING, _STOPPED = Phase
 
 
 class OutgoingTransfer:
@@ -179,12 +53,14 @@ class OutgoingTransfer:
         self.target = target
         self.transfer_id = target.transfer_id
         self.peer = peer
-        self.phase = _CONNECTING
+        self.stopped = False
+        """Whether no write starts any more. It waits for the batches in flight and the quiet time."""
         self.digest_seed = digest_seed(target.ticket)
         self._context = context
         self._hidden_state: OutgoingHiddenState | None = None
         if target.with_hidden_state and context.rank == hidden_state_rank(context.layout):
             self._hidden_state = OutgoingHiddenState(target.transfer_id, self.digest_seed)
+        # From the reservation on.
         self._plan: WritePlan | None = None
         self.open_again_s = _NEVER_S
         """When to repeat Open, unless decode answers before."""
@@ -204,14 +80,9 @@ class OutgoingTransfer:
     # Questions.
 
     @property
-    def stopped(self) -> bool:
-        """Whether no write may start any more."""
-        return self.phase is _STOPPED
-
-    @property
     def next_step(self) -> Next:
         """What it needs next."""
-        if self.phase is not _SENDING or self._plan is None:
+        if self.stopped or self._plan is None:
             return Next.EVENT
         if self._plan.complete and (self._hidden_state is None or self._hidden_state.sent):
             return Next.COMMIT
@@ -227,17 +98,11 @@ class OutgoingTransfer:
         return None if self._batches_in_flight else self._quiet_s
 
     def awaited(self) -> str:
-        """What it waits for: an answer of decode, or what is not sent yet, e.g. "layers 3, 7, 8 (3 of 30)"."""
-        if self._plan is None or self.phase is _CONNECTING:
-            return f"the handshake with {self.target.decode}"
-        if self.phase is _OPENING:
-            return f"the reservation of {self.target.decode}"
-        layers = self._plan.missing_layers()
-        if not layers and self._hidden_state is not None and not self._hidden_state.sent:
-            return "the hidden state"
-        named = ", ".join(str(layer) for layer in layers[:_LAYERS_NAMED_MAX])
-        more = ", ..." if len(layers) > _LAYERS_NAMED_MAX else ""
-        return f"layers {named}{more} ({len(layers)} of {self._plan.layer_count})"
+        """What it waits for: an answer of decode, or what is not sent yet."""
+        if self._plan is not None:
+            return self._plan.missing() or "the hidden state"
+        answer = "reservation of" if self._decode_waits else "handshake with"
+        return f"the {answer} {self.target.decode}"
 
     def timeout_error(self) -> TransferTimeout:
         """The error of a deadline that has passed."""
@@ -249,18 +114,18 @@ class OutgoingTransfer:
 
     # Events of the stream.
 
-    def plan_for(self, layout: KvLayout) -> bool:
-        """Plans the writes for decode's layout. False when this rank has nothing to send.
+    def sends_to(self, layout: KvLayout) -> bool:
+        """Whether this rank has anything to send to decode's layout.
 
         Raises LayoutMismatch when decode has no ranks to hold the heads.
         """
-        context = self._context
-        self._plan = WritePlan(self.transfer_id, context.rank, context.layout, layout)
-        return self._plan.edge_count > 0 or self._hidden_state is not None
+        rank, own = self._context.rank, self._context.layout
+        layers = range(own.layer_count)
+        count = sum(len(edges_from(rank, own, layout, n, self.transfer_id)) for n in layers)
+        return count > 0 or self._hidden_state is not None
 
     def open(self, now_s: float) -> None:
         """Sends Open."""
-        self.phase = _OPENING
         self._decode_waits = True
         opening = handoff_pb2.Open(transfer_id=self.transfer_id, ticket=self.target.ticket)
         self._send(handoff_pb2.HandoffRequest(open=opening))
@@ -268,11 +133,13 @@ class OutgoingTransfer:
 
     def reservation_received(self, reservation: Reservation, message_bytes: int) -> None:
         """Decode answered Open. Repeats are ignored. Raises ProtocolViolation when the blocks hold too little."""
-        if self.phase is not _OPENING:
+        layout = self.peer.layout
+        if self.stopped or self._plan is not None or layout is None:
             return
         self.message_received(message_bytes)
-        self._required_plan().reserve(reservation)
-        self.phase, self.open_again_s = _SENDING, _NEVER_S
+        context = self._context
+        self._plan = WritePlan(context.rank, context.layout, layout, reservation)
+        self.open_again_s = _NEVER_S
         self._reserved_ns = time.monotonic_ns()
         self._send_hidden_state()
 
@@ -344,7 +211,7 @@ class OutgoingTransfer:
 
     def stop(self, reason: str, detail: str, *, notify_decode: bool) -> None:
         """Starts no more writes."""
-        self.phase, self.open_again_s = _STOPPED, _NEVER_S
+        self.stopped, self.open_again_s = True, _NEVER_S
         self._reason, self._detail = reason, detail
         now_ns = time.monotonic_ns()
         for write in self._unacknowledged:
@@ -382,7 +249,7 @@ class OutgoingTransfer:
         self.peer.stream.send(request)
 
     def _send_hidden_state(self) -> None:
-        if self.phase is _SENDING and self._hidden_state is not None:
+        if self._plan is not None and self._hidden_state is not None:
             for message in self._hidden_state.take_messages():
                 self._send(message)
 
@@ -399,14 +266,25 @@ class OutgoingTransfer:
 
 
 class OutgoingTransfers:
-    """Opens, fails and ends transfers. `on_end` gets the id of one that is quiet, and leaves the table (I2)."""
+    """Opens, advances, fails and ends transfers, and starts their writes.
 
-    def __init__(self, context: SenderContext, on_end: Callable[[str], None]) -> None:
+    `on_end` gets the id of a transfer that is quiet, and leaves the table (I2). `on_landed` gets a batch that the
+    transport has ended, on any thread: call `land` for it.
+    """
+
+    def __init__(
+        self,
+        context: SenderContext,
+        on_end: Callable[[str], None],
+        on_landed: Callable[[Batch], None],
+    ) -> None:
         self.next_sweep_s = 0.0
         """When the next sweep is due, by the monotonic clock."""
         self.removed_ranges = 0
         self._context = context
         self._on_end = on_end
+        self._on_landed = on_landed
+        self.writes = Writes(context, self._plan)
         self._transfers: dict[str, OutgoingTransfer] = {}
 
     def find(self, transfer_id: str) -> OutgoingTransfer | None:
@@ -434,7 +312,7 @@ class OutgoingTransfers:
     def open(self, transfer: OutgoingTransfer, layout: KvLayout) -> None:
         """Opens a transfer at decode, unless this rank has nothing to send to its `layout`."""
         try:
-            sends = transfer.plan_for(layout)
+            sends = transfer.sends_to(layout)
         except HeadraceError as error:
             self.fail(transfer, error)
             return
@@ -476,8 +354,11 @@ class OutgoingTransfers:
         else:
             self._sweep_at(quiet_s)
 
-    def sweep(self, now_s: float) -> None:
-        """Ends stopped transfers after their quiet time, fails late ones, and repeats an unanswered Open."""
+    def sweep(self) -> None:
+        """When it is due, ends stopped transfers after their quiet time, fails late ones, and repeats Opens."""
+        now_s = self._context.clock.monotonic_s()
+        if now_s < self.next_sweep_s:
+            return
         self.next_sweep_s = now_s + SWEEP_INTERVAL_S
         for transfer in self.all():
             try:
@@ -508,6 +389,86 @@ class OutgoingTransfers:
         except Exception:  # noqa: BLE001 - the thread survives it
             rank, name = self._context.rank, transfer.transfer_id
             _log.exception("rank %d: on_quiet raised for %s", rank, name)
+
+    # Writes.
+
+    def advance(self, transfer: OutgoingTransfer) -> None:
+        """Acknowledges what has landed, and does what the transfer needs next."""
+        transfer.acknowledge()
+        match transfer.next_step:
+            case Next.PLAN:
+                self.writes.add(transfer.peer, transfer.transfer_id)
+            case Next.COMMIT:
+                transfer.commit()
+                self.end(transfer)
+            case Next.FAIL:
+                detail = f"the engine ended without {transfer.awaited()}"
+                self.fail(transfer, TransferFailed(detail))
+
+    def start_writes(self, limit: int, interrupted: Callable[[], bool]) -> None:
+        """Starts the writes that have room, until a record comes, which may stop what would be written."""
+        for _ in range(limit):
+            write = self.writes.next_write()
+            transfer = self.find_running(write.transfer_id) if write is not None else None
+            if write is None or transfer is None:
+                return
+            try:
+                self._start(transfer, write)
+            except Exception as error:  # noqa: BLE001 - fails this transfer alone
+                self.fail(transfer, error)
+            if interrupted():
+                return
+
+    def land(self, batch: Batch, end_ns: int) -> None:
+        """A batch has ended, at `end_ns` of time.monotonic_ns."""
+        self.writes.end(batch)
+        # It is in the table while batches are in flight.
+        transfer = self._transfers[batch.write.transfer_id]
+        try:
+            result = batch.future.result()
+        except Exception as error:  # noqa: BLE001 - fails this transfer alone
+            now_s = self._context.clock.monotonic_s()
+            transfer.batch_ended(now_s + self._context.transport.quiet_after_failure_s)
+            self.fail(transfer, error)
+        else:
+            batch.write.batch_landed(result, end_ns)
+            transfer.batch_ended()
+            try:
+                self.advance(transfer)
+            except Exception as error:  # noqa: BLE001 - fails this transfer alone
+                self.fail(transfer, error)
+        self.end_when_quiet(transfer)
+
+    def _plan(self, transfer_id: str) -> list[LayerWrite]:
+        """The writes of a transfer's next range; none when it has failed."""
+        transfer = self.find(transfer_id)
+        if transfer is None or transfer.next_step is not Next.PLAN:
+            return []
+        self.ranges_removed(1)
+        try:
+            writes = transfer.plan_range()
+            self.advance(transfer)
+        except Exception as error:  # noqa: BLE001 - fails this transfer alone
+            self.fail(transfer, error)
+            return []
+        return writes
+
+    def _start(self, transfer: OutgoingTransfer, write: LayerWrite) -> None:
+        """Starts a write's next batch. Raises TransferFailed without a lease, TransferTimeout after the deadline."""
+        left_s = transfer.target.deadline_s - self._context.clock.monotonic_s()
+        if left_s <= 0.0:
+            raise transfer.timeout_error()
+        batch = self.writes.start(write, transfer.peer, left_s)
+        transfer.batch_started()
+        try:
+            if write.next_batch is None:
+                memory, share = self._context.transport.memory, transfer.peer.digest_share
+                write.digest_source(memory, share, transfer.digest_seed)
+        finally:
+            if batch.future.done():
+                self.land(batch, time.monotonic_ns())
+            else:
+                batch.future.add_done_callback(lambda _: self._on_landed(batch))
 
     def _sweep_at(self, time_s: float) -> None:
         self.next_sweep_s = min(self.next_sweep_s, time_s)

@@ -23,7 +23,7 @@ from headrace_kv.leases import Clock
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.transfer import PrefillPeer
-from headrace_kv.send.sender import SenderLimits
+from headrace_kv.send.stream import SenderLimits
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
     LEASE_S,

@@ -9,8 +9,7 @@ import numpy as np
 from headrace_common.telemetry.layer_stamps import WRITES_MAX, last_write, unpack_writes
 from headrace_kv.copy_plan import BlockSpan, Runs
 from headrace_kv.messages import LayerRange
-from headrace_kv.send.transfer import LinkRecord
-from headrace_kv.send.writes import LayerWrite
+from headrace_kv.send.writes import LayerWrite, LinkRecord
 from headrace_kv.shard_map import Edge
 from headrace_kv.transport.base import Strategy, WriteResult
 from tests.in_memory_transport import InMemoryTransport

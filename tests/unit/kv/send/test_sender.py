@@ -24,11 +24,12 @@ from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.leases import Clock, WriteLease
 from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
-from headrace_kv.send.sender import RankSender, SenderLimits
+from headrace_kv.send.sender import RankSender
 from headrace_kv.send.stream import (
     HandoffStream,
     ReservationReceived,
     SenderContext,
+    SenderLimits,
     StreamLost,
     StreamReady,
 )
@@ -484,7 +485,7 @@ async def test_closing_waits_for_writes_until_they_are_overdue(
     # This write may never be reported as ended.
     assert not rank.reports
     assert rank.sender.active_transfers() == {"a"}
-    assert "did not end its writes in time" in caplog.text
+    assert "writes did not end in time" in caplog.text
 
 
 async def test_timeout_errors_name_the_awaited_event() -> None:
