@@ -5,29 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from queue import Queue
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import TransferFailed
-from headrace_kv.copy_plan import Runs
-from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.leases import WriteLease
-from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
-from headrace_kv.send.sender import RankSender
-from headrace_kv.send.stream import (
-    HandoffStream,
-    ReservationReceived,
-    SenderContext,
-    StreamReady,
-)
-from headrace_kv.shard_map import place_regions
-from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.memory import Bytes, Mark, Piece
-from tests.in_memory_transport import KIND, InMemoryTransport
+from headrace_kv.transport.memory import Bytes, Mark, Piece, wait_for
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
@@ -35,17 +19,6 @@ if TYPE_CHECKING:
 
 LAYERS = 6
 LAYER_BYTES = 1 << 20
-TOKENS = 8
-LAYOUT = KvLayout.attention(
-    model="m:1",
-    dtype="uint8",
-    layer_count=LAYERS,
-    kv_head_count=1,
-    tensor_parallel_size=1,
-    block_tokens=TOKENS,
-    parts={"kv": LAYER_BYTES // TOKENS},
-)
-PLACED = place_regions(LAYOUT, 0, (1,))
 # About a tenth of a second on devices of 2026.
 BUSY_CYCLES = 150_000_000
 
@@ -84,44 +57,6 @@ class Cache:
         return self.area
 
 
-class GatheringTransport(InMemoryTransport):
-    """Gathers each layer that is sent, and records whether the computation was still running then."""
-
-    def __init__(self, cache: Cache) -> None:
-        super().__init__()
-        self._cache = cache
-        self.right: list[bool] = []
-        self.beside: list[bool] = []
-        self.last_mark: Mark | None = None
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        layer = (int(runs.source_addresses[0]) - self._cache.address) // LAYER_BYTES
-        found = self._cache.gather(layer)
-        self.right.append(bool((found == layer + 1).all()))
-        self.beside.append(self.last_mark is not None and not self.last_mark.query())
-        return WriteResult(self.name, "gather", len(runs))
-
-
-class ReadyStream(HandoffStream):
-    """Decode answers at once."""
-
-    def start(self) -> None:
-        self.lease = WriteLease(0.0, 0.0, 1e9)
-        memory = RankMemory(0, KIND, "decode", 1 << 40, PLACED.arena_bytes, PLACED.regions)
-        self._post(StreamReady(self, KvDescriptor(LAYOUT, (memory,)), 0.0))
-
-    def send(self, request: handoff_pb2.HandoffRequest) -> None:
-        if request.HasField("open"):
-            reservation = Reservation(request.open.transfer_id, (0,), 0, TOKENS)
-            self._post(ReservationReceived(self, reservation, 0))
-
-    def acknowledge(self, layer: handoff_pb2.LayerDone) -> None:
-        pass
-
-    def close(self) -> None:
-        self.ended.set_result(None)
-
-
 def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(device: str) -> None:
     import torch
 
@@ -129,42 +64,23 @@ def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(d
 
     cache = Cache(device)
     cache.gather(0)
-    transport = GatheringTransport(cache)
-    reports: Queue[SendReport] = Queue()
-    memory = RankMemory(0, KIND, "prefill", cache.address, PLACED.arena_bytes, PLACED.regions)
-    sender = RankSender(
-        SenderContext(
-            ref=WorkerRef("prefill-0", "1"),
-            rank=0,
-            layout=LAYOUT,
-            memory=memory,
-            transport=transport,
-            descriptors=cast("Any", None),
-            event_loop=cast("Any", None),
-            on_quiet=reports.put,
-        ),
-        make_stream=ReadyStream,
-    )
-    deadline_s = time.monotonic() + 60.0
-    sender.open(TransferTarget("a", WorkerRef("decode-0", "1"), "", 0, TOKENS, deadline_s))
+    marks: list[Mark] = []
     start_s = time.monotonic()
     for layer in range(LAYERS):
         keep_busy(device)
         cache.layers[layer].fill_(layer + 1)
-        written = LayerRange("a", layer, 0, TOKENS, (0,), time.monotonic_ns())
-        sender.push(written, mark_compute(torch.device(device)))
+        marks.append(mark_compute(torch.device(device)))
     queued_s = time.monotonic() - start_s
-    transport.last_mark = mark_compute(torch.device(device))
-    sender.finish("a")
-    assert reports.get(timeout=20.0).reason == ""
-    sender.close()
-    sender.closed.result(20.0)
-    assert transport.right == [True] * LAYERS
+    beside = []
+    for layer, mark in enumerate(marks):
+        assert wait_for(mark, 20.0)
+        assert bool((cache.gather(layer) == layer + 1).all())
+        beside.append(not marks[-1].query())
     if device != "cpu":
         # The forward pass only queued. All layers but the last were gathered while the next one was computed.
         assert queued_s < 0.1
-        assert transport.beside[0]
-        assert sum(transport.beside) >= LAYERS - 2
+        assert beside[0]
+        assert sum(beside) >= LAYERS - 2
 
 
 def test_copies_run_beside_the_computation(device: str) -> None:
