@@ -47,8 +47,6 @@ _OVERDUE_S = 2.0
 _CLOSING = "the prefill rank is shutting down"
 # The longest time between the device passing a mark and the range being sent, while the thread does nothing else.
 _MARK_POLL_S = 50e-6
-# After so many writes, the other ranks of the thread get their turn.
-_WRITES_PER_TURN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ class SendLoop:
             on_landed=lambda batch: sender.post(Landed(batch, time.monotonic_ns())),
         )
         self._unwritten: dict[str, deque[Pushed]] = {}
-        self._gave_up = False
+        self._has_more_writes = self._gave_up = False
         self.due_s = self._end_by_s = 0.0
 
     def is_due(self, now_s: float) -> bool:
@@ -171,7 +169,7 @@ class SendLoop:
 
     def wait_s(self) -> float:
         """Seconds until the next turn is due, unless a record comes before."""
-        if not self.transfers.writes.idle or self._sender.has_records:
+        if self._has_more_writes or self._sender.has_records:
             return 0.0
         longest_s = _MARK_POLL_S if self._unwritten else SWEEP_INTERVAL_S
         now_s = self._context.clock.monotonic_s()
@@ -188,7 +186,7 @@ class SendLoop:
             except Exception:  # noqa: BLE001 - one transfer's bug must not end the others' sending (I6)
                 kind = type(record).__name__
                 _log.exception("rank %d: %s met a bug", self._context.rank, kind)
-        self.transfers.start_writes(_WRITES_PER_TURN, lambda: self._sender.has_records)
+        self._has_more_writes = self.transfers.start_writes(lambda: self._sender.has_records)
         self.transfers.sweep()
         if self._sender.closing and self.transfers.writes.overdue(_OVERDUE_S):
             _log.error("rank %d: the transport's writes did not end in time", self._context.rank)

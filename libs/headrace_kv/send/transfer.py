@@ -15,7 +15,7 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from headrace_kv.hidden_state import OutgoingHiddenState, hidden_state_rank
+from headrace_kv.hidden_state import hidden_state_message, hidden_state_rank
 from headrace_kv.layout import KvLayout
 from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.send.plan import WritePlan
@@ -32,6 +32,8 @@ SWEEP_INTERVAL_S = 0.5
 # Decode answers an Open at once. After this time the Open or its answer was lost, or the transfer has ended.
 _ASK_AGAIN_S = 1.0
 _NEVER_S = float("inf")
+# After so many writes, the other ranks of the thread get their turn.
+_WRITES_PER_TURN = 64
 
 
 class Next(Enum):
@@ -57,9 +59,10 @@ class OutgoingTransfer:
         """Whether no write starts any more. It waits for the batches in flight and the quiet time."""
         self.digest_seed = digest_seed(target.ticket)
         self._context = context
-        self._hidden_state: OutgoingHiddenState | None = None
-        if target.with_hidden_state and context.rank == hidden_state_rank(context.layout):
-            self._hidden_state = OutgoingHiddenState(target.transfer_id, self.digest_seed)
+        self._hidden_state = b""
+        self._hidden_state_due = target.with_hidden_state and context.rank == hidden_state_rank(
+            context.layout
+        )
         # From the reservation on.
         self._plan: WritePlan | None = None
         self.open_again_s = _NEVER_S
@@ -84,7 +87,7 @@ class OutgoingTransfer:
         """What it needs next."""
         if self.stopped or self._plan is None:
             return Next.EVENT
-        if self._plan.complete and (self._hidden_state is None or self._hidden_state.sent):
+        if self._plan.complete and not self._hidden_state_due:
             return Next.COMMIT
         if self._ranges:
             return Next.PLAN
@@ -122,7 +125,7 @@ class OutgoingTransfer:
         rank, own = self._context.rank, self._context.layout
         layers = range(own.layer_count)
         count = sum(len(edges_from(rank, own, layout, n, self.transfer_id)) for n in layers)
-        return count > 0 or self._hidden_state is not None
+        return count > 0 or self._hidden_state_due
 
     def open(self, now_s: float) -> None:
         """Sends Open."""
@@ -159,9 +162,8 @@ class OutgoingTransfer:
 
     def hidden_state_pushed(self, state: bytes) -> None:
         """The engine pushed the hidden state. It is sent once there is a reservation."""
-        if self._hidden_state is not None:
-            self._hidden_state.supply(state)
-            self._send_hidden_state()
+        self._hidden_state = state
+        self._send_hidden_state()
 
     def push_finished(self) -> None:
         """The engine pushes no more."""
@@ -249,9 +251,9 @@ class OutgoingTransfer:
         self.peer.stream.send(request)
 
     def _send_hidden_state(self) -> None:
-        if self._plan is not None and self._hidden_state is not None:
-            for message in self._hidden_state.take_messages():
-                self._send(message)
+        if self._plan is not None and self._hidden_state and self._hidden_state_due:
+            self._send(hidden_state_message(self.transfer_id, self._hidden_state, self.digest_seed))
+            self._hidden_state, self._hidden_state_due = b"", False
 
     def _link_of(self, write: LayerWrite) -> LinkRecord:
         link = self._links.get(write.destination_rank)
@@ -405,19 +407,23 @@ class OutgoingTransfers:
                 detail = f"the engine ended without {transfer.awaited()}"
                 self.fail(transfer, TransferFailed(detail))
 
-    def start_writes(self, limit: int, interrupted: Callable[[], bool]) -> None:
-        """Starts the writes that have room, until a record comes, which may stop what would be written."""
-        for _ in range(limit):
+    def start_writes(self, interrupted: Callable[[], bool]) -> bool:
+        """Starts the writes that have room, until a record comes, which may stop what would be written.
+
+        Whether there may be more to start.
+        """
+        for _ in range(_WRITES_PER_TURN):
             write = self.writes.next_write()
             transfer = self.find_running(write.transfer_id) if write is not None else None
             if write is None or transfer is None:
-                return
+                return False
             try:
                 self._start(transfer, write)
             except Exception as error:  # noqa: BLE001 - fails this transfer alone
                 self.fail(transfer, error)
             if interrupted():
-                return
+                break
+        return True
 
     def land(self, batch: Batch, end_ns: int) -> None:
         """A batch has ended, at `end_ns` of time.monotonic_ns."""

@@ -347,19 +347,13 @@ class Writes:
         self._clock = context.clock
         self._plan = plan
         self._turns: OrderedDict[SenderPeer, None] = OrderedDict()
-        self._stalled = False
         self._in_flight: set[Batch] = set()
         self._sessions: dict[str, tuple[int, int]] = {}
-
-    @property
-    def idle(self) -> bool:
-        """Whether the last `next_write` found nothing to start, and nothing was added since."""
-        return self._stalled or not self._turns
 
     def add(self, peer: SenderPeer, transfer_id: str) -> None:
         """The transfer has ranges to plan."""
         peer.add(transfer_id)
-        self._give_turn(peer)
+        self._turns[peer] = None
 
     def remove(self, peer: SenderPeer) -> None:
         """The stream to a decode worker is lost."""
@@ -372,7 +366,7 @@ class Writes:
             write = peer.next_write(self._plan)
             if write is None:
                 continue
-            self._give_turn(peer)
+            self._turns[peer] = None
             count, nbytes = self._sessions.get(write.session, (0, 0))
             has_room = not count or (
                 count < self._transport.pending_limit
@@ -381,7 +375,6 @@ class Writes:
             peer.window_checked(has_room=has_room)
             if has_room:
                 return write
-        self._stalled = True
         return None
 
     def start(self, write: LayerWrite, peer: SenderPeer, left_s: float) -> Batch:
@@ -426,7 +419,3 @@ class Writes:
         now_s = self._clock.monotonic_s()
         ends_s = max((batch.end_s for batch in self._in_flight), default=now_s)
         return now_s > ends_s + grace_s
-
-    def _give_turn(self, peer: SenderPeer) -> None:
-        self._turns[peer] = None
-        self._stalled = False
