@@ -63,7 +63,7 @@ class SenderEnd(HandoffStream):
             self._context.handshake_timeout_s, self._check_handshake
         )
 
-    def _enqueue(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+    def send(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
         if self.over:
             return
         if isinstance(item, handoff_pb2.LayerDone):

@@ -127,6 +127,7 @@ class StreamLost:
     error: HeadraceError
 
 
+Outgoing: TypeAlias = handoff_pb2.HandoffRequest | handoff_pb2.LayerDone
 StreamEvent: TypeAlias = StreamReady | ReservationReceived | CancelReceived | StreamLost
 
 
@@ -144,7 +145,7 @@ def reason_from_peer(reason: str) -> str:
 class HandoffStream:
     """One stream from one prefill rank to one incarnation of a decode worker.
 
-    `start`, `send`, `acknowledge` and `close` may be called from any thread. Everything else, `post` included, runs on
+    `start`, `send` and `close` may be called from any thread. Everything else, `post` included, runs on
     the context's event loop.
     """
 
@@ -172,7 +173,7 @@ class HandoffStream:
             hidden_format=context.hidden_format.to_proto() if context.hidden_format else None,
         )
         self._quarantine_s = 0.0
-        self._outbox: deque[handoff_pb2.HandoffRequest | handoff_pb2.LayerDone] = deque()
+        self._outbox: deque[Outgoing] = deque()
         self._wake = asyncio.Event()
         self._wake_scheduled = False
         self._delayed_wake_scheduled = False
@@ -187,20 +188,11 @@ class HandoffStream:
         if not self._schedule(self._start_task):
             self._report_lost(WorkerGone("the event loop of the handoff streams has ended"))
 
-    def send(self, request: handoff_pb2.HandoffRequest) -> None:
-        """Queues a message behind those that are queued already, and sends them all."""
-        self._enqueue(request)
+    def send(self, item: Outgoing) -> None:
+        """Queues a message behind those that are queued already, and sends them all.
 
-    def acknowledge(self, layer: handoff_pb2.LayerDone) -> None:
-        """Queues a LayerDone, which waits for the next message, but not for long."""
-        self._enqueue(layer)
-
-    def close(self) -> None:
-        """Ends the stream once everything queued is sent, or after a few seconds."""
-        self._closing = True
-        self._schedule(self._close_on_loop)
-
-    def _enqueue(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+        A LayerDone waits for the next message, but not for long.
+        """
         if len(self._outbox) >= _OUTBOX_LIMIT:
             self._overflow = True
         else:
@@ -213,6 +205,11 @@ class HandoffStream:
         elif not self._delayed_wake_scheduled:
             self._delayed_wake_scheduled = True
             self._schedule(self._wake_later)
+
+    def close(self) -> None:
+        """Ends the stream once everything queued is sent, or after a few seconds."""
+        self._closing = True
+        self._schedule(self._close_on_loop)
 
     def _wake_later(self) -> None:
         loop = self._context.event_loop

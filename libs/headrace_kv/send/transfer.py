@@ -201,7 +201,7 @@ class OutgoingTransfer:
             # Bytes that it adds to the message that carries it.
             nbytes = message.ByteSize()
             self._control_bytes += nbytes + (2 if nbytes < 128 else 3)
-            self.peer.stream.acknowledge(message)
+            self.peer.stream.send(message)
 
     # The end.
 

@@ -79,7 +79,7 @@ class RecordingStream(HandoffStream):
     def start(self) -> None:
         pass
 
-    def _enqueue(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+    def send(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
         if isinstance(item, handoff_pb2.LayerDone):
             self.sent.append("layer_done")
             self.layers.append((item.transfer_id, item.layer))
