@@ -12,8 +12,8 @@ from headrace_engine.config import EngineConfig
 if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.interface import Engine
-    from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.sender import SenderThread
+    from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.factory import SharedTransport
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,26 +59,6 @@ def hidden_state_message(transfer_id: str, state: bytes, seed: int) -> handoff_p
         transfer_id=transfer_id, data=state, digest=xxh3_64_intdigest(state, seed)
     )
     return handoff_pb2.HandoffRequest(hidden_state=message)
-
-
-class OutgoingHiddenState:
-    """One transfer's hidden state at the rank that sends it."""
-
-    def __init__(self, transfer_id: str, seed: int) -> None:
-        self.sent = False
-        self._transfer_id = transfer_id
-        self._seed = seed
-        self._state = b""
-
-    def supply(self, state: bytes) -> None:
-        """Stores the state until it can be sent."""
-        self._state = state
-
-    def take_messages(self) -> Iterator[handoff_pb2.HandoffRequest]:
-        """The messages to send now: one, once the state is supplied."""
-        if self._state and not self.sent:
-            state, self._state, self.sent = self._state, b"", True
-            yield hidden_state_message(self._transfer_id, state, self._seed)
 
 
 class IncomingHiddenState:

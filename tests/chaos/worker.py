@@ -50,7 +50,7 @@ from headrace_kv.messages import Reservation
 from headrace_kv.receive.ledger import Ledger
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer, unpacked
-from headrace_kv.send.write_scheduler import WriteScheduler
+from headrace_kv.send.transfer import OutgoingTransfers
 from headrace_kv.shard_map import Key
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
@@ -207,13 +207,13 @@ def slow_down(faults: WireFaults, dice: Dice) -> None:
 
         put(headrace_engine.sim.engine, "open_transport", open_slow)
     if faults.slow_turn_max_s:
-        write = WriteScheduler._start_batch
+        write = OutgoingTransfers._start
 
-        def dawdle(scheduler: WriteScheduler, *arguments: Any) -> None:
+        def dawdle(transfers: OutgoingTransfers, *arguments: Any) -> None:
             time.sleep(dice.dawdle(faults.slow_turn_max_s))
-            write(scheduler, *arguments)
+            write(transfers, *arguments)
 
-        put(WriteScheduler, "_start_batch", dawdle)
+        put(OutgoingTransfers, "_start", dawdle)
 
 
 class CountingLedger(Ledger):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.messages import LayerRange
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.memory import PASSED
 from tests.in_memory_transport import KIND, InMemoryTransport
-from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
@@ -83,7 +81,7 @@ def test_memory_is_direct_where_an_adapter_reaches_the_device(opened: Opened) ->
     transport, stream_order = open_one()
     assert opened.calls == [("mooncake", "rdma", False)]
     assert "scatter=" in transport.session
-    assert stream_order.queues
+    assert type(stream_order).__name__ == "CudaOrder"
     transport.close()
 
 
@@ -109,7 +107,7 @@ def test_without_an_adapter_the_memory_is_staged(
     transport, stream_order = open_one()
     assert opened.calls == [("mooncake", "auto", True)]
     assert "landing=" in transport.session
-    assert stream_order.queues
+    assert type(stream_order).__name__ == "CudaOrder"
     transport.close()
 
 
@@ -157,66 +155,37 @@ def test_memory_is_staged_on_request(opened: Opened) -> None:
     assert opened.calls == [("mooncake", "auto", True)]
 
 
-def test_a_cpu_needs_neither_ordered_sender_nor_fence() -> None:
+def test_a_cpu_needs_neither_marks_nor_fence() -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.device_memory import open_tensor_transport, order_sender
+    from headrace_engine.torch_memory.device_memory import open_tensor_transport
 
     transport, stream_order = open_tensor_transport(torch.zeros(64), KIND, "127.0.0.1")
-    assert order_sender(Recorder(), stream_order) is None
-    assert stream_order.mark().query()
+    assert stream_order.mark() is PASSED
     stream_order.fence()
     transport.close()
 
 
-class Event:
-    """A torch.cuda.Event that the test completes."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.polled = threading.Event()
-
-    def query(self) -> bool:
-        self.polled.set()
-        return self.done
-
-
-class Stream:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def record_event(self) -> Event:
-        self.events.append(Event())
-        return self.events[-1]
-
-
-def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
+def test_a_mark_is_an_event_behind_the_kernels_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.device_memory import order_sender
     from headrace_engine.torch_memory.stream_order import CudaOrder
 
-    stream = Stream()
+    events = [object(), object()]
     devices: list[object] = []
+
+    class Stream:
+        def record_event(self) -> object:
+            return events[len(devices) - 1]
 
     def current_stream(device: object) -> Stream:
         devices.append(device)
-        return stream
+        return Stream()
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    sender = Recorder()
-    ordered = order_sender(sender, CudaOrder(torch.device("cuda", 1), None))
-    assert ordered is not None
-    ordered.push(LayerRange("a", 0, 0, 8, (1,), 0))
-    ordered.push(LayerRange("a", 1, 0, 8, (1,), 0))
+    order = CudaOrder(torch.device("cuda", 1), None)
+    assert [order.mark(), order.mark()] == events
     assert devices == [torch.device("cuda", 1)] * 2
-    assert stream.events[0].polled.wait(20.0)
-    assert sender.events == []
-    stream.events[0].done = True
-    assert sender.wait(1) == ["push a 0"]
-    assert stream.events[1].polled.wait(20.0)
-    ordered.close()
-    assert sender.events == ["push a 0"]
 
 
 def test_the_fence_flushes_with_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:

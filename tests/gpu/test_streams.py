@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,7 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
-from headrace_kv.messages import LayerRange, TransferTarget
-from headrace_kv.transport.memory import Bytes, Mark, Piece
+from headrace_kv.transport.memory import Bytes, Mark, Piece, wait_for
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
@@ -60,34 +57,6 @@ class Cache:
         return self.area
 
 
-class GatheringSender:
-    """Gathers each pushed range, and records whether the computation was still running then."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self.right: list[bool] = []
-        self.beside: list[bool] = []
-        self.last_mark: Mark | None = None
-        self.finished = threading.Event()
-
-    def open(self, target: TransferTarget) -> None:
-        raise AssertionError("no transfer is opened here")
-
-    def push(self, piece: LayerRange) -> None:
-        found = self._cache.gather(piece.layer)
-        self.right.append(bool((found == piece.layer + 1).all()))
-        self.beside.append(self.last_mark is not None and not self.last_mark.query())
-
-    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes]) -> None:
-        raise AssertionError("nothing is computed to its end here")
-
-    def finish(self, transfer_id: str) -> None:
-        self.finished.set()
-
-    def stop(self, transfer_id: str, reason: str, detail: str) -> None:
-        raise AssertionError(detail)
-
-
 def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(device: str) -> None:
     import torch
 
@@ -95,24 +64,23 @@ def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(d
 
     cache = Cache(device)
     cache.gather(0)
-    sender = GatheringSender(cache)
-    ordered = EventOrderedSender(sender, lambda: mark_compute(torch.device(device)))
+    marks: list[Mark] = []
     start_s = time.monotonic()
     for layer in range(LAYERS):
         keep_busy(device)
         cache.layers[layer].fill_(layer + 1)
-        ordered.push(LayerRange("a", layer, 0, 8, (1,), time.time_ns()))
+        marks.append(mark_compute(torch.device(device)))
     queued_s = time.monotonic() - start_s
-    sender.last_mark = mark_compute(torch.device(device))
-    ordered.finish("a")
-    assert sender.finished.wait(20.0)
-    ordered.close()
-    assert sender.right == [True] * LAYERS
+    beside = []
+    for layer, mark in enumerate(marks):
+        assert wait_for(mark, 20.0)
+        assert bool((cache.gather(layer) == layer + 1).all())
+        beside.append(not marks[-1].query())
     if device != "cpu":
         # The forward pass only queued. All layers but the last were gathered while the next one was computed.
         assert queued_s < 0.1
-        assert sender.beside[0]
-        assert sum(sender.beside) >= LAYERS - 2
+        assert beside[0]
+        assert sum(beside) >= LAYERS - 2
 
 
 def test_copies_run_beside_the_computation(device: str) -> None:

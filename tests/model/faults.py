@@ -61,7 +61,7 @@ def _process_faults(world: World) -> Iterator[Action]:
         for transfer_id in sorted(rank.opened - rank.reports.keys()):
             yield (
                 f"stop {transfer_id} at {rank.rank}",
-                partial(rank.inbox.post, rank.loop.stop, transfer_id, "CANCELLED", "the model"),
+                partial(rank.sender.stop, transfer_id, "CANCELLED", "the model"),
             )
     for transfer_id, transfer in world.transfers.items():
         if transfer.active:

@@ -42,8 +42,8 @@ def fingerprint(world: World) -> tuple[Any, ...]:
         (
             r.ref.incarnation,
             tuple(sorted(r.reports)),
-            r.inbox.has_commands,
-            r.loop.wait_s(now_s),
+            r.sender.has_records,
+            r.loop.wait_s(),
         )
         for r in world.ranks
     )

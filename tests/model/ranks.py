@@ -1,8 +1,7 @@
-"""A prefill rank of the model: the real SendLoop over modelled transport and streams."""
+"""A prefill rank of the model: the real RankSender over modelled transport and streams."""
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,10 +10,10 @@ from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import WorkerRef
 from headrace_kv.leases import Clock
 from headrace_kv.messages import SendReport
-from headrace_kv.send.context import SenderContext
-from headrace_kv.send.loop import SendLoop
-from headrace_kv.send.mailbox import SenderInbox
+from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
+from tests.manual_thread import ManualThread
 from tests.model.ground import HANDSHAKE_S
 from tests.model.streams import ModelStream, SenderEnd
 
@@ -50,12 +49,11 @@ class ModelTransport(KvTransport):
 
 
 class Rank:
-    """A prefill rank: the real SendLoop, and the script that its engine follows."""
+    """A prefill rank: the real RankSender, and the script that its engine follows."""
 
     def __init__(self, world: World, rank: int, incarnation: int) -> None:
         self.rank = rank
         self.ref = WorkerRef("prefill-0", f"{incarnation:016x}")
-        self.inbox = SenderInbox(64, 64, threading.Condition())
         self.transport = ModelTransport(world, rank)
         self.opened: set[str] = set()
         self.reports: dict[str, SendReport] = {}
@@ -74,4 +72,7 @@ class Rank:
         )
         connect = partial(world.connect, self)
         make_stream = partial(SenderEnd, timers=world.timers, connect=connect)
-        self.loop = SendLoop(context, self.inbox, make_stream)
+        thread = ManualThread()
+        limits = SenderLimits(64, 64)
+        self.sender = RankSender(context, limits=limits, thread=thread, make_stream=make_stream)
+        self.loop = thread.loop

@@ -13,8 +13,7 @@ from headrace_common.errors import HeadraceError, TransferFailed, WorkerGone
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
-from headrace_kv.send.context import SenderContext
-from headrace_kv.send.stream import HandoffStream, HandoffStreamListener
+from headrace_kv.send.stream import HandoffStream, SenderContext, StreamEvent, StreamReady
 from tests.model.ground import TRANSPORT_S
 from tests.model.virtual_time import VirtualHandle, VirtualTimers
 
@@ -42,12 +41,12 @@ class SenderEnd(HandoffStream):
         context: SenderContext,
         decode: WorkerRef,
         endpoint: str,
-        listener: HandoffStreamListener,
+        post: Callable[[StreamEvent], None],
         *,
         timers: VirtualTimers,
         connect: Callable[[SenderEnd], Wire],
     ) -> None:
-        super().__init__(context, decode, endpoint, listener)
+        super().__init__(context, decode, endpoint, post)
         self.timers = timers
         self.descriptor: KvDescriptor | None = None
         self.over = False
@@ -64,7 +63,7 @@ class SenderEnd(HandoffStream):
             self._context.handshake_timeout_s, self._check_handshake
         )
 
-    def _enqueue(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+    def send(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
         if self.over:
             return
         if isinstance(item, handoff_pb2.LayerDone):
@@ -100,7 +99,7 @@ class SenderEnd(HandoffStream):
         elif message.WhichOneof("message") == "welcome":
             self._grant_lease(self._hello_s, message.welcome)
             assert self.descriptor is not None
-            self._listener.on_ready(self, self.descriptor, message.welcome)
+            self._post(StreamReady(self, self.descriptor, message.welcome.digest_share))
             self._watch_lease()
         else:
             try:

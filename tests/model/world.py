@@ -129,7 +129,7 @@ class World:
             deadline_s=self.timers.time() + SENDER_DEADLINE_S,
         )
         rank.opened.add(transfer_id)
-        rank.inbox.admit(transfer_id, rank.loop.open, target)
+        rank.sender.open(target)
 
     def _push(self, rank: Rank, transfer_id: str, number: int, chunk: int, layer: int) -> None:
         first = self._source_block(number)
@@ -141,14 +141,14 @@ class World:
             tuple(range(first, first + self.settings.chunks)),
             0,
         )
-        rank.inbox.admit_range(transfer_id, rank.loop.push, layer_range)
+        rank.sender.push(layer_range)
 
     def _source_block(self, number: int) -> int:
         """Every transfer has its own source blocks, which identify its writes."""
         return (number - 1) * self.settings.chunks
 
     def _finish(self, rank: Rank, transfer_id: str) -> None:
-        rank.inbox.post(rank.loop.finish, transfer_id)
+        rank.sender.finish(transfer_id)
 
     def check_quiet(self, rank: Rank, report: SendReport) -> None:
         """I2: from this report on, the engine reuses the source blocks."""
@@ -275,7 +275,7 @@ class World:
         found: list[Action] = [
             (f"turn {rank.rank}", rank.loop.turn)
             for rank in self.ranks
-            if rank.loop.wait_s(now_s) <= 0.0
+            if rank.loop.wait_s() <= 0.0
         ]
         for number, stream in enumerate(self.streams):
             for direction in ("to_decode", "to_prefill"):
@@ -298,7 +298,7 @@ class World:
     def _next_s(self) -> float:
         now_s = self.timers.time()
         moments = [self.timers.next_s()]
-        moments += [now_s + rank.loop.wait_s(now_s) for rank in self.ranks]
+        moments += [now_s + rank.loop.wait_s() for rank in self.ranks]
         moments += [
             wire.open_s
             for stream in self.streams
@@ -312,7 +312,7 @@ class World:
     def _wait(self, until_s: float) -> None:
         now_s = self.timers.time()
         # A sender takes a turn when its waiting time is over.
-        due = [r for r in self.ranks if now_s + r.loop.wait_s(now_s) <= until_s]
+        due = [r for r in self.ranks if now_s + r.loop.wait_s() <= until_s]
         self.timers.advance_to(until_s)
         for write in [w for w in self.writes if not w.late and w.end_s <= until_s]:
             self.lose(write)
@@ -361,7 +361,7 @@ class World:
         """Checks that nothing is held after time without faults."""
         for rank in self.ranks:
             unquiet = rank.opened - rank.reports.keys()
-            if unquiet or rank.inbox.active_transfers():
+            if unquiet or rank.sender.active_transfers():
                 raise Violation(f"rank {rank.rank} still sends {sorted(unquiet)}")
         for transfer_id, transfer in self.transfers.items():
             if transfer.state is not TransferState.FREE:

@@ -22,7 +22,7 @@ from headrace_cli.up.topology import ProcessSpec
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.sim.stepper import Stepper
 from headrace_frontend.request import preparation
-from headrace_kv.send.write_scheduler import WriteWindow
+from headrace_kv.send.writes import Writes
 from headrace_kv.transport.staging import StagedTransport
 
 SLOW_RANK: Final = 1
@@ -87,9 +87,9 @@ _WRITE: Final = _Write()
 
 
 def _with_late_writes(start: Callable[..., Any]) -> Callable[..., Any]:
-    def late(window: Any, transfer: Any, write: Any, *times_s: float) -> Any:
+    def late(writes: Any, write: Any, *arguments: Any) -> Any:
         _WRITE.late_s = _delay_s("link") if write.destination_rank == SLOW_RANK else 0.0
-        return start(window, transfer, write, *times_s)
+        return start(writes, write, *arguments)
 
     return late
 
@@ -156,7 +156,7 @@ def _wrap(
 
 if __name__ == "__main__":
     _wrap(preparation, "prepare", lambda call: _slowed("tokenizer", call))
-    _wrap(WriteWindow, "start", _with_late_writes)
+    _wrap(Writes, "start", _with_late_writes)
     _wrap(StagedTransport, "submit", _landing_late)
     _wrap(Stepper, "_push", _with_slow_layer)
     _wrap(Stepper, "compute", _with_stops)

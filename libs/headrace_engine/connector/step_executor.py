@@ -17,9 +17,10 @@ from headrace_engine.connector.step_plan import (
     TokenRange,
 )
 from headrace_kv.messages import LayerRange, SendReport, TransferTarget
+from headrace_kv.transport.memory import PASSED, Mark
 
 if TYPE_CHECKING:
-    from headrace_engine.torch_memory.event_ordered_sender import Sender
+    from headrace_kv.send.sender import RankSender
 
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class StepExecutor:
     def __init__(self, rank: int, on_report: Callable[[SendReport], None]) -> None:
         self._rank = rank
         self._on_report = on_report
-        self._sender: Sender | None = None
+        self._sender: RankSender | None = None
         self._layers: Mapping[int, LayerKind] = {}
         self._changed = threading.Condition()
         self._active: set[str] = set()
@@ -56,6 +57,7 @@ class StepExecutor:
         self._computed: Sequence[TokenRange] = ()
         self._written: set[int] = set()
         self._fence: Callable[[], None] = lambda: None
+        self._mark: Callable[[], Mark] = lambda: PASSED
         self._final: Mapping[str, str] = {}
         self._host_sends: dict[str, list[int]] = {}
         self._ended_host_sends: list[int] = []
@@ -63,17 +65,19 @@ class StepExecutor:
     def start(
         self,
         fence: Callable[[], None],
-        sender: Sender | None = None,
+        sender: RankSender | None = None,
         layers: Mapping[int, LayerKind] | None = None,
+        mark: Callable[[], Mark] = lambda: PASSED,
     ) -> None:
         """Before the first step, and again with a sender once the rank is to send. Without one it needs no `layers`.
 
         `layers` are those of the rank's stage, by their number in the layout. `fence` orders the steps after it behind
-        the peers' writes, see DeviceOrder.
+        the peers' writes, and what is pushed is sent once the device has passed its `mark`, see DeviceOrder.
         """
         self._fence = fence
         self._sender = sender
         self._layers = layers or {}
+        self._mark = mark
 
     def transfer_quiet(self, report: SendReport) -> None:
         """The sender's callback: a transfer has no write under way any more."""
@@ -137,14 +141,12 @@ class StepExecutor:
                     self._remember(target.transfer_id)
                     self._open(self._sender, target)
         self._stop_and_wait(plan.overrun, "prefill computed tokens beyond the state to be sent")
-        ready_ns = time.monotonic_ns()
-        for tokens in plan.ready:
-            self._push_tokens(tokens, ready_ns)
-
-    def _push_tokens(self, tokens: TokenRange, ready_ns: int) -> None:
-        for layer, kind in self._layers.items():
-            if not kind.is_state:
-                self._push(tokens, layer, ready_ns)
+        if plan.ready:
+            ready_ns, mark = time.monotonic_ns(), self._mark()
+            for tokens in plan.ready:
+                for layer, kind in self._layers.items():
+                    if not kind.is_state:
+                        self._push(tokens, layer, ready_ns, mark)
 
     def _refuse(self, transfer_id: str, reason: str, detail: str) -> None:
         """Reports a transfer that is not opened, unless a stop has reported it."""
@@ -154,7 +156,7 @@ class StepExecutor:
             self._remember(transfer_id)
         self._on_report(SendReport(transfer_id, self._rank, reason, detail))
 
-    def _open(self, sender: Sender, target: TransferTarget) -> None:
+    def _open(self, sender: RankSender, target: TransferTarget) -> None:
         try:
             sender.open(target)
             self._active.add(target.transfer_id)
@@ -169,9 +171,9 @@ class StepExecutor:
         if self._sender is None or not self._computed or layer in self._written:
             return
         self._written.add(layer)
-        ready_ns = time.monotonic_ns()
+        ready_ns, mark = time.monotonic_ns(), self._mark()
         for tokens in self._computed:
-            self._push(tokens, layer, ready_ns)
+            self._push(tokens, layer, ready_ns, mark)
 
     def send_from_host(self, send: HostSend, lost: bool) -> None:
         """Blocks of main memory have their content, and the transfer of an earlier plan may read them.
@@ -190,7 +192,7 @@ class StepExecutor:
             return
         ready_ns = time.monotonic_ns()
         for layer in self._layers:
-            self._push(tokens, layer, ready_ns, in_host_memory=True)
+            self._push(tokens, layer, ready_ns, PASSED, in_host_memory=True)
 
     def take_ended_host_sends(self) -> list[int]:
         """The numbers of sends from main memory that have ended since the last call."""
@@ -210,7 +212,8 @@ class StepExecutor:
             if transfer_id not in self._active:
                 continue
             try:
-                self._sender.push_hidden_state(transfer_id, reader_of(request_id))
+                read = reader_of(request_id)
+                self._sender.push_hidden_state(transfer_id, read, self._mark())
             except (KeyError, RuntimeError) as error:
                 why = f"the hidden state cannot be read: {error}"
                 self._sender.stop(transfer_id, TransferFailed.reason, why)
@@ -227,10 +230,16 @@ class StepExecutor:
             else:
                 for tokens in self._computed:
                     if tokens.block_ids[kind.group_index]:
-                        self._push(tokens, layer, ready_ns)
+                        self._push(tokens, layer, ready_ns, self._mark())
 
     def _push(
-        self, tokens: TokenRange, layer: int, ready_ns: int, *, in_host_memory: bool = False
+        self,
+        tokens: TokenRange,
+        layer: int,
+        ready_ns: int,
+        mark: Mark,
+        *,
+        in_host_memory: bool = False,
     ) -> None:
         if self._sender is not None and tokens.transfer_id in self._active:
             self._sender.push(
@@ -242,7 +251,8 @@ class StepExecutor:
                     tokens.block_ids[self._layers[layer].group_index],
                     ready_ns,
                     in_host_memory,
-                )
+                ),
+                mark,
             )
 
     def end_step(self) -> tuple[set[str], set[str], set[str]]:

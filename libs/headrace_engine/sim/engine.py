@@ -55,8 +55,8 @@ from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext
 from headrace_kv.tiers.pool import PoolOpener, pool_opener, pool_secret
 from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.factory import open_transport
@@ -65,8 +65,8 @@ from headrace_kv.transport.memory import HOST_MEMORY, Memory
 if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.config import EngineConfig
-    from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.sender import SenderThread
+    from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.base import KvTransport
     from headrace_kv.transport.guard import Networks
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_common.limits import write_quiet_s
-from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
 from headrace_engine.torch_memory.stream_order import DeviceOrder, open_copy_stream, open_order
 from headrace_kv.runs import Int64Array
 from headrace_kv.transport.base import KvTransport
@@ -412,8 +411,3 @@ def register_host(transport: KvTransport, base_address: int, nbytes: int) -> Non
     if isinstance(transport.memory, TorchMemory):
         transport.memory.hold_host(base_address, nbytes)
     transport.register(base_address, nbytes)
-
-
-def order_sender(sender: Sender, order: DeviceOrder) -> EventOrderedSender | None:
-    """A sender in front of `sender` where the forward pass only queues its work. None elsewhere."""
-    return EventOrderedSender(sender, order.mark) if order.queues else None

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.link.server import LinkServer
     from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
     from headrace_engine.vllm.service.kv_events import KvEventReader
-    from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.guard import Networks
     from headrace_kv.transport.memory import Memory
 

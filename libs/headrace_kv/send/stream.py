@@ -1,4 +1,4 @@
-"""The prefill side of one handoff stream: handshake, lease, and messages in both directions."""
+"""The prefill side of a handoff stream: handshake, lease, messages in both directions, and what all streams share."""
 
 from __future__ import annotations
 
@@ -6,65 +6,147 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
+from headrace_common.access.credentials import Credentials
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
+    Cancelled,
+    Draining,
     HeadraceError,
     InternalError,
+    PermissionDenied,
     ProtocolViolation,
     QueueFull,
     TransferFailed,
+    Unauthenticated,
     WorkerGone,
+    class_of,
 )
+from headrace_common.process.kill_timer import KillTimer
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.compatibility import require_compatible
-from headrace_kv.layout import KvDescriptor, WorkerRef, layout_to_proto
-from headrace_kv.leases import LateWriteGuard, WriteLease
-from headrace_kv.messages import Reservation, reservation_from_proto
-from headrace_kv.send import proto
-from headrace_kv.send.context import SenderContext
+from headrace_kv.hidden_state import HiddenFormat
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef, layout_to_proto
+from headrace_kv.leases import Clock, LateWriteGuard, WriteLease
+from headrace_kv.messages import Reservation, SendReport, reservation_from_proto
+from headrace_kv.transport.base import KvTransport
 
 _log = logging.getLogger(__name__)
 
 _LAYERS_PER_MESSAGE = 4096
+_REQUESTS_PER_BATCH = 256
 _OUTBOX_LIMIT = 262_144
 _FLUSH_TIMEOUT_S = 2.0
 # The longest wait of an acknowledgement for others. The message after a transfer's last one is sent at once.
 _ACKNOWLEDGEMENT_WAIT_S = 0.001
 
 
-class HandoffStreamListener(Protocol):
-    """Receives the events of handoff streams."""
+DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]
+"""Finds the KV memory of a worker incarnation. Raises StaleIncarnation when that incarnation is gone."""
 
-    def on_ready(
-        self, stream: HandoffStream, descriptor: KvDescriptor, welcome: handoff_pb2.Welcome
-    ) -> None:
-        """The handshake is complete. Called at most once for a stream, before the other events but `on_lost`."""
 
-    def on_reservation(
-        self, stream: HandoffStream, reservation: Reservation, message_bytes: int
-    ) -> None:
-        """Decode answered an Open, with a message of `message_bytes`."""
+@dataclass(frozen=True, slots=True)
+class SenderLimits:
+    """Bounds of one rank's sender: open transfers, and layer ranges that wait, over all transfers.
 
-    def on_cancel(self, stream: HandoffStream, cancel: handoff_pb2.Cancel) -> None:
-        """Decode cancelled a transfer."""
+    A device has `write_timeout_s` to write what was pushed.
+    """
 
-    def on_lost(self, stream: HandoffStream, error: HeadraceError) -> None:
-        """The stream has ended and its lease is revoked. Called once for a started stream, as its last event."""
+    transfers: int = 1024
+    waiting_ranges: int = 65_536
+    write_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderContext:
+    """What a sender and its handoff streams share.
+
+    `ref` is the prefill worker, `layout` its KV layout, `memory` the rank's part of it, registered with `transport`.
+    `host_memory` has blocks of the same layout that the rank keeps below its KV memory, registered too.
+    `hidden_format` is that of the model's hidden states, None where none are sent.
+    The streams run on `event_loop` and present `credentials`. A handshake with a decode worker takes
+    `handshake_timeout_s` at most. `on_quiet` is called once for each opened transfer, on the sender's thread, when
+    nothing of the transfer is or will be written. `kill_timer` ends the process when it writes too late (I1).
+    """
+
+    ref: WorkerRef
+    rank: int
+    layout: KvLayout
+    memory: RankMemory
+    transport: KvTransport
+    descriptors: DescriptorSource
+    event_loop: asyncio.AbstractEventLoop
+    on_quiet: Callable[[SendReport], None]
+    handshake_timeout_s: float = 10.0
+    credentials: Credentials = field(default_factory=Credentials)
+    clock: Clock = field(default_factory=Clock)
+    kill_timer: KillTimer | None = None
+    host_memory: RankMemory | None = None
+    hidden_format: HiddenFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamReady:
+    """The handshake is complete. Comes at most once for a stream, before its other events but StreamLost."""
+
+    stream: HandoffStream
+    descriptor: KvDescriptor
+    digest_share: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReservationReceived:
+    """Decode answered an Open, with a message of `message_bytes`."""
+
+    stream: HandoffStream
+    reservation: Reservation
+    message_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CancelReceived:
+    """Decode cancelled a transfer."""
+
+    stream: HandoffStream
+    cancel: handoff_pb2.Cancel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamLost:
+    """The stream has ended and its lease is revoked. Comes once for a started stream, as its last event."""
+
+    stream: HandoffStream
+    error: HeadraceError
+
+
+Outgoing: TypeAlias = handoff_pb2.HandoffRequest | handoff_pb2.LayerDone
+StreamEvent: TypeAlias = StreamReady | ReservationReceived | CancelReceived | StreamLost
+
+
+def reason_from_peer(reason: str) -> str:
+    """The reason to report on this rank when decode, or the stream to it, ended a transfer for `reason`.
+
+    Draining and WorkerGone become TransferFailed: they describe the decode worker's state, not this rank's. So do the
+    refusals of tickets: a client would take them for those of its own API key.
+    """
+    if class_of(reason) in (Draining, WorkerGone, Unauthenticated, PermissionDenied):
+        return TransferFailed.reason
+    return reason or Cancelled.reason
 
 
 class HandoffStream:
     """One stream from one prefill rank to one incarnation of a decode worker.
 
-    `start`, `send`, `acknowledge` and `close` may be called from any thread. Everything else, the listener's callbacks
-    included, runs on the context's event loop.
+    `start`, `send` and `close` may be called from any thread. Everything else, `post` included, runs on
+    the context's event loop.
     """
 
     def __init__(
@@ -72,7 +154,7 @@ class HandoffStream:
         context: SenderContext,
         decode: WorkerRef,
         endpoint: str,
-        listener: HandoffStreamListener,
+        post: Callable[[StreamEvent], None],
     ) -> None:
         self.decode = decode
         self.lease = WriteLease.none()
@@ -80,7 +162,7 @@ class HandoffStream:
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._context = context
         self._endpoint = endpoint
-        self._listener = listener
+        self._post = post
         self._hello = handoff_pb2.Hello(
             worker_id=context.ref.worker_id,
             incarnation=context.ref.incarnation,
@@ -91,7 +173,7 @@ class HandoffStream:
             hidden_format=context.hidden_format.to_proto() if context.hidden_format else None,
         )
         self._quarantine_s = 0.0
-        self._outbox: deque[handoff_pb2.HandoffRequest | handoff_pb2.LayerDone] = deque()
+        self._outbox: deque[Outgoing] = deque()
         self._wake = asyncio.Event()
         self._wake_scheduled = False
         self._delayed_wake_scheduled = False
@@ -102,24 +184,15 @@ class HandoffStream:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts the handshake. `on_lost` follows in any case."""
+        """Starts the handshake. StreamLost follows in any case."""
         if not self._schedule(self._start_task):
             self._report_lost(WorkerGone("the event loop of the handoff streams has ended"))
 
-    def send(self, request: handoff_pb2.HandoffRequest) -> None:
-        """Queues a message behind those that are queued already, and sends them all."""
-        self._enqueue(request)
+    def send(self, item: Outgoing) -> None:
+        """Queues a message behind those that are queued already, and sends them all.
 
-    def acknowledge(self, layer: handoff_pb2.LayerDone) -> None:
-        """Queues a LayerDone, which waits for the next message, but not for long."""
-        self._enqueue(layer)
-
-    def close(self) -> None:
-        """Ends the stream once everything queued is sent, or after a few seconds."""
-        self._closing = True
-        self._schedule(self._close_on_loop)
-
-    def _enqueue(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+        A LayerDone waits for the next message, but not for long.
+        """
         if len(self._outbox) >= _OUTBOX_LIMIT:
             self._overflow = True
         else:
@@ -132,6 +205,11 @@ class HandoffStream:
         elif not self._delayed_wake_scheduled:
             self._delayed_wake_scheduled = True
             self._schedule(self._wake_later)
+
+    def close(self) -> None:
+        """Ends the stream once everything queued is sent, or after a few seconds."""
+        self._closing = True
+        self._schedule(self._close_on_loop)
 
     def _wake_later(self) -> None:
         loop = self._context.event_loop
@@ -168,7 +246,7 @@ class HandoffStream:
                 self.decode,
                 LateWriteGuard.allowed_s(self._quarantine_s),
             )
-        self._listener.on_lost(self, error)
+        self._post(StreamLost(self, error))
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -196,7 +274,7 @@ class HandoffStream:
         except asyncio.CancelledError:
             if not self._closing:
                 raise
-        except Exception:  # noqa: BLE001 - reported to the listener, as a bug
+        except Exception:  # noqa: BLE001 - reported as a bug
             _log.exception("the handoff stream to %s met a bug", self.decode)
             error = InternalError(f"the handoff stream to {self.decode} met a bug")
         finally:
@@ -214,7 +292,7 @@ class HandoffStream:
         try:
             welcome = await self._shake_hands(call)
             self._handshake_complete = True
-            self._listener.on_ready(self, descriptor, welcome)
+            self._post(StreamReady(self, descriptor, welcome.digest_share))
             writer = asyncio.create_task(self._send_queued(call))
             await self._receive_messages(call)
             if not self._closing:
@@ -268,7 +346,7 @@ class HandoffStream:
         match response.WhichOneof("message"):
             case "reservation":
                 reservation = reservation_from_proto(response.reservation)
-                self._listener.on_reservation(self, reservation, response.ByteSize())
+                self._post(ReservationReceived(self, reservation, response.ByteSize()))
             case "renewal":
                 ttl_s = seconds_from_duration(response.renewal.lease_ttl)
                 sent_s = seconds_from_duration(response.renewal.sent_after)
@@ -276,7 +354,7 @@ class HandoffStream:
                     raise TransferFailed(f"the write lease from {self.decode} was renewed too late")
                 self.late_writes.lease_granted(self.lease.end_s, self._quarantine_s)
             case "cancel":
-                self._listener.on_cancel(self, response.cancel)
+                self._post(CancelReceived(self, response.cancel))
             case _:
                 _log.warning("%s sent a message that is not in order on a stream", self.decode)
 
@@ -289,7 +367,7 @@ class HandoffStream:
                 # What waits for it is sent now.
                 self._delayed_wake.cancel()
                 self._delayed_wake = None
-            for request in proto.batches(self._drain()):
+            for request in batches(self._drain()):
                 await call.write(request)
             if self._overflow:
                 call.cancel()
@@ -306,12 +384,40 @@ class HandoffStream:
             if isinstance(item, handoff_pb2.LayerDone):
                 layers.append(item)
             if layers and (item is not layers[-1] or len(layers) == _LAYERS_PER_MESSAGE):
-                yield proto.layers_done(layers)
+                yield _layers_done(layers)
                 layers = []
             if isinstance(item, handoff_pb2.HandoffRequest):
                 yield item
         if layers:
-            yield proto.layers_done(layers)
+            yield _layers_done(layers)
+
+
+def _layers_done(layers: list[handoff_pb2.LayerDone]) -> handoff_pb2.HandoffRequest:
+    return handoff_pb2.HandoffRequest(layers_done=handoff_pb2.LayersDone(layers=layers))
+
+
+def batches(
+    requests: Iterable[handoff_pb2.HandoffRequest],
+) -> Iterator[handoff_pb2.HandoffRequest]:
+    """The requests in order, in as few messages as possible. Hidden states, which are large, stay alone."""
+    waiting: list[handoff_pb2.HandoffRequest] = []
+    for request in requests:
+        alone = request.HasField("hidden_state")
+        if waiting and (alone or len(waiting) == _REQUESTS_PER_BATCH):
+            yield _batch(waiting)
+            waiting = []
+        if alone:
+            yield request
+        else:
+            waiting.append(request)
+    if waiting:
+        yield _batch(waiting)
+
+
+def _batch(requests: list[handoff_pb2.HandoffRequest]) -> handoff_pb2.HandoffRequest:
+    if len(requests) == 1:
+        return requests[0]
+    return handoff_pb2.HandoffRequest(batch=handoff_pb2.HandoffRequestBatch(requests=requests))
 
 
 async def _raise_status(call: Any) -> None:

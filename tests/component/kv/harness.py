@@ -28,8 +28,8 @@ from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLim
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.transfer import TransferSummary
 from headrace_kv.receive.verification import DigestChecks
-from headrace_kv.send.context import SenderContext
-from headrace_kv.send.sender import RankSender, SenderLimits
+from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext, SenderLimits
 from headrace_kv.shard_map import heads_held, place_regions
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport

@@ -52,7 +52,7 @@ from headrace_kv.tiers.promises import KeepTerms, Kept
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
-    from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.guard import Networks
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,8 @@ from headrace_engine.connector.tier_executor import PoolExecutor, TierExecutor
 from headrace_engine.torch_memory.device_memory import (
     open_tensor_transport,
     open_tier_memory,
-    order_sender,
     register_host,
 )
-from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.stream_order import DeviceOrder
 from headrace_engine.vllm.compat import (
     block_interior,
@@ -56,8 +54,8 @@ from headrace_kv.layout import (
 )
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
-from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext
 from headrace_kv.shard_map import heads_held
 from headrace_kv.tiers.copier import TierCopier
 from headrace_kv.tiers.load_times import TierLoad
@@ -97,7 +95,6 @@ class ConnectorWorker:
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
-        self._ordered_sender: EventOrderedSender | None = None
         # Of a decode rank, until it sends its first prefix.
         self._start_sending_later: Callable[[], None] | None = None
         self._link: EngineLink | None = None
@@ -235,12 +232,11 @@ class ConnectorWorker:
             hidden_format=self._hidden_format,
         )
         self._sender = RankSender(context)
-        self._ordered_sender = order_sender(self._sender, order)
         layers = {
             layer: LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
             for layer in layout.layers_of(self._rank)
         }
-        self._executor.start(order.fence, self._ordered_sender or self._sender, layers)
+        self._executor.start(order.fence, self._sender, layers, order.mark)
         if self._rank == hidden_state_rank(layout) and self._settings.role != "decode":
             listen(self._executor.hidden_states_computed)
 
@@ -301,8 +297,6 @@ class ConnectorWorker:
 
     def shutdown(self) -> None:
         """Ends sending, then the transport."""
-        if self._ordered_sender is not None:
-            self._ordered_sender.close()
         if self._sender is not None:
             self._sender.close()
             try:

@@ -24,8 +24,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.process.kill_timer import KillTimer
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef, descriptor_from_proto
 from headrace_kv.messages import LayerRange, SendReport, TransferTarget
-from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import SenderContext
 from headrace_kv.shard_map import place_regions
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.write_worker import WriteJob

@@ -23,7 +23,6 @@ from headrace_kv.leases import Clock
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.transfer import PrefillPeer
-from headrace_kv.send.sender import SenderLimits
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
     LEASE_S,
@@ -174,18 +173,6 @@ async def test_skipped_tokens_fail_only_their_transfer() -> None:
             await wrong.wait()
         rig.push(right.transfer_id)
         await right.wait()
-
-
-async def test_too_many_waiting_ranges_fail_the_transfer() -> None:
-    async with running(sender_limits=SenderLimits(waiting_ranges=4)) as rig:
-        (report,) = await rig.quiet(rig.send().transfer_id)
-        assert report.reason == "QUEUE_FULL"
-        again = rig.start()
-        await until(lambda: again.state is TransferState.OPEN)
-        for layer in range(6):
-            rig.push(again.transfer_id, layers=range(layer, layer + 1))
-            await until(lambda n=layer: again.ledger.ack_count == n + 1)  # type: ignore[misc, union-attr]
-        await again.wait()
 
 
 async def test_ids_are_used_once() -> None:

@@ -11,14 +11,17 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_kv.layout import KvDescriptor, WorkerRef
-from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
-from headrace_kv.send.context import SenderContext
-from headrace_kv.send.stream import HandoffStream
+from headrace_kv.send.stream import (
+    HandoffStream,
+    SenderContext,
+    StreamEvent,
+    StreamLost,
+    StreamReady,
+)
 from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.guard import Address, parse_networks
 from tests.component.kv.harness import Arena, make_layout
@@ -54,27 +57,6 @@ class NamedTransport(InMemoryTransport):
     def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
         assert sessions
         return frozenset(network.network_address for network in parse_networks(["10.0.0.7"]))
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def on_ready(
-        self, stream: HandoffStream, descriptor: KvDescriptor, welcome: handoff_pb2.Welcome
-    ) -> None:
-        self.events.append("ready")
-
-    def on_reservation(
-        self, stream: HandoffStream, reservation: Reservation, message_bytes: int
-    ) -> None:
-        self.events.append("reservation")
-
-    def on_cancel(self, stream: HandoffStream, cancel: handoff_pb2.Cancel) -> None:
-        self.events.append("cancel")
-
-    def on_lost(self, stream: HandoffStream, error: HeadraceError) -> None:
-        self.events.append("lost")
 
 
 @pytest.fixture
@@ -116,19 +98,19 @@ async def test_a_rank_is_admitted_from_its_welcome_to_the_end_of_its_stream(
         event_loop=asyncio.get_running_loop(),
         on_quiet=lambda report: None,
     )
-    listener = Listener()
-    stream = HandoffStream(context, REF, endpoint, listener)
+    events: list[StreamEvent] = []
+    stream = HandoffStream(context, REF, endpoint, events.append)
     stream.start()
     await until(lambda: bool(gate.waiting))
     assert sorted(map(str, gate.waiting[0])) == ["10.0.0.7", "127.0.0.1"]
     await let_a_wrong_step_show()
-    assert listener.events == []
+    assert events == []
     gate.open.set()
-    await until(lambda: listener.events == ["ready"])
+    await until(lambda: [type(event) for event in events] == [StreamReady])
     assert gate.inside == gate.waiting
     stream.close()
     await until(lambda: not gate.inside)
-    await until(lambda: listener.events == ["ready", "lost"])
+    await until(lambda: [type(event) for event in events] == [StreamReady, StreamLost])
     transport.close()
 
 

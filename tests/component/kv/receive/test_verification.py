@@ -12,7 +12,7 @@ from headrace_kv.checksum import DigestMode, is_digested
 from headrace_kv.layout import KvDescriptor
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.verification import DigestChecks
-from headrace_kv.send.loop import WriteDigests
+from headrace_kv.send import writes
 from tests.component.kv.harness import (
     make_layout,
     running,
@@ -78,7 +78,7 @@ async def test_a_sender_of_repeated_corrupt_transfers_is_rejected() -> None:
 
 
 async def test_a_missing_digest_fails_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WriteDigests, "on_acknowledge", lambda *_: None)
+    monkeypatch.setattr(writes, "is_digested", lambda *_: False)
     async with running(make_checks=checks("on")) as rig:
         with pytest.raises(ProtocolViolation, match="no digest of layer 0"):
             await rig.send().wait()

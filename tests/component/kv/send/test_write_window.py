@@ -1,4 +1,4 @@
-"""Several writes in flight between both ends. tests/unit/kv/send/test_loop.py has their order, failures and times."""
+"""Several writes in flight between both ends. tests/unit/kv/send/test_sender.py has their order, failures and times."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_cancelled_blocks_stay_held_while_writes_are_in_flight() -> None:
         rig.receiver.cancel(transfer.transfer_id, Cancelled.reason, "the client left")
         (sender,) = rig.senders
         await until(
-            lambda: sender._loop._table.find_running(transfer.transfer_id) is None,
+            lambda: sender._loop.transfers.find_running(transfer.transfer_id) is None,
             what="the cancellation at the sender",
         )
         for _ in range(3):

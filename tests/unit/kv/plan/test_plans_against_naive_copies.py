@@ -32,7 +32,7 @@ from headrace_kv.layout import (
 from headrace_kv.messages import LayerRange, Reservation
 from headrace_kv.receive.ledger import LayerLanded, Ledger, LocalLedger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
-from headrace_kv.send.layer_write import WritePlan
+from headrace_kv.send.plan import WritePlan
 from headrace_kv.shard_map import HEAD_OUTER, heads_held, place_regions
 from tests.in_memory_transport import InMemoryTransport, MemoryFabric
 
@@ -274,8 +274,7 @@ def send(
     written: list[NDArray[np.uint8]],
 ) -> None:
     """Does what a rank's sender does, chunk by chunk, and notes every byte written."""
-    plan = WritePlan("x", rank, source.layout, target.layout)
-    plan.reserve(reservation)
+    plan = WritePlan(rank, source.layout, target.layout, reservation)
     planners = [CopyPlanner(source.memories[rank], memory) for memory in target.memories]
     begin = 0
     for end in ends:

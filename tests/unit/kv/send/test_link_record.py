@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+
+import numpy as np
 
 from headrace_common.telemetry.layer_stamps import WRITES_MAX, last_write, unpack_writes
-from headrace_kv.copy_plan import BlockSpan
-from headrace_kv.messages import Reservation
-from headrace_kv.send.layer_write import LayerWrite, LinkRecord, WritePlan
-from headrace_kv.send.peer import WindowWait
+from headrace_kv.copy_plan import BlockSpan, Runs
+from headrace_kv.messages import LayerRange
+from headrace_kv.send.writes import LayerWrite, LinkRecord
 from headrace_kv.shard_map import Edge
 from headrace_kv.transport.base import Strategy, WriteResult
 from tests.in_memory_transport import InMemoryTransport
-from tests.unit.kv.send.support import (
-    BLOCK_TOKENS,
-    HUNDRED_BYTES,
-    LAYOUT,
-    NO_BLOCKS,
-    make_range,
-    make_transfer,
-)
 
+NO_BLOCKS = np.zeros(0, dtype=np.int64)
+HUNDRED_BYTES = Runs(np.array([0]), np.array([0]), np.array([100]))
 US = 1_000
 START_NS = 7 * 10**15
 
@@ -38,9 +32,9 @@ def write_at(
 ) -> LayerWrite:
     """A write with times after START_NS. It has landed unless `landed_us` is 0."""
     write = LayerWrite(
-        replace(make_range("a", layer), ready_ns=START_NS + ready_us * US),
+        LayerRange("a", layer, 0, 4, (0, 1), START_NS + ready_us * US),
         Edge(0, 3, 0, 0, 1),
-        BlockSpan(0, BLOCK_TOKENS, NO_BLOCKS, 0, NO_BLOCKS, 0),
+        BlockSpan(0, 4, NO_BLOCKS, 0, NO_BLOCKS, 0),
         "mooncake=10.0.0.2:77",
         HUNDRED_BYTES,
         InMemoryTransport(),
@@ -117,28 +111,3 @@ def test_a_wait_for_the_window_is_named_where_nothing_moves() -> None:
     last = last_write(record_of((first, 20), (second, 1_000)).report().layers)
     assert last is not None
     assert (last.cause, last.cause_ns) == ("window", 800 * US)
-
-
-def test_a_full_window_is_counted_once() -> None:
-    wait = WindowWait()
-    assert wait.total_ns() == 0
-    wait.start()
-    wait.start()
-    running_ns = wait.total_ns()
-    wait.end()
-    ended_ns = wait.total_ns()
-    wait.end()
-    assert 0 <= running_ns <= ended_ns == wait.total_ns()
-
-
-async def test_a_stopped_transfer_reports_what_it_was_writing() -> None:
-    transfer = make_transfer("a")
-    transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))
-    transfer.open_sent(1.0)
-    transfer.reservation_received(Reservation("a", (0, 1), 0, BLOCK_TOKENS))
-    write = write_at(1, ready_us=0, submitted_us=1, landed_us=0)
-    transfer.write_planned(write)
-    transfer.stop("CANCELLED", "")
-    (link,) = transfer.report("10.0.0.1", "device").links
-    assert [times.finished for times in unpack_writes(link.layers)] == [False]
-    assert transfer.report("10.0.0.1", "device").host == "10.0.0.1"

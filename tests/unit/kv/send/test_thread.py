@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from headrace_kv.send import sender as thread_module
-from headrace_kv.send.loop import SendLoop
-from headrace_kv.send.sender import SenderThread
+from headrace_kv.layout import WorkerRef
+from headrace_kv.messages import TransferTarget
+from headrace_kv.send import sender as sender_module
+from headrace_kv.send.sender import RankSender
+from headrace_kv.send.stream import HandoffStream, SenderContext
+from tests.in_memory_transport import InMemoryTransport
+from tests.unit.kv.send.test_sender import LAYOUT, memory_of, no_descriptor
+
+WAIT_S = 20.0
+"""The thread is real, and so are the waits. They end with the awaited event."""
 
 
 class PolledFuture(concurrent.futures.Future[None]):
@@ -25,45 +32,57 @@ class PolledFuture(concurrent.futures.Future[None]):
         return super().done()
 
 
-class ClosedLoop:
-    """A send loop that is over at its first turn, with one stream that has not ended."""
+class EndlessStream(HandoffStream):
+    """Ends when the test says so."""
 
-    over = True
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ended: PolledFuture = PolledFuture()
 
-    def __init__(self) -> None:
-        self.stream_ended = PolledFuture()
-        self.turns = 0
+    def start(self) -> None:
+        pass
 
-    def turn(self) -> None:
-        self.turns += 1
-
-    def wait_s(self, now_s: float) -> float:
-        return 0.0
-
-    def close_streams(self) -> tuple[concurrent.futures.Future[None], ...]:
-        return (self.stream_ended,)
+    def close(self) -> None:
+        pass
 
 
-def run(loop: ClosedLoop) -> concurrent.futures.Future[None]:
-    closed: concurrent.futures.Future[None] = concurrent.futures.Future()
-    SenderThread("test-sender").add(cast("SendLoop", loop), closed)
-    return closed
+def closed_sender() -> tuple[RankSender, EndlessStream]:
+    """A sender that was closed with a transfer to one decode worker."""
+    streams: list[EndlessStream] = []
+
+    def make_stream(*arguments: Any) -> EndlessStream:
+        streams.append(EndlessStream(*arguments))
+        return streams[-1]
+
+    quiet = threading.Event()
+    context = SenderContext(
+        ref=WorkerRef("prefill-0", "1"),
+        rank=0,
+        layout=LAYOUT,
+        memory=memory_of("prefill"),
+        transport=InMemoryTransport(),
+        descriptors=no_descriptor,
+        event_loop=cast("Any", None),
+        on_quiet=lambda report: quiet.set(),
+    )
+    sender = RankSender(context, make_stream=make_stream)
+    sender.open(TransferTarget("a", WorkerRef("decode-0", "1"), "", 0, 4, 1e12))
+    sender.close()
+    assert quiet.wait(WAIT_S)
+    return sender, streams[0]
 
 
 def test_a_loop_ends_with_its_streams() -> None:
-    loop = ClosedLoop()
-    closed = run(loop)
-    # The thread is real: the test waits until it has looked several times.
+    sender, stream = closed_sender()
     for _ in range(3):
-        assert loop.stream_ended.polled.acquire(timeout=20)
-    assert not closed.done()
-    loop.stream_ended.set_result(None)
-    closed.result(20.0)
-    assert loop.turns == 1
+        assert stream.ended.polled.acquire(timeout=WAIT_S)
+    assert not sender.closed.done()
+    stream.ended.set_result(None)
+    sender.closed.result(WAIT_S)
 
 
 def test_a_loop_ends_without_a_stream_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_module, "_STREAMS_END_S", 0.01)
-    loop = ClosedLoop()
-    run(loop).result(20.0)
-    assert not loop.stream_ended.done()
+    monkeypatch.setattr(sender_module, "_STREAMS_END_S", 0.01)
+    sender, stream = closed_sender()
+    sender.closed.result(WAIT_S)
+    assert not stream.ended.done()

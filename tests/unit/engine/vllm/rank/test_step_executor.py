@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 
-from headrace_common.errors import TransferFailed
+from headrace_common.errors import QueueFull, TransferFailed
 from headrace_engine.connector import step_executor
 from headrace_engine.connector.step_executor import LayerKind, StepExecutor
 from headrace_engine.connector.step_plan import HostSend, StepPlan, TokenRange
 from headrace_kv.layout import WorkerRef
-from headrace_kv.messages import SendReport, TransferTarget
+from headrace_kv.messages import LayerRange, SendReport, TransferTarget
+from headrace_kv.send.sender import RankSender
+from headrace_kv.transport.memory import PASSED, Mark
 from tests.blocking_clock import BlockingClock
-from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
 
 TARGET = TransferTarget("x1", WorkerRef("d0", "1"), "127.0.0.1:1", 0, 96, 1e12)
 FIRST = TokenRange("x1", 0, 64, ((1, 2), ()))
@@ -21,15 +23,48 @@ TAIL = TokenRange("x1", 64, 96, ((1, 2, 3), (9,)))
 TOKENS, STATE = LayerKind(0, is_state=False), LayerKind(1, is_state=True)
 
 
+class Recorder:
+    """A sender that records its calls. When it is full, it opens no transfer."""
+
+    def __init__(self, full: bool = False) -> None:
+        self.full = full
+        self.pieces: list[LayerRange] = []
+        self.marks: list[Mark] = []
+        self.events: list[str] = []
+        self.stops: list[tuple[str, str, str]] = []
+
+    def open(self, target: TransferTarget) -> None:
+        if self.full:
+            raise QueueFull("too many")
+        self.events.append(f"open {target.transfer_id}")
+
+    def push(self, piece: LayerRange, mark: Mark) -> None:
+        self.pieces.append(piece)
+        self.marks.append(mark)
+
+    def push_hidden_state(self, transfer_id: str, read: Callable[[], bytes], mark: Mark) -> None:
+        self.events.append(f"hidden {transfer_id} {read().decode()}")
+        self.marks.append(mark)
+
+    def finish(self, transfer_id: str) -> None:
+        self.events.append(f"finish {transfer_id}")
+
+    def stop(self, transfer_id: str, reason: str, detail: str) -> None:
+        self.stops.append((transfer_id, reason, detail))
+        self.events.append(f"stop {transfer_id}")
+
+
 def started(
     full: bool = False,
     layers: Sequence[LayerKind] = (),
     fence: Callable[[], None] = lambda: None,
+    mark: Callable[[], Mark] = lambda: PASSED,
 ) -> tuple[StepExecutor, Recorder, list[SendReport]]:
     reports: list[SendReport] = []
     executor = StepExecutor(0, reports.append)
     sender = Recorder(full)
-    executor.start(fence, sender, dict(enumerate(layers or (TOKENS, TOKENS))))
+    kinds = dict(enumerate(layers or (TOKENS, TOKENS)))
+    executor.start(fence, cast("RankSender", sender), kinds, mark)
     return executor, sender, reports
 
 
@@ -56,6 +91,35 @@ def test_ready_tokens_are_sent_first_then_each_layer_as_it_is_written() -> None:
     executor.end_step()
     executor.layer_written(0)
     assert len(sender.pieces) == 4
+
+
+class NumberedMark:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def query(self) -> bool:
+        raise AssertionError("the executor does not wait for the device")
+
+
+def test_what_the_device_writes_is_pushed_with_a_mark_behind_it() -> None:
+    marked: list[Mark] = []
+
+    def mark() -> Mark:
+        marked.append(NumberedMark(len(marked)))
+        return marked[-1]
+
+    executor, sender, _ = started(layers=(TOKENS, STATE), mark=mark)
+    executor.begin_step(
+        StepPlan(opened=[TARGET], ready=[FIRST], computed=[TAIL], final={"r": "x1"})
+    )
+    executor.layer_written(0)
+    executor.hidden_states_computed(lambda request_id: request_id.encode)
+    executor.forward_ended()
+    assert sender.marks == marked
+    assert len(marked) == 4
+    # Blocks of main memory wait for no kernel.
+    executor.send_from_host(HostSend(7, TokenRange("x1", 0, 64, ((4, 5), (6,))), 0), lost=False)
+    assert sender.marks[4:] == [PASSED, PASSED]
 
 
 def test_a_layer_of_a_draft_is_sent_once_although_each_draft_has_a_pass() -> None:
