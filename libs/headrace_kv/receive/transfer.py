@@ -24,7 +24,7 @@ from headrace_kv.hidden_state import (
 )
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.leases import Quarantine, QuarantinePolicy, TimerHandle, Timers
-from headrace_kv.messages import Reservation, reservation_fields
+from headrace_kv.messages import Reservation, reservation_to_proto
 from headrace_kv.receive.ledger import LayerLanded, Ledger
 from headrace_kv.receive.observer import (
     ACTIVE_STATES,
@@ -289,7 +289,7 @@ class IncomingTransfer:
 
     def reservation_message(self) -> handoff_pb2.HandoffResponse:
         """The message that states where an accepted rank may write."""
-        reservation = handoff_pb2.Reservation(**reservation_fields(self._reservation))
+        reservation = reservation_to_proto(self._reservation)
         return handoff_pb2.HandoffResponse(reservation=reservation)
 
     def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:

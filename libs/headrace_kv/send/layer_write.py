@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from headrace.engine.v1.link_pb2 import SentLink
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
 from headrace_kv.copy_plan import BlockSpan, Int64Array, Runs
 from headrace_kv.layout import STATE, KvLayout
-from headrace_kv.messages import LayerRange, LinkSent, Reservation, first_sent_tokens
+from headrace_kv.messages import LayerRange, Reservation, first_sent_tokens
 from headrace_kv.shard_map import Edge, edges_from
 from headrace_kv.transport.base import KvTransport, WriteResult, find_host
 
@@ -298,11 +299,11 @@ class LinkRecord:
         self._add(write, reserved_ns, submitted_ns, (0, 0, NEVER, waited_us))
         self._end_ns = max(self._end_ns, now_ns)
 
-    def report(self) -> LinkSent:
+    def report(self) -> SentLink:
         """Describes the link."""
         now = clocks_now()
         start_unix_ns = now.unix_ns - (now.monotonic_ns - self._start_ns)
-        return LinkSent(
+        return SentLink(
             destination_rank=self._destination_rank,
             destination_host=find_host(self._session),
             transport="+".join(self._transports),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from headrace_kv.messages import LinkSent
+from headrace.engine.v1.link_pb2 import SentLink
 
 _LINKS_MAX: Final = 1_024
 # A shorter transfer measures delays rather than bandwidth.
@@ -25,7 +25,7 @@ class LinkBandwidths:
     def __init__(self) -> None:
         self._best: OrderedDict[tuple[str, str], float] = OrderedDict()
 
-    def compare(self, link: LinkSent, gb_per_s: float) -> float | None:
+    def compare(self, link: SentLink, gb_per_s: float) -> float | None:
         """Counts a link with its rate. Returns the bandwidth in Gbit/s; None when unknown."""
         key = link.destination_host, link.transport
         best = self._best.get(key, 0.0)

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from opentelemetry.trace import Span, Status, StatusCode
 
+from headrace.engine.v1.link_pb2 import SentLink
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import (
@@ -15,7 +16,7 @@ from headrace_common.telemetry.layer_stamps import (
 )
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout import WorkerRef
-from headrace_kv.messages import LinkSent, SendReport
+from headrace_kv.messages import SendReport
 from headrace_prefill.bandwidths import LinkBandwidths, transfer_s
 
 Attributes: TypeAlias = dict[str, str | int | float]
@@ -68,7 +69,7 @@ class LinkSpans:
                 last = ended if last is None else max(last, ended, key=lambda one: one[:2])
         return _transfer_attributes(reports, last) if last is not None else {}
 
-    def _attributes(self, report: SendReport, link: LinkSent, write: LastWrite) -> Attributes:
+    def _attributes(self, report: SendReport, link: SentLink, write: LastWrite) -> Attributes:
         attributes: Attributes = {
             schema.ATTRIBUTE_SOURCE_RANK: report.rank,
             schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,

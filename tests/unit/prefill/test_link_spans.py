@@ -16,7 +16,7 @@ from headrace_kv.messages import SendReport
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
 from tests.ended_spans import ended_spans
-from tests.transfer_links import US, link_sent, packed
+from tests.transfer_links import US, packed, sent_link
 
 REF = WorkerRef("prefill-1", "00")
 BIG = 1 << 20
@@ -49,8 +49,8 @@ def test_a_failed_task_names_the_link_that_it_interrupted(telemetry: Telemetry) 
     stuck = packed((4, 0, 3, 100, 0, 0, 0, 500, 0, 0, NEVER, 10))
     attributes, spans = record(
         telemetry,
-        report(0, link_sent(layers=stuck, payload_bytes=0, moving_ns=0)),
-        report(1, link_sent()),
+        report(0, sent_link(layers=stuck, payload_bytes=0, moving_ns=0)),
+        report(1, sent_link()),
         error="the peer is gone",
     )
     assert [span.status.description for span in spans] == ["the peer is gone", None]
@@ -62,8 +62,8 @@ def test_a_failed_task_names_the_link_that_it_interrupted(telemetry: Telemetry) 
 
 def test_a_link_is_compared_with_the_best_bandwidth(telemetry: Telemetry) -> None:
     # 1 MiB in 1 ms is 8.39 Gbit/s, and the best link was ten times as fast.
-    best = link_sent(payload_bytes=BIG, moving_ns=100 * US)
-    link = link_sent(payload_bytes=BIG, moving_ns=1_000 * US)
+    best = sent_link(payload_bytes=BIG, moving_ns=100 * US)
+    link = sent_link(payload_bytes=BIG, moving_ns=1_000 * US)
     _, (_, span) = record(telemetry, report(0, best, link))
     assert span.attributes[schema.ATTRIBUTE_BANDWIDTH_SHARE] == pytest.approx(0.1)
     expected_ms = 0.1 / 0.9
@@ -73,9 +73,9 @@ def test_a_link_is_compared_with_the_best_bandwidth(telemetry: Telemetry) -> Non
 def test_the_rates_of_many_hosts_are_bounded() -> None:
     bandwidths = LinkBandwidths()
     for number in range(2_000):
-        bandwidths.compare(link_sent(payload_bytes=BIG, destination_host=f"h{number}"), 1.0)
-    assert bandwidths.compare(link_sent(destination_host="h0"), 1.0) is None
-    assert bandwidths.compare(link_sent(destination_host="h1999"), 1.0) == 8.0
+        bandwidths.compare(sent_link(payload_bytes=BIG, destination_host=f"h{number}"), 1.0)
+    assert bandwidths.compare(sent_link(destination_host="h0"), 1.0) is None
+    assert bandwidths.compare(sent_link(destination_host="h1999"), 1.0) == 8.0
 
 
 def test_a_task_without_links_has_no_attributes(telemetry: Telemetry) -> None:
