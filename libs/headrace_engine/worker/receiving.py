@@ -14,7 +14,7 @@ from headrace_engine.worker.config import WorkerConfig
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.transfer_peers import TransferPeers
 from headrace_kv.receive.observer import ReceiverFeature
-from headrace_kv.receive.receiver import Receiver, ReceiverLimits
+from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.networks import parse_networks
@@ -47,8 +47,6 @@ class KvReceiving:
             on_released=engine.released,
             lease_ttl_s=config.lease_ttl_s,
             quarantine_s=config.quarantine_s,
-            # KV is requested after its reservation. What has none must not be sent for a while.
-            limits=ReceiverLimits(open_wait_s=0.0),
             features=features,
         )
         self._peers = TransferPeers(

@@ -28,8 +28,8 @@ from headrace_common.errors import (
     Unauthenticated,
     class_of,
 )
-from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
-from headrace_common.tickets import TicketKey, unauthenticated
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
+from headrace_common.tickets import TicketKey
 from headrace_kv.hidden_state import HiddenFormat, format_of
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.leases import QuarantinePolicy, Timers
@@ -37,7 +37,7 @@ from headrace_kv.messages import Reservation
 from headrace_kv.receive.handshake import validate_handshake
 from headrace_kv.receive.observer import ReceiverFeature, TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary
-from headrace_kv.receive.transfer_table import IncomingTransfers, PendingOpens
+from headrace_kv.receive.transfer_table import IncomingTransfers
 from headrace_kv.tickets import HandoffTickets
 
 __all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "TransferSummary"]
@@ -53,13 +53,10 @@ _CLASSES_OF_ENDINGS = (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, Tra
 class ReceiverLimits:
     """Bounds of a receiver.
 
-    `open_wait_s`: how long an Open may come before its reservation. `waiting_opens`: how many may. `remembered`: how
-    many ended transfers are kept to recognise late messages. `quiesce_timeout_s`: after this time, longer than any
-    write, the stream of a rank that has not stopped writing is ended.
+    `remembered`: how many ended transfers are kept to recognise late messages. `quiesce_timeout_s`: after this time,
+    longer than any write, the stream of a rank that has not stopped writing is ended.
     """
 
-    open_wait_s: float = 2.0
-    waiting_opens: int = 1024
     remembered: int = 4096
     quiesce_timeout_s: float = 30.0
 
@@ -103,9 +100,6 @@ class Receiver:
             quiesce_timeout_s=limits.quiesce_timeout_s,
             remembered_max=limits.remembered,
             timers=timers,
-        )
-        self._pending_opens = PendingOpens(
-            limits.waiting_opens, limits.open_wait_s, self._refuse_unreserved, timers
         )
         self._peers: set[PrefillPeer] = set()
         self._draining = False
@@ -191,8 +185,6 @@ class Receiver:
             sender=sender,
         )
         self._transfers.add(transfer, self._features)
-        for peer, ticket in self._pending_opens.remove(transfer_id):
-            self._add_writer(transfer, peer, ticket)
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:
@@ -203,8 +195,6 @@ class Receiver:
             self._transfers.fail(transfer, error)
         elif self._transfers.ended_detail(transfer_id) is None:
             self._transfers.remember_ended(transfer_id, detail or reason)
-            for peer, _ in self._pending_opens.remove(transfer_id):
-                peer.refuse(transfer_id, reason, detail)
 
     async def drain(self, timeout_s: float) -> None:
         """Accepts nothing new, waits for active transfers, then ends the rest, every stream and every timer."""
@@ -217,7 +207,6 @@ class Receiver:
     def close(self) -> None:
         """Ends every stream and timer at once. Blocks of transfers in flight are never given back."""
         self._draining = self._closed = True
-        self._pending_opens.clear()
         self._transfers.close(Draining("the decode worker is shutting down"))
         for peer in list(self._peers):
             peer.end(Draining("the decode worker is shutting down"))
@@ -243,7 +232,6 @@ class Receiver:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
         self._refused_tickets.pop(peer, None)
-        self._pending_opens.remove_peer(peer)
         written = [transfer for transfer in self._transfers if transfer.has_writer(peer)]
         if written:
             _log.warning(
@@ -293,11 +281,8 @@ class Receiver:
             self._add_writer(transfer, peer, ticket)
         elif ended_detail is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
-        elif len(ticket) > TICKET_BYTES_MAX:
-            self._refuse_ticket(peer, transfer_id, unauthenticated("is too long", "signature"))
-        elif self._draining or not self._pending_opens.add(transfer_id, peer, ticket):
-            detail = "too many transfers are opened before their reservation"
-            peer.refuse(transfer_id, "QUEUE_FULL", detail)
+        else:
+            peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
     def _add_writer(self, transfer: IncomingTransfer, peer: PrefillPeer, ticket: bytes) -> None:
         transfer_id = transfer.transfer_id
@@ -387,9 +372,6 @@ class Receiver:
         if transfer.active and not transfer.landed:
             error = TransferFailed(f"{peer} stopped sending {transfer_id}")
             self._transfers.fail(transfer, error)
-
-    def _refuse_unreserved(self, transfer_id: str, peer: PrefillPeer) -> None:
-        peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
     def _require_valid(self, reservation: Reservation) -> None:
         fault = reservation.find_fault(self._layout)

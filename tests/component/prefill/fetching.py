@@ -30,7 +30,7 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import SimClock
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.leases import Timers
-from headrace_kv.receive.receiver import Receiver, ReceiverLimits
+from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.base import KvTransport
@@ -276,7 +276,6 @@ async def serve(
             on_released=engine.released,
             lease_ttl_s=lease_s,
             quarantine_s=QUARANTINE_S,
-            limits=ReceiverLimits(open_wait_s=2.0),
             timers=prefill_timers if engine is prefill else None,
             features=tuple(filter(None, (engine.broadcast,))),
         )
