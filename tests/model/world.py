@@ -15,8 +15,8 @@ from headrace_common.errors import TransferFailed
 from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
-from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
+from headrace_kv.receive.transfer import TransferState
 from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.base import WriteResult
 from tests.model.ground import (

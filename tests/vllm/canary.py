@@ -237,7 +237,7 @@ def prompt_of_blocks(seed: int) -> list[int]:
 async def _until_rejected(watched: Watched, split: Callable[[list[int]], Any]) -> Found:
     watched.comparisons.clear()
     requests = 0
-    while not watched.canary.rejected_senders and requests < 3:
+    while not watched.canary.corrupt_senders.rejected and requests < 3:
         prompt = prompt_of_blocks(requests)
         answer = await split(prompt)
         requests += 1
@@ -247,7 +247,7 @@ async def _until_rejected(watched: Watched, split: Callable[[list[int]], Any]) -
         requests,
         [one.layer for one in found],
         [one.head for one in found],
-        " ".join(watched.canary.rejected_senders.values()),
+        " ".join(watched.canary.corrupt_senders.rejected.values()),
     )
 
 

@@ -96,9 +96,11 @@ class DecodeServer(RoleServer):
             hosted,
             keys,
             senders=self.senders,
-            features=tuple(filter(None, (engine.broadcast, checks, canary))),
+            checks=checks,
         )
         self.incoming = receiver = self.receiving.receiver
+        if canary is not None:
+            receiver.add_tracker(canary.corrupt_senders)
         self.capacity = capacity = self.own_capacity(_capacity(config, engine))
         self._service = DecodeService(
             ref=ref,

@@ -104,7 +104,7 @@ def record_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer
     """Records the states of an attempt's transfer, once it is in the last one. `span` may have ended."""
     if not span.get_span_context().trace_flags.sampled:
         return
-    transitions = transfer.transitions
+    transitions = transfer.states.transitions
     telemetry.record_span(
         schema.SPAN_TRANSFER,
         span,

@@ -277,7 +277,7 @@ async def serve(
             lease_ttl_s=lease_s,
             quarantine_s=QUARANTINE_S,
             timers=prefill_timers if engine is prefill else None,
-            features=tuple(filter(None, (engine.broadcast,))),
+            broadcast=engine.broadcast,
         )
         for engine, ref, checked in (
             (prefill, PREFILL, tickets),

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -19,7 +19,6 @@ from headrace_decode.canary.tolerance import Difference, PairTolerance
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import Reservation
-from headrace_kv.receive.observer import ReceiverFeature
 from headrace_kv.receive.verification import CorruptSenderTracker
 
 _LOG = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class _Pair:
     requests: int = 0
 
 
-class Canary(ReceiverFeature):
+class Canary:
     """Rejects a prefill worker after two requests with KV that this worker computes differently.
 
     One event loop owns it. Call `attempt_closed` for every attempt.
@@ -102,18 +101,11 @@ class Canary(ReceiverFeature):
         self._on_compared = on_compared
         self._random = random or Random()
         self._is_idle: Callable[[], bool] = lambda: True
-        self._rejected = CorruptSenderTracker(_DIFFERENCES_MAX)
+        self.corrupt_senders = CorruptSenderTracker(_DIFFERENCES_MAX)
         self._pairs: OrderedDict[WorkerRef, _Pair] = OrderedDict()
         # The latest request of each prefill worker that is due.
         self._due: dict[WorkerRef, _Candidate] = {}
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def rejected_senders(self) -> Mapping[WorkerRef, str]:
-        return self._rejected.rejected
-
-    def require_accepted(self, sender: WorkerRef) -> None:
-        self._rejected.require_accepted(sender)
 
     def watch(self, is_idle: Callable[[], bool]) -> None:
         """Sets how it finds out whether the worker has requests."""
@@ -134,7 +126,9 @@ class Canary(ReceiverFeature):
 
     def _handed_over(self, candidate: _Candidate) -> None:
         prefill = candidate.prefill
-        if prefill in self._rejected.rejected or not self._whole_blocks(candidate.reservation):
+        if prefill in self.corrupt_senders.rejected or not self._whole_blocks(
+            candidate.reservation
+        ):
             return
         pair = self._pairs.setdefault(prefill, _Pair(PairTolerance(self._dtype)))
         self._pairs.move_to_end(prefill)
@@ -181,7 +175,7 @@ class Canary(ReceiverFeature):
                 end_unix_ns=time.time_ns(),
                 block_count=len(blocks),
                 difference=first,
-                quarantined=candidate.prefill in self._rejected.rejected,
+                quarantined=candidate.prefill in self.corrupt_senders.rejected,
             )
         )
 
@@ -222,4 +216,4 @@ class Canary(ReceiverFeature):
             difference,
         )
         detail = f"its KV is not what this worker computes: {difference}"
-        self._rejected.record(prefill, detail)
+        self.corrupt_senders.record(prefill, detail)

@@ -20,8 +20,7 @@ from headrace_common.errors import (
 from headrace_common.limits import write_quiet_s
 from headrace_kv.layout import WorkerRef
 from headrace_kv.leases import Clock
-from headrace_kv.receive.observer import TransferState
-from headrace_kv.receive.transfer import PrefillPeer
+from headrace_kv.receive.transfer import PrefillPeer, TransferState
 from headrace_kv.send.sender import SenderLimits
 from tests.component.kv.harness import (
     BLOCK_TOKENS,

@@ -18,7 +18,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets import SigningKey, TicketKey
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import Reservation
-from headrace_kv.receive.observer import TransferState
+from headrace_kv.receive.transfer import TransferState
 from headrace_kv.send import transfer as send_transfer
 from headrace_kv.tickets import digest_seed
 from tests.component.kv.handoff.test_bad_messages import (

@@ -9,8 +9,7 @@ from itertools import product
 
 import pytest
 
-from headrace_kv.receive.observer import TransferState
-from headrace_kv.receive.transfer import PrefillPeer
+from headrace_kv.receive.transfer import PrefillPeer, TransferState
 from tests.component.kv.harness import (
     LAYERS,
     LentMooncake,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from headrace_common.errors import InternalError
-from headrace_kv.receive.observer import NEXT_STATES, StateMachine, TransferState
+from headrace_kv.receive.transfer import NEXT_STATES, StateMachine, TransferState
 
 S = TransferState
 WHOLE = (S.OPEN, S.RECEIVING, S.COMPLETE, S.FREE)
