@@ -40,7 +40,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.process.kill_timer import KillTimer
-from headrace_decode.admission.admission import SeenTransfers
+from headrace_decode.admission import SeenTransfers
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import KvLayout

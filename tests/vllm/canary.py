@@ -22,7 +22,7 @@ from opentelemetry import trace
 from safetensors.torch import load_file, save_file
 
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.canary.canary import Canary, Comparison
+from headrace_decode.canary import Canary, Comparison
 from headrace_engine.interface import BlockErrors, Engine, ReceivedBlock
 from headrace_engine.vllm.model_folder import SAMPLE_BYTES
 from headrace_engine.vllm.service import launch
@@ -71,9 +71,12 @@ class Watched:
         """A request has ended. Returns once it is compared."""
         self._compared.clear()
         attempt = SimpleNamespace(
-            work=self.pair.work(prompt), summary=answer.summary, reservation=answer.reservation
+            work=self.pair.work(prompt),
+            summary=answer.summary,
+            reservation=answer.reservation,
+            span=trace.INVALID_SPAN,
         )
-        self.canary.attempt_closed(cast("DecodeAttempt", attempt), trace.INVALID_SPAN)
+        self.canary.attempt_closed(cast("DecodeAttempt", attempt))
         async with asyncio.timeout(60):
             await self._compared.wait()
 

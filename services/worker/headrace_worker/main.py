@@ -13,7 +13,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.extras import require_extra
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
-from headrace_decode.admission.admission import Capacity
+from headrace_decode.admission import Capacity
 from headrace_decode.main import DecodeServer
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost

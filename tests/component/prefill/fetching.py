@@ -22,7 +22,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.tickets import TicketKeys
-from headrace_decode.admission.admission import BlockAdmission, Capacity
+from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine

@@ -13,8 +13,7 @@ from opentelemetry import trace
 
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.canary.canary import BLOCKS_MAX, Canary, Comparison
-from headrace_decode.canary.tolerance import LEARNED_COMPARISONS
+from headrace_decode.canary import BLOCKS_MAX, LEARNED_COMPARISONS, Canary, Comparison
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock, Sampling
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.messages import Reservation
@@ -85,8 +84,9 @@ class Bench:
             work=work,
             reservation=reservation,
             summary=None if prefill is None else SimpleNamespace(prefill=prefill),
+            span=trace.INVALID_SPAN,
         )
-        self.canary.attempt_closed(cast("DecodeAttempt", attempt), trace.INVALID_SPAN)
+        self.canary.attempt_closed(cast("DecodeAttempt", attempt))
 
     async def end_idle(self, count: int, prefill: WorkerRef = PREFILL) -> None:
         """The same, `count` times with pauses."""

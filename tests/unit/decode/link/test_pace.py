@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_decode.link.pace import TokenPace
+from headrace_decode.link.session import TokenPace
 from tests.waiting import until
 
 
