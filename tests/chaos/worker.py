@@ -34,7 +34,7 @@ import headrace_kv.receive.receiver
 import headrace_kv.receive.transfer
 import headrace_kv.transport.factory
 import headrace_prefill.main
-import headrace_prefill.pull.puller
+import headrace_prefill.pull
 import headrace_worker.main
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -56,7 +56,7 @@ from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.networks import Address, Networks
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagingLimits
-from headrace_prefill.pull.session import PullSession
+from headrace_prefill.pull import PullSession
 from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
 from tests.chaos.tiers import TierHolds, held_file, put
@@ -334,11 +334,11 @@ def main() -> None:
         headrace_decode.main.main()
     elif service == "worker":
         slow_down(faults, dice)
-        put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
+        put(headrace_prefill.pull, "PullSession", lossy_pulls(dice))
         headrace_worker.main.main()
     else:
         slow_down(faults, dice)
-        put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
+        put(headrace_prefill.pull, "PullSession", lossy_pulls(dice))
         headrace_prefill.main.main()
 
 

@@ -20,7 +20,7 @@ from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_kv.layout import layout_to_proto
 from headrace_prefill.prefix_fetch import open_fetcher
-from headrace_prefill.pull.puller import TaskPuller
+from headrace_prefill.pull import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 from headrace_worker.config import BothConfig
 from headrace_worker.prompt_room import PromptRoom, prompt_blocks
