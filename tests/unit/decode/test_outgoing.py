@@ -48,18 +48,6 @@ def test_a_step_of_all_requests_is_one_message() -> None:
     assert outgoing.count == 2
 
 
-def test_nothing_more_is_sent_for_a_dropped_request() -> None:
-    outgoing = opened((1, 9), (2, 9))
-    outgoing.add_tokens(1, [DecodeTokens((10,))])
-    outgoing.add_tokens(2, [DecodeTokens((20,))])
-    outgoing.drop(1)
-    outgoing.add_tokens(1, [DecodeTokens((11,))])
-    outgoing.grant(1, 5)
-    outgoing.fail(1, b"late")
-    assert columns(outgoing.next_message()) == {2: [20]}
-    assert outgoing.next_message() is None
-
-
 def test_a_message_is_split_and_requests_take_turns() -> None:
     outgoing = opened((1, 10_000), (2, 10_000), bytes_max=1_000)
     outgoing.add_tokens(1, [DecodeTokens(tuple(range(2**28, 2**28 + 500)))])
