@@ -188,7 +188,11 @@ class Receiver:
             raise DuplicateTransfer(
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
-        self._require_valid(reservation)
+        fault = reservation.find_fault(self._layout)
+        if fault or reservation.start_token == reservation.end_token:
+            raise InternalError(
+                f"the reservation of transfer {transfer_id} {fault or 'has no tokens'}"
+            )
         transfer = IncomingTransfer(
             reservation,
             self._layout,
@@ -272,11 +276,11 @@ class Receiver:
         match request.WhichOneof("message"):
             case "layers_done":
                 for layer in request.layers_done.layers:
-                    self._on_layer_done(peer, layer)
+                    self._on_landed(peer, layer)
             case "open":
                 self._on_open(peer, request.open.transfer_id, request.open.ticket)
             case "hidden_state":
-                self._on_hidden_state(peer, request.hidden_state)
+                self._on_landed(peer, request.hidden_state)
             case "commit":
                 self._on_commit(peer, request.commit)
             case "failed":
@@ -341,27 +345,20 @@ class Receiver:
             _log.warning("refused %d tickets of %s and ends its stream", refused, peer)
             peer.end(error)
 
-    def _on_layer_done(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
-        transfer = self._opened(peer, layer.transfer_id)
-        if transfer is None:
-            if self._transfers.ended_detail(layer.transfer_id) is None:
-                # Not a warning: a rank without a ticket could fill the log.
-                _log.debug("%s acknowledged transfer %s unopened", peer, layer.transfer_id)
-            return
-        if not transfer.active:
-            return
-        try:
-            transfer.land(peer, layer)
-            self._transfers.advance(transfer)
-        except HeadraceError as error:
-            self._transfers.fail(transfer, error)
-
-    def _on_hidden_state(self, peer: PrefillPeer, state: handoff_pb2.HiddenState) -> None:
-        transfer = self._opened(peer, state.transfer_id)
+    def _on_landed(
+        self, peer: PrefillPeer, landed: handoff_pb2.LayerDone | handoff_pb2.HiddenState
+    ) -> None:
+        transfer = self._opened(peer, landed.transfer_id)
+        if transfer is None and self._transfers.ended_detail(landed.transfer_id) is None:
+            # Not a warning: a rank without a ticket could fill the log.
+            _log.debug("%s acknowledged transfer %s unopened", peer, landed.transfer_id)
         if transfer is None or not transfer.active:
             return
         try:
-            transfer.land_hidden_state(peer, state)
+            if isinstance(landed, handoff_pb2.LayerDone):
+                transfer.land(peer, landed)
+            else:
+                transfer.land_hidden_state(peer, landed)
             self._transfers.advance(transfer)
         except HeadraceError as error:
             self._transfers.fail(transfer, error)
@@ -392,13 +389,6 @@ class Receiver:
         if transfer.active and not transfer.landed:
             error = TransferFailed(f"{peer} stopped sending {transfer_id}")
             self._transfers.fail(transfer, error)
-
-    def _require_valid(self, reservation: Reservation) -> None:
-        fault = reservation.find_fault(self._layout)
-        if fault or reservation.start_token == reservation.end_token:
-            raise InternalError(
-                f"the reservation of transfer {reservation.transfer_id} {fault or 'has no tokens'}"
-            )
 
 
 def _ending_error(reason: str, detail: str, what: str) -> HeadraceError:

@@ -48,7 +48,7 @@ class Progress(NamedTuple):
     """
 
     tokens: list[DecodeTokens]
-    finished: decode_pb2.Finished | None
+    finished: decode_pb2.Finished | None = None
     times: decode_pb2.AttemptTimes | None = None
 
 

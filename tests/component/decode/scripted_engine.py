@@ -29,7 +29,7 @@ Step: TypeAlias = DecodeEvent | Exception | None
 
 
 class ScriptedEngine(Engine):
-    """Yields what is put into `script`, raises exceptions, and ends with None. `scripts` has scripts of single requests."""
+    """Yields what is in `script`, raises exceptions, and ends with None. `scripts` has scripts of single requests."""
 
     def __init__(self) -> None:
         memory = RankMemory(

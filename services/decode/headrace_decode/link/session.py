@@ -22,7 +22,7 @@ from headrace_common.limits import (
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_common.rpc.trace_context import context_of_carrier
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.link.outgoing import Outgoing
+from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 
 
 class TokenPace:
@@ -82,8 +82,9 @@ Write = Callable[[decode_pb2.LinkResponse], Awaitable[Any]]
 class _Lane:
     """One request from its open to its end. `attempt` is set once it is admitted."""
 
-    def __init__(self, stream_id: int) -> None:
-        self.stream_id = stream_id
+    def __init__(self, outgoing: OutgoingStream) -> None:
+        self.outgoing = outgoing
+        self.stream_id = outgoing.stream_id
         self.attempt: DecodeAttempt | None = None
         self.starting: asyncio.Task[None] | None = None
         """Runs until the engine may generate."""
@@ -191,8 +192,8 @@ class LinkSession:
             raise ProtocolViolation(
                 "the router opens requests that were refused, and reads no refusal"
             )
-        self._outgoing.open(stream_id, opened.credit_tokens)
-        lane = self._lanes[stream_id] = _Lane(stream_id)
+        outgoing = self._outgoing.open(stream_id, opened.credit_tokens)
+        lane = self._lanes[stream_id] = _Lane(outgoing)
         if not opened.credit_tokens:
             self._fail(lane, InvalidRequest({"credit_tokens": "must be 1 or more"}))
         elif full:
@@ -209,7 +210,7 @@ class LinkSession:
         try:
             attempt = await self._start(opened.request, self._deadline_of(opened))
             lane.attempt = attempt
-            self._outgoing.reserve(lane.stream_id, await attempt.reserve())
+            lane.outgoing.reserve(await attempt.reserve())
             self._wake.set()
             await attempt.wait_ready()
             attempt.notify(lambda: self._mark_readable(lane))
@@ -233,7 +234,7 @@ class LinkSession:
 
     def _fail(self, lane: _Lane, error: Exception) -> None:
         status = status_of(reported_error(error, _NAME))
-        self._outgoing.fail(lane.stream_id, status.SerializeToString())
+        lane.outgoing.fail(status.SerializeToString())
         self._end_lane(lane)
 
     def _end_lane(self, lane: _Lane) -> None:
@@ -278,11 +279,8 @@ class LinkSession:
             try:
                 while attempt.readable:
                     progress = attempt.take()
-                    if progress.times is not None:
-                        self._outgoing.add_times(stream_id, progress.times)
-                    self._outgoing.add_tokens(stream_id, progress.tokens)
+                    lane.outgoing.add(progress)
                     if progress.finished is not None:
-                        self._outgoing.finish(stream_id, progress.finished)
                         self._end_lane(lane)
                         break
             except Exception as error:  # noqa: BLE001 - the outermost frame of a request
