@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Final
 
+from headrace.engine.v1.link_pb2 import SentLink
 from headrace_common.telemetry.layer_stamps import pack_writes
-from headrace_kv.messages import LinkSent
 
 US: Final = 1_000
 START_UNIX_NS: Final = 10**18
@@ -19,14 +18,14 @@ def packed(*writes: Iterable[int]) -> str:
     return pack_writes(array("I", [word for write in writes for word in write]))
 
 
-def link_sent(layer_count: int = 4, **changes: Any) -> LinkSent:
+def sent_link(layer_count: int = 4, **changes: Any) -> SentLink:
     """A link of layers with 100 bytes for 3 tokens each. One is ready each 1,000 us, and lands after 2,000 us."""
     writes = [
         (layer, 0, 3, 100, 1_000 * layer, 0, 0, 500, 0, 0, 1_500, 10)
         for layer in range(layer_count)
     ]
     last_us = 1_000 * (layer_count - 1)
-    link = LinkSent(
+    link = SentLink(
         destination_rank=0,
         destination_host="10.0.0.2",
         transport="mooncake/tcp",
@@ -43,4 +42,6 @@ def link_sent(layer_count: int = 4, **changes: Any) -> LinkSent:
         moving_ns=(last_us + 1_500) * US,
         layers=packed(*writes),
     )
-    return replace(link, **changes)
+    for name, value in changes.items():
+        setattr(link, name, value)
+    return link

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Final, Generic, TypeVar
 
 from headrace_common.deadlines import Deadline
@@ -93,3 +94,14 @@ class BoundedQueue(Generic[T]):
     def get_nowait(self) -> T:
         """Removes the oldest item. There must be one."""
         return self._items.get_nowait()
+
+
+def call_when_done(future: Future[_Result], callback: Callable[[Future[_Result]], None]) -> None:
+    """Calls back on the running event loop once a thread's future is done; never after the loop has closed."""
+    loop = asyncio.get_running_loop()
+
+    def on_done(done: Future[_Result]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(callback, done)
+
+    future.add_done_callback(on_done)

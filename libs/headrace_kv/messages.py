@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
 
 import numpy as np
 
+from headrace.engine.v1.link_pb2 import SentLink
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
 from headrace_kv.copy_plan import BlockSpan
@@ -104,40 +104,10 @@ class LayerRange:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSent:
-    """What one prefill rank wrote to one decode rank for one transfer. Counts what has landed and was acknowledged.
-
-    The plan had `run_count` copies, and the transport got `entry_count` entries. `transport` and `strategy` are those
-    of WriteResult; different ones are joined by "+". `destination_host` is empty where the session has none.
-
-    The first layer was ready at `start_unix_ns`, and its write was started at `submitted_unix_ns`. The last layer was
-    ready at `ready_unix_ns`, and the last write had landed at `landed_unix_ns`. At `end_unix_ns`, the last write was
-    acknowledged or the transfer was stopped. For `moving_ns`, bytes were on the way. `layers` has the times of each
-    write, see telemetry.layer_stamps.
-    """
-
-    destination_rank: int
-    destination_host: str
-    transport: str
-    strategy: str
-    payload_bytes: int
-    run_count: int
-    entry_count: int
-    write_count: int
-    start_unix_ns: int
-    submitted_unix_ns: int
-    ready_unix_ns: int
-    landed_unix_ns: int
-    end_unix_ns: int
-    moving_ns: int
-    layers: str
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSent:
     """One layer range of a link that has landed."""
 
-    link: LinkSent
+    link: SentLink
     times: LayerStamps
 
     @property
@@ -178,7 +148,7 @@ class SendReport:
     rank: int
     reason: str
     detail: str
-    links: tuple[LinkSent, ...] = ()
+    links: tuple[SentLink, ...] = ()
     control_bytes: int = 0
     host: str = ""
     memory: str = "host"
@@ -188,7 +158,7 @@ class SendReport:
         """Bytes of the writes that have landed and were acknowledged."""
         return sum(link.payload_bytes for link in self.links)
 
-    def kind_of(self, link: LinkSent) -> str:
+    def kind_of(self, link: SentLink) -> str:
         """ "same_host" where both ends of a link are on one host, else "network"."""
         return "same_host" if self.host == link.destination_host else "network"
 
@@ -214,37 +184,8 @@ def reserved_span(
     return BlockSpan(start_token, end_token, blocks, first, blocks, first)
 
 
-class ReservationMessage(Protocol):
-    """A message with the fields of `handoff_pb2.Reservation`."""
-
-    @property
-    def transfer_id(self) -> str: ...
-
-    @property
-    def block_ids(self) -> Iterable[int]: ...
-
-    @property
-    def start_token(self) -> int: ...
-
-    @property
-    def end_token(self) -> int: ...
-
-    @property
-    def further_block_ids(self) -> Iterable[handoff_pb2.BlockList]: ...
-
-
-class ReservationFields(TypedDict):
-    """The arguments that construct a ReservationMessage."""
-
-    transfer_id: str
-    block_ids: tuple[int, ...]
-    start_token: int
-    end_token: int
-    further_block_ids: list[handoff_pb2.BlockList]
-
-
-def reservation_fields(reservation: Reservation) -> ReservationFields:
-    return ReservationFields(
+def reservation_to_proto(reservation: Reservation) -> handoff_pb2.Reservation:
+    return handoff_pb2.Reservation(
         transfer_id=reservation.transfer_id,
         block_ids=reservation.block_ids,
         start_token=reservation.start_token,
@@ -256,7 +197,7 @@ def reservation_fields(reservation: Reservation) -> ReservationFields:
     )
 
 
-def reservation_from_proto(message: ReservationMessage) -> Reservation:
+def reservation_from_proto(message: handoff_pb2.Reservation) -> Reservation:
     return Reservation(
         message.transfer_id,
         tuple(message.block_ids),

@@ -35,13 +35,13 @@ import headrace_kv.receive.transfer
 import headrace_kv.tiers.pool
 import headrace_kv.transport.factory
 import headrace_prefill.main
-import headrace_prefill.pull.puller
+import headrace_prefill.pull
 import headrace_worker.main
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.process.kill_timer import KillTimer
-from headrace_decode.admission.admission import SeenTransfers
+from headrace_decode.admission import SeenTransfers
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import KvLayout
@@ -56,7 +56,7 @@ from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.scatter import StagingLimits
-from headrace_prefill.pull.session import PullSession
+from headrace_prefill.pull import PullSession
 from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
 from tests.chaos.tiers import TierHolds, held_file, put
@@ -334,11 +334,11 @@ def main() -> None:
         headrace_decode.main.main()
     elif service == "worker":
         slow_down(faults, dice)
-        put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
+        put(headrace_prefill.pull, "PullSession", lossy_pulls(dice))
         headrace_worker.main.main()
     else:
         slow_down(faults, dice)
-        put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
+        put(headrace_prefill.pull, "PullSession", lossy_pulls(dice))
         headrace_prefill.main.main()
 
 

@@ -18,7 +18,6 @@ TRANSPORT_S = 2.0
 QUIESCE_S = 4.0
 DEADLINE_S = 6.0
 HANDSHAKE_S = 5.0
-OPEN_WAIT_S = 1.0
 BLOCK_TOKENS = 4
 BLOCKS = 8
 # The two clocks may differ, so a sender's own deadline may be much later.

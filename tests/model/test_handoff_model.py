@@ -98,6 +98,7 @@ class CountingLedger(Ledger):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._expected = len(self.missing_keys)
         self._count = 0
 
     def land(self, *arguments: Any) -> bool:
@@ -107,7 +108,7 @@ class CountingLedger(Ledger):
 
     @property
     def complete(self) -> bool:
-        return self._count >= len(self.expected_keys)
+        return self._count >= self._expected
 
 
 @pytest.mark.parametrize("settings", [Settings(layers=2), Settings(ranks=2)])

@@ -15,8 +15,8 @@ from headrace_common.errors import TransferFailed
 from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
-from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
+from headrace_kv.receive.transfer import TransferState
 from headrace_kv.tickets import NoTickets
 from headrace_kv.transport.base import WriteResult
 from tests.model.ground import (
@@ -25,7 +25,6 @@ from tests.model.ground import (
     BOUND_S,
     DEADLINE_S,
     LEASE_S,
-    OPEN_WAIT_S,
     QUIESCE_S,
     QUIET_S,
     SENDER_DEADLINE_S,
@@ -84,7 +83,7 @@ class World:
             on_released=self._released,
             lease_ttl_s=LEASE_S,
             quarantine_s=self.settings.quarantine_s,
-            limits=ReceiverLimits(open_wait_s=OPEN_WAIT_S, quiesce_timeout_s=QUIESCE_S),
+            limits=ReceiverLimits(quiesce_timeout_s=QUIESCE_S),
             timers=self.timers,
         )
 

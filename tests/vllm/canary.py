@@ -22,7 +22,7 @@ from opentelemetry import trace
 from safetensors.torch import load_file, save_file
 
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.canary.canary import Canary, Comparison
+from headrace_decode.canary import Canary, Comparison
 from headrace_engine.interface import BlockErrors, Engine, ReceivedBlock
 from headrace_engine.vllm.model_folder import SAMPLE_BYTES
 from headrace_engine.vllm.service import launch
@@ -71,9 +71,12 @@ class Watched:
         """A request has ended. Returns once it is compared."""
         self._compared.clear()
         attempt = SimpleNamespace(
-            work=self.pair.work(prompt), summary=answer.summary, reservation=answer.reservation
+            work=self.pair.work(prompt),
+            summary=answer.summary,
+            reservation=answer.reservation,
+            span=trace.INVALID_SPAN,
         )
-        self.canary.attempt_closed(cast("DecodeAttempt", attempt), trace.INVALID_SPAN)
+        self.canary.attempt_closed(cast("DecodeAttempt", attempt))
         async with asyncio.timeout(60):
             await self._compared.wait()
 
@@ -237,7 +240,7 @@ def prompt_of_blocks(seed: int) -> list[int]:
 async def _until_rejected(watched: Watched, split: Callable[[list[int]], Any]) -> Found:
     watched.comparisons.clear()
     requests = 0
-    while not watched.canary.rejected_senders and requests < 3:
+    while not watched.canary.corrupt_senders.rejected and requests < 3:
         prompt = prompt_of_blocks(requests)
         answer = await split(prompt)
         requests += 1
@@ -247,7 +250,7 @@ async def _until_rejected(watched: Watched, split: Callable[[list[int]], Any]) -
         requests,
         [one.layer for one in found],
         [one.head for one in found],
-        " ".join(watched.canary.rejected_senders.values()),
+        " ".join(watched.canary.corrupt_senders.rejected.values()),
     )
 
 

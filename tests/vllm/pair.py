@@ -354,7 +354,8 @@ async def running_pair(
             tickets=NoTickets(),
             lease_ttl_s=LEASE_TTL_S,
             on_released=pair.release,
-            features=tuple(filter(None, (decode.broadcast, checks))),
+            broadcast=decode.broadcast,
+            checks=checks,
         )
         server = grpc.aio.server()
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 
 import grpc.aio
@@ -13,9 +13,9 @@ from headrace_common.tickets import TicketKeys
 from headrace_engine.worker.config import WorkerConfig
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.transfer_peers import TransferPeers
-from headrace_kv.receive.observer import ReceiverFeature
-from headrace_kv.receive.receiver import Receiver, ReceiverLimits
+from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.guard import parse_networks
 
@@ -30,7 +30,7 @@ class KvReceiving:
         keys: TicketKeys,
         *,
         senders: Collection[Role],
-        features: Sequence[ReceiverFeature] = (),
+        checks: DigestChecks | None = None,
     ) -> None:
         """`keys` are those of routers. `senders`: see HandoffServicer."""
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
@@ -47,9 +47,8 @@ class KvReceiving:
             on_released=engine.released,
             lease_ttl_s=config.lease_ttl_s,
             quarantine_s=config.quarantine_s,
-            # KV is requested after its reservation. What has none must not be sent for a while.
-            limits=ReceiverLimits(open_wait_s=0.0),
-            features=features,
+            broadcast=engine.broadcast,
+            checks=checks,
         )
         self._peers = TransferPeers(
             engine.admit_transfer_peers,

@@ -73,11 +73,6 @@ class Ledger:
         return sum(self._bytes_by_source.values())
 
     @property
-    def expected_keys(self) -> frozenset[Key]:
-        """Every key of the plan."""
-        return frozenset(self._edges)
-
-    @property
     def source_ranks(self) -> frozenset[int]:
         """Prefill ranks that take part."""
         return frozenset(source for source, _, _ in self._edges)
@@ -202,7 +197,7 @@ class LocalLedger:
 
     def __init__(self, layout: KvLayout, reservation: Reservation) -> None:
         self._layout = layout
-        self._reservation = reservation
+        self.reservation = reservation
         self._edges: dict[tuple[int, int], list[Edge]] = {}
         for layer in range(layout.layer_count):
             for edge in local_edges(layout, layer, reservation.transfer_id):
@@ -254,19 +249,19 @@ class LocalLedger:
         copied, taken = self._copied_to.get(copy.key), self._taken_to.get(copy.key, 0)
         if copied != copy.start_token or not copied < copy.end_token <= taken:
             raise InternalError(
-                f"transfer {self._reservation.transfer_id}: tokens [{copy.start_token}, {copy.end_token}) "
+                f"transfer {self.reservation.transfer_id}: tokens [{copy.start_token}, {copy.end_token}) "
                 f"of {copy} were not due"
             )
         self._copied_to[copy.key] = copy.end_token
         self.copied_bytes += copy.payload_bytes
-        if copy.end_token == self._reservation.end_token:
+        if copy.end_token == self.reservation.end_token:
             self._missing.discard(copy.key)
 
     def missing(self) -> str:
         """The missing keys of which every token has landed on the leader: "layer 3 from decode rank 0 to rank 1"."""
         groups: dict[tuple[int, int], list[int]] = {}
         for leader, rank, layer in self._missing:
-            if self._landed_to.get((leader, layer)) == self._reservation.end_token:
+            if self._landed_to.get((leader, layer)) == self.reservation.end_token:
                 groups.setdefault((leader, rank), []).append(layer)
         return "; ".join(
             f"{name_numbers('layer', layers)} from decode rank {leader} to rank {rank}"

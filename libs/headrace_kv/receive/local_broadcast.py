@@ -1,6 +1,6 @@
 """Copies KV among the decode ranks of one host, so that the network carries it to one of them only.
 
-A receiver feature. A thread makes the copies that the local ledger reports as due. The copies write into a
+A thread makes the copies that the local ledger reports as due. The copies write into a
 reservation as prefill ranks do: its blocks are not reused before the copies have ended (I1).
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
@@ -22,17 +23,11 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from headrace_common.tasks import call_when_done
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs
 from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, LocalCopy, LocalLedger
-from headrace_kv.receive.observer import (
-    ReceiverFeature,
-    ResumeTransfer,
-    TransferObserver,
-    TransferView,
-    call_when_done,
-)
 from headrace_kv.shard_map import Key
 from headrace_kv.transport.memory import copy_runs
 
@@ -43,6 +38,14 @@ JOB_BYTES = 64 * 1024 * 1024
 WRITE_RUNS = 512
 WRITE_BYTES = 8 * 1024 * 1024
 """Bounds of one write. A job can be cancelled between two writes."""
+
+
+class ResumeTransfer(Protocol):
+    """Continues a transfer on the receiver's event loop after a job of it has ended."""
+
+    def __call__(self, error: HeadraceError | None, *, late_write_s: float = 0.0) -> None:
+        """`error` fails the transfer. The job may still write into the blocks for `late_write_s`."""
+
 
 LocalWrite = Callable[[RankMemory, RankMemory, Runs, float], object]
 """Copies runs from one rank's memory to another's within some seconds, or raises HeadraceError."""
@@ -65,14 +68,12 @@ class LocalJob:
     cancelled: threading.Event
 
 
-class LocalBroadcast(ReceiverFeature):
+class LocalBroadcast:
     """Copies between the ranks of one decode worker, on a thread of its own.
 
     `write` moves the bytes; after it failed, more may land for `quiet_after_failure_s`. At most `job_limit` jobs wait.
     One thread calls `submit`.
     """
-
-    fills_local_ranks = True
 
     def __init__(
         self,
@@ -90,8 +91,11 @@ class LocalBroadcast(ReceiverFeature):
         self._room = threading.BoundedSemaphore(job_limit)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-broadcast")
 
-    def observe(self, transfer: TransferView, resume: ResumeTransfer) -> TransferObserver:
-        return LocalCopyJobs(self, LocalLedger(self._layout, transfer.reservation), resume)
+    def copies(
+        self, reservation: Reservation, deadline: Deadline, resume: ResumeTransfer
+    ) -> LocalCopies:
+        """The local copies of a new transfer."""
+        return LocalCopies(self, LocalLedger(self._layout, reservation), deadline, resume)
 
     def submit(self, job: LocalJob) -> Future[None]:
         """Queues a job. It writes nothing after the future is done.
@@ -158,53 +162,59 @@ class LocalBroadcast(ReceiverFeature):
             self._write(source, destination, batch, job.deadline.remaining_s())
 
 
-class LocalCopyJobs(TransferObserver):
+class LocalCopies:
     """The local copies of one transfer, submitted to a broadcast in at most one job at a time."""
 
     def __init__(
-        self, broadcast: LocalBroadcast, ledger: LocalLedger, resume: ResumeTransfer
+        self,
+        broadcast: LocalBroadcast,
+        ledger: LocalLedger,
+        deadline: Deadline,
+        resume: ResumeTransfer,
     ) -> None:
+        self.running = False
+        """Whether a job may write into the blocks."""
         self._broadcast = broadcast
         self._ledger = ledger
+        self._deadline = deadline
         self._resume = resume
         self._cancelled = threading.Event()
-        self._copying = False
 
     @property
-    def pending_keys(self) -> Collection[Key]:
+    def missing_keys(self) -> Collection[Key]:
+        """Keys that are not copied to the end."""
         return self._ledger.missing_keys
 
     @property
-    def holds_blocks(self) -> bool:
-        return self._copying
-
-    @property
-    def local_bytes(self) -> int:
+    def copied_bytes(self) -> int:
         return self._ledger.copied_bytes
 
     def missing(self) -> str:
+        """Names the missing keys, "" when there are none."""
         return self._ledger.missing()
 
-    def on_layer_landed(self, landed: LayerLanded) -> None:
+    def land(self, landed: LayerLanded) -> None:
+        """A range has landed."""
         self._ledger.land(landed)
 
-    def on_progress(self, transfer: TransferView) -> None:
-        """Submits the due copies. Raises as LocalBroadcast.submit does."""
-        if self._copying:
+    def start(self) -> None:
+        """Submits the due copies, unless a job runs. Raises as LocalBroadcast.submit does."""
+        if self.running:
             return
         copies = self._ledger.take_due(JOB_BYTES)
         if not copies:
             return
-        job = LocalJob(transfer.reservation, copies, transfer.deadline, self._cancelled)
+        job = LocalJob(self._ledger.reservation, copies, self._deadline, self._cancelled)
         future = self._broadcast.submit(job)
-        self._copying = True
+        self.running = True
         call_when_done(future, partial(self._on_job_ended, copies))
 
-    def on_failed(self) -> None:
+    def stop(self) -> None:
+        """The transfer has failed: no further write begins."""
         self._cancelled.set()
 
     def _on_job_ended(self, copies: tuple[LocalCopy, ...], done: Future[None]) -> None:
-        self._copying = False
+        self.running = False
         error = _error_of(done)
         if error is not None:
             self._resume(error, late_write_s=self._broadcast.quiet_after_failure_s)

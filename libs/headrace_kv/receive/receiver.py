@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
@@ -23,21 +24,29 @@ from headrace_common.errors import (
     LayoutMismatch,
     PermissionDenied,
     ProtocolViolation,
+    StaleIncarnation,
     TransferFailed,
     TransferTimeout,
     Unauthenticated,
     class_of,
 )
-from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
-from headrace_common.tickets import TicketKey, unauthenticated
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
+from headrace_common.tickets import TicketKey
+from headrace_kv.compatibility import require_compatible
 from headrace_kv.hidden_state import HiddenFormat, format_of
-from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
 from headrace_kv.leases import QuarantinePolicy, Timers
-from headrace_kv.messages import Reservation
-from headrace_kv.receive.handshake import validate_handshake
-from headrace_kv.receive.observer import ReceiverFeature, TransferState
-from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary
-from headrace_kv.receive.transfer_table import IncomingTransfers, PendingOpens
+from headrace_kv.messages import Reservation, reservation_to_proto
+from headrace_kv.receive.local_broadcast import LocalBroadcast
+from headrace_kv.receive.transfer import (
+    IncomingTransfer,
+    PrefillPeer,
+    TransferState,
+    TransferSummary,
+)
+from headrace_kv.receive.transfer_table import IncomingTransfers
+from headrace_kv.receive.verification import CorruptSenderTracker, DigestChecks
+from headrace_kv.shard_map import shards
 from headrace_kv.tickets import HandoffTickets
 
 __all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "TransferSummary"]
@@ -53,13 +62,10 @@ _CLASSES_OF_ENDINGS = (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, Tra
 class ReceiverLimits:
     """Bounds of a receiver.
 
-    `open_wait_s`: how long an Open may come before its reservation. `waiting_opens`: how many may. `remembered`: how
-    many ended transfers are kept to recognise late messages. `quiesce_timeout_s`: after this time, longer than any
-    write, the stream of a rank that has not stopped writing is ended.
+    `remembered`: how many ended transfers are kept to recognise late messages. `quiesce_timeout_s`: after this time,
+    longer than any write, the stream of a rank that has not stopped writing is ended.
     """
 
-    open_wait_s: float = 2.0
-    waiting_opens: int = 1024
     remembered: int = 4096
     quiesce_timeout_s: float = 30.0
 
@@ -69,7 +75,7 @@ class Receiver:
 
     `tickets` decides which prefill worker may fill a transfer. `on_released(transfer_id)` is called once for each
     failed transfer, when its blocks may be reused. `quarantine_s` must be longer than a transport's write can last.
-    `timers` is the running event loop unless given. The owner of the `features` closes them.
+    `timers` is the running event loop unless given. The owner of `broadcast` and `checks` closes them.
     """
 
     def __init__(
@@ -83,11 +89,12 @@ class Receiver:
         quarantine_s: float = WRITE_QUARANTINE_S,
         limits: ReceiverLimits | None = None,
         timers: Timers | None = None,
-        features: Sequence[ReceiverFeature] = (),
+        broadcast: LocalBroadcast | None = None,
+        checks: DigestChecks | None = None,
     ) -> None:
-        """Raises InternalError when a layout's ranks must copy between them and no feature does."""
-        # The network plan of such a layout leaves ranks unwritten: without the feature, transfers would complete early.
-        if layout.broadcast_width > 1 and not any(one.fills_local_ranks for one in features):
+        """Raises InternalError when a layout's ranks must copy between them and there is no broadcast."""
+        # The network plan of such a layout leaves ranks unwritten: without the copies, transfers would complete early.
+        if layout.broadcast_width > 1 and broadcast is None:
             raise InternalError("the layout has a broadcast_width, but nothing copies locally")
         limits = limits or ReceiverLimits()
         self.lease_ttl_s = lease_ttl_s
@@ -95,7 +102,9 @@ class Receiver:
         self._layout = layout
         self._tickets = tickets
         self._refused_tickets: dict[PrefillPeer, int] = {}
-        self._features = tuple(features)
+        self._broadcast = broadcast
+        self._checks = checks
+        self._trackers = [] if checks is None else [checks.corrupt_senders]
         self._policy = QuarantinePolicy(lease_ttl_s, quarantine_s)
         self._transfers = IncomingTransfers(
             on_released,
@@ -103,9 +112,6 @@ class Receiver:
             quiesce_timeout_s=limits.quiesce_timeout_s,
             remembered_max=limits.remembered,
             timers=timers,
-        )
-        self._pending_opens = PendingOpens(
-            limits.waiting_opens, limits.open_wait_s, self._refuse_unreserved, timers
         )
         self._peers: set[PrefillPeer] = set()
         self._draining = False
@@ -140,17 +146,19 @@ class Receiver:
     @property
     def rejected_senders(self) -> Mapping[WorkerRef, str]:
         """Prefill workers that may not write here any more, and why."""
-        return dict(ChainMap(*(dict(feature.rejected_senders) for feature in self._features)))
+        return dict(ChainMap(*(dict(tracker.rejected) for tracker in self._trackers)))
+
+    def add_tracker(self, tracker: CorruptSenderTracker) -> None:
+        """Refuses the senders that `tracker` rejects too."""
+        self._trackers.append(tracker)
 
     def welcome(self) -> handoff_pb2.Welcome:
         """The answer to a Hello."""
-        welcome = handoff_pb2.Welcome(
+        return handoff_pb2.Welcome(
             lease_ttl=duration_from_seconds(self.lease_ttl_s),
             quarantine=duration_from_seconds(self._policy.transport_s),
+            digest_share=0.0 if self._checks is None else self._checks.share,
         )
-        for feature in self._features:
-            feature.extend_welcome(welcome)
-        return welcome
 
     def reserve(
         self,
@@ -180,7 +188,11 @@ class Receiver:
             raise DuplicateTransfer(
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
-        self._require_valid(reservation)
+        fault = reservation.find_fault(self._layout)
+        if fault or reservation.start_token == reservation.end_token:
+            raise InternalError(
+                f"the reservation of transfer {transfer_id} {fault or 'has no tokens'}"
+            )
         transfer = IncomingTransfer(
             reservation,
             self._layout,
@@ -190,9 +202,12 @@ class Receiver:
             signer=signer,
             sender=sender,
         )
-        self._transfers.add(transfer, self._features)
-        for peer, ticket in self._pending_opens.remove(transfer_id):
-            self._add_writer(transfer, peer, ticket)
+        resume = partial(self._transfers.resume, transfer)
+        if self._broadcast is not None:
+            transfer.copies = self._broadcast.copies(reservation, deadline, resume)
+        if self._checks is not None:
+            transfer.checks = self._checks.checks(reservation, resume)
+        self._transfers.add(transfer)
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:
@@ -203,8 +218,6 @@ class Receiver:
             self._transfers.fail(transfer, error)
         elif self._transfers.ended_detail(transfer_id) is None:
             self._transfers.remember_ended(transfer_id, detail or reason)
-            for peer, _ in self._pending_opens.remove(transfer_id):
-                peer.refuse(transfer_id, reason, detail)
 
     async def drain(self, timeout_s: float) -> None:
         """Accepts nothing new, waits for active transfers, then ends the rest, every stream and every timer."""
@@ -217,7 +230,6 @@ class Receiver:
     def close(self) -> None:
         """Ends every stream and timer at once. Blocks of transfers in flight are never given back."""
         self._draining = self._closed = True
-        self._pending_opens.clear()
         self._transfers.close(Draining("the decode worker is shutting down"))
         for peer in list(self._peers):
             peer.end(Draining("the decode worker is shutting down"))
@@ -243,8 +255,7 @@ class Receiver:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
         self._refused_tickets.pop(peer, None)
-        self._pending_opens.remove_peer(peer)
-        written = [transfer for transfer in self._transfers if transfer.has_writer(peer)]
+        written = [transfer for transfer in self._transfers if peer in transfer.writers]
         if written:
             _log.warning(
                 "the handoff stream of %s ended while %d transfers were written: their blocks stay unused for %g s. If "
@@ -265,11 +276,11 @@ class Receiver:
         match request.WhichOneof("message"):
             case "layers_done":
                 for layer in request.layers_done.layers:
-                    self._on_layer_done(peer, layer)
+                    self._on_landed(peer, layer)
             case "open":
                 self._on_open(peer, request.open.transfer_id, request.open.ticket)
             case "hidden_state":
-                self._on_hidden_state(peer, request.hidden_state)
+                self._on_landed(peer, request.hidden_state)
             case "commit":
                 self._on_commit(peer, request.commit)
             case "failed":
@@ -282,7 +293,7 @@ class Receiver:
     def _opened(self, peer: PrefillPeer, transfer_id: str) -> IncomingTransfer | None:
         """A transfer that the rank may write to."""
         transfer = self._transfers.get(transfer_id)
-        return transfer if transfer is not None and transfer.has_writer(peer) else None
+        return transfer if transfer is not None and peer in transfer.writers else None
 
     def _on_open(self, peer: PrefillPeer, transfer_id: str, ticket: bytes) -> None:
         if self._refused_tickets.get(peer, 0) >= _REFUSED_TICKETS_MAX:
@@ -293,11 +304,8 @@ class Receiver:
             self._add_writer(transfer, peer, ticket)
         elif ended_detail is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
-        elif len(ticket) > TICKET_BYTES_MAX:
-            self._refuse_ticket(peer, transfer_id, unauthenticated("is too long", "signature"))
-        elif self._draining or not self._pending_opens.add(transfer_id, peer, ticket):
-            detail = "too many transfers are opened before their reservation"
-            peer.refuse(transfer_id, "QUEUE_FULL", detail)
+        else:
+            peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
     def _add_writer(self, transfer: IncomingTransfer, peer: PrefillPeer, ticket: bytes) -> None:
         transfer_id = transfer.transfer_id
@@ -306,7 +314,7 @@ class Receiver:
             peer.refuse(transfer_id, reason, "the transfer has ended")
             return
         # A repeated Open: the first one, or its answer, may have been lost.
-        if not transfer.has_writer(peer):
+        if peer not in transfer.writers:
             try:
                 # The ranks of a worker present the same ticket, which is verified once.
                 if not transfer.has_accepted(peer.ref, ticket):
@@ -316,14 +324,15 @@ class Receiver:
                 return
             self._refused_tickets.pop(peer, None)
             try:
-                for feature in self._features:
-                    feature.require_accepted(peer.ref)
+                for tracker in self._trackers:
+                    tracker.require_accepted(peer.ref)
                 transfer.add_writer(peer, ticket)
             except HeadraceError as error:
                 _log.warning("refused an Open: %s", error.detail)
                 peer.refuse(transfer_id, error.reason, error.detail)
                 return
-        peer.send(transfer.reservation_message())
+        reservation = reservation_to_proto(transfer.reservation)
+        peer.send(handoff_pb2.HandoffResponse(reservation=reservation))
 
     def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
         """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""
@@ -336,27 +345,20 @@ class Receiver:
             _log.warning("refused %d tickets of %s and ends its stream", refused, peer)
             peer.end(error)
 
-    def _on_layer_done(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
-        transfer = self._opened(peer, layer.transfer_id)
-        if transfer is None:
-            if self._transfers.ended_detail(layer.transfer_id) is None:
-                # Not a warning: a rank without a ticket could fill the log.
-                _log.debug("%s acknowledged transfer %s unopened", peer, layer.transfer_id)
-            return
-        if not transfer.active:
-            return
-        try:
-            transfer.land(peer, layer)
-            self._transfers.advance(transfer)
-        except HeadraceError as error:
-            self._transfers.fail(transfer, error)
-
-    def _on_hidden_state(self, peer: PrefillPeer, state: handoff_pb2.HiddenState) -> None:
-        transfer = self._opened(peer, state.transfer_id)
+    def _on_landed(
+        self, peer: PrefillPeer, landed: handoff_pb2.LayerDone | handoff_pb2.HiddenState
+    ) -> None:
+        transfer = self._opened(peer, landed.transfer_id)
+        if transfer is None and self._transfers.ended_detail(landed.transfer_id) is None:
+            # Not a warning: a rank without a ticket could fill the log.
+            _log.debug("%s acknowledged transfer %s unopened", peer, landed.transfer_id)
         if transfer is None or not transfer.active:
             return
         try:
-            transfer.land_hidden_state(peer, state)
+            if isinstance(landed, handoff_pb2.LayerDone):
+                transfer.land(peer, landed)
+            else:
+                transfer.land_hidden_state(peer, landed)
             self._transfers.advance(transfer)
         except HeadraceError as error:
             self._transfers.fail(transfer, error)
@@ -388,16 +390,6 @@ class Receiver:
             error = TransferFailed(f"{peer} stopped sending {transfer_id}")
             self._transfers.fail(transfer, error)
 
-    def _refuse_unreserved(self, transfer_id: str, peer: PrefillPeer) -> None:
-        peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
-
-    def _require_valid(self, reservation: Reservation) -> None:
-        fault = reservation.find_fault(self._layout)
-        if fault or reservation.start_token == reservation.end_token:
-            raise InternalError(
-                f"the reservation of transfer {reservation.transfer_id} {fault or 'has no tokens'}"
-            )
-
 
 def _ending_error(reason: str, detail: str, what: str) -> HeadraceError:
     """The error of a transfer that was ended for a reason: TransferFailed unless a class here has that reason."""
@@ -405,3 +397,30 @@ def _ending_error(reason: str, detail: str, what: str) -> HeadraceError:
     if kind is None or kind not in _CLASSES_OF_ENDINGS:
         kind = TransferFailed
     return kind(f"{what}: {detail}" if detail else what, metadata={"reason": reason})
+
+
+def validate_handshake(
+    hello: handoff_pb2.Hello, ref: WorkerRef, layout: KvLayout
+) -> tuple[WorkerRef, KvLayout]:
+    """The prefill worker and its layout. `ref` and `layout` are decode's.
+
+    Raises StaleIncarnation, LayoutMismatch naming the fields, or ProtocolViolation for an impossible rank.
+    """
+    meant = WorkerRef(hello.decode_worker_id, hello.decode_incarnation)
+    if meant != ref:
+        raise StaleIncarnation(
+            f"the handoff is meant for {meant}, but this is {ref}",
+            metadata={"meant": str(meant), "actual": str(ref)},
+        )
+    prefill_layout = layout_from_proto(hello.layout)
+    require_compatible(layout, prefill_layout)
+    for group in prefill_layout.groups:
+        shards(prefill_layout.tensor_parallel_size, group.head_count)
+    prefill = WorkerRef(hello.worker_id, hello.incarnation)
+    if not hello.worker_id or not hello.incarnation:
+        raise ProtocolViolation("the Hello names no worker and incarnation")
+    if hello.rank >= prefill_layout.rank_count:
+        raise ProtocolViolation(
+            f"{prefill} has no rank {hello.rank}: its layout has {prefill_layout.rank_count} ranks"
+        )
+    return prefill, prefill_layout

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from typing import Final
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import (
-    HeadraceError,
-    InternalError,
-    ProtocolViolation,
-    TransferTimeout,
-)
+from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
 from headrace_common.tickets import TicketKey
 from headrace_kv.hidden_state import (
     HiddenFormat,
@@ -24,15 +22,75 @@ from headrace_kv.hidden_state import (
 )
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.leases import Quarantine, QuarantinePolicy, TimerHandle, Timers
-from headrace_kv.messages import Reservation, reservation_fields
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.ledger import LayerLanded, Ledger
-from headrace_kv.receive.observer import (
-    ACTIVE_STATES,
-    StateMachine,
-    TransferObserver,
-    TransferState,
-)
+from headrace_kv.receive.local_broadcast import LocalCopies
+from headrace_kv.receive.verification import RangeChecks
 from headrace_kv.tickets import digest_seed
+
+_log = logging.getLogger(__name__)
+
+
+class TransferState(Enum):
+    """A transfer's blocks belong to it until FREE."""
+
+    RESERVED = "reserved"
+    OPEN = "open"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    DRAINING = "draining"
+    FREE = "free"
+
+
+_S = TransferState
+NEXT_STATES: Final[dict[TransferState, frozenset[TransferState]]] = {
+    _S.RESERVED: frozenset({_S.OPEN, _S.FAILED}),
+    _S.OPEN: frozenset({_S.RECEIVING, _S.FAILED}),
+    _S.RECEIVING: frozenset({_S.COMPLETE, _S.FAILED}),
+    _S.COMPLETE: frozenset({_S.FREE}),
+    _S.FAILED: frozenset({_S.DRAINING}),
+    _S.DRAINING: frozenset({_S.FREE}),
+    _S.FREE: frozenset(),
+}
+ACTIVE_STATES: Final = frozenset({_S.RESERVED, _S.OPEN, _S.RECEIVING})
+
+
+class StateMachine:
+    """One transfer's states. `transitions` holds each with the Unix time of its entry in nanoseconds."""
+
+    def __init__(self, transfer_id: str, unix_ns: Callable[[], int] = time.time_ns) -> None:
+        self._transfer_id = transfer_id
+        self._unix_ns = unix_ns
+        self._state = TransferState.RESERVED
+        self._transitions = [(self._state, unix_ns())]
+
+    @property
+    def state(self) -> TransferState:
+        return self._state
+
+    @property
+    def transitions(self) -> tuple[tuple[TransferState, int], ...]:
+        return tuple(self._transitions)
+
+    def entered_unix_ns(self, state: TransferState) -> int:
+        """When a state was entered, 0 if it was not entered."""
+        return next((unix_ns for entered, unix_ns in self._transitions if entered is state), 0)
+
+    def enter(self, state: TransferState) -> None:
+        """Raises InternalError, and changes nothing, when `state` does not follow."""
+        if state not in NEXT_STATES[self._state]:
+            raise InternalError(
+                f"transfer {self._transfer_id} cannot go from {self._state.value} to {state.value}",
+                metadata={
+                    "transfer_id": self._transfer_id,
+                    "from": self._state.value,
+                    "to": state.value,
+                },
+            )
+        _log.debug("transfer %s: %s -> %s", self._transfer_id, self._state.value, state.value)
+        self._state = state
+        self._transitions.append((state, self._unix_ns()))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,8 +141,9 @@ class TransferSummary:
 class IncomingTransfer:
     """A reservation that is being filled. Runs on the receiver's event loop.
 
-    Its methods report events; nothing else changes its state. `on_free` is called when its blocks may be reused.
-    With a `hidden_format`, it is not complete without a hidden state.
+    Its methods report events; nothing else changes its attributes. `on_free` is called when its blocks may be reused.
+    With a `hidden_format`, it is not complete without a hidden state. `copies` and `checks` are set before the first
+    Open, where the receiver has them.
     """
 
     def __init__(
@@ -101,45 +160,31 @@ class IncomingTransfer:
         """`sender`: see Receiver.reserve."""
         self.signer = signer
         """See HandoffTickets."""
-        self._reservation = reservation
+        self.transfer_id = reservation.transfer_id
+        self.reservation = reservation
+        self.deadline = deadline
+        self.ledger: Ledger | None = None
+        """The keys that have landed; None before the first Open."""
+        self.prefill: WorkerRef | None
+        """The worker that sends; None before its first Open."""
+        self.prefill, self._ticket = sender or (None, b"")
+        self.copies: LocalCopies | None = None
+        self.checks: RangeChecks | None = None
+        self.error: HeadraceError | None = None
+        """Why it failed."""
+        self.failed_s = 0.0
+        """When it failed, by the receiver's clock."""
+        self.writers: set[PrefillPeer] = set()
+        """The ranks that may write."""
+        self.quarantines: list[Quarantine] = []
+        """Of writers that went away without a Quiesced."""
+        self.states = StateMachine(reservation.transfer_id)
         self._layout = layout
-        self._deadline = deadline
         self._on_free = on_free
-        self._ledger: Ledger | None = None
-        self._prefill: WorkerRef | None
-        self._prefill, self._ticket = sender or (None, b"")
-        self._error: HeadraceError | None = None
-        self._failed_s = 0.0
         self._timer: TimerHandle | None = None
-        self._writers: set[PrefillPeer] = set()
-        self._quarantines: list[Quarantine] = []
-        self._observers: list[TransferObserver] = []
         self._hidden_state = IncomingHiddenState(reservation.transfer_id, hidden_format)
-        self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
-
-    @property
-    def transfer_id(self) -> str:
-        return self._reservation.transfer_id
-
-    @property
-    def reservation(self) -> Reservation:
-        return self._reservation
-
-    @property
-    def deadline(self) -> Deadline:
-        return self._deadline
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The keys that have landed; None before the first Open."""
-        return self._ledger
-
-    @property
-    def prefill(self) -> WorkerRef | None:
-        """The worker that sends; None before its first Open."""
-        return self._prefill
 
     @property
     def digest_seed(self) -> int:
@@ -147,33 +192,8 @@ class IncomingTransfer:
         return digest_seed(self._ticket)
 
     @property
-    def error(self) -> HeadraceError | None:
-        """Why it failed."""
-        return self._error
-
-    @property
-    def failed_s(self) -> float:
-        """When it failed, by the receiver's clock."""
-        return self._failed_s
-
-    @property
-    def writers(self) -> frozenset[PrefillPeer]:
-        """The ranks that may write."""
-        return frozenset(self._writers)
-
-    @property
-    def quarantines(self) -> tuple[Quarantine, ...]:
-        """Of writers that went away without a Quiesced."""
-        return tuple(self._quarantines)
-
-    @property
     def state(self) -> TransferState:
-        return self._states.state
-
-    @property
-    def transitions(self) -> tuple[tuple[TransferState, int], ...]:
-        """The states that it has been in, each with the time of entry in Unix nanoseconds."""
-        return self._states.transitions
+        return self.states.state
 
     @property
     def active(self) -> bool:
@@ -182,20 +202,21 @@ class IncomingTransfer:
 
     @property
     def quiesced(self) -> bool:
-        """Whether nothing writes into the blocks any more: no rank, no late write, no observer (I1)."""
-        if self._writers or self._quarantines:
-            return False
-        return not any(observer.holds_blocks for observer in self._observers)
+        """Whether nothing writes into the blocks any more: no rank, no late write, no local copy (I1)."""
+        copying = self.copies is not None and self.copies.running
+        return not (self.writers or self.quarantines or copying)
 
     @property
     def landed(self) -> bool:
-        """Whether everything that prefill sends has landed. Observers may still have pending keys."""
-        return self._ledger is not None and self._ledger.complete and self._hidden_state.complete
+        """Whether everything that prefill sends has landed. Copies and checks of it may still be missing."""
+        return self.ledger is not None and self.ledger.complete and self._hidden_state.complete
 
     @property
     def whole(self) -> bool:
         """Whether nothing is missing any more (I3)."""
-        return self.landed and not any(observer.pending_keys for observer in self._observers)
+        copied = self.copies is None or not self.copies.missing_keys
+        checked = self.checks is None or not self.checks.pending_keys
+        return self.landed and copied and checked
 
     async def wait(self) -> TransferSummary:
         """Returns when the transfer is complete. Its own deadline bounds the wait.
@@ -203,17 +224,17 @@ class IncomingTransfer:
         Raises TransferFailed, TransferTimeout naming the missing (rank, layer) keys, LayoutMismatch, or Cancelled.
         """
         await self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        if self._ledger is None or self._prefill is None:
+        if self.error is not None:
+            raise self.error
+        if self.ledger is None or self.prefill is None:
             raise InternalError(f"transfer {self.transfer_id} ended without a sender")
         return TransferSummary(
-            acknowledgement_count=self._ledger.ack_count,
-            payload_bytes=self._ledger.payload_bytes,
-            local_bytes=sum(observer.local_bytes for observer in self._observers),
-            prefill=self._prefill,
+            acknowledgement_count=self.ledger.ack_count,
+            payload_bytes=self.ledger.payload_bytes,
+            local_bytes=0 if self.copies is None else self.copies.copied_bytes,
+            prefill=self.prefill,
             first_ack_unix_ns=self._first_ack_unix_ns,
-            complete_unix_ns=self.entered_unix_ns(TransferState.COMPLETE),
+            complete_unix_ns=self.states.entered_unix_ns(TransferState.COMPLETE),
         )
 
     async def hidden_state(self) -> bytes:
@@ -221,96 +242,77 @@ class IncomingTransfer:
         found = await self._hidden_state.wait()
         if found is None:
             detail = f"transfer {self.transfer_id} ended without a hidden state"
-            raise self._error or InternalError(detail)
+            raise self.error or InternalError(detail)
         return found
-
-    def entered_unix_ns(self, state: TransferState) -> int:
-        """When the transfer entered a state, 0 if it has not."""
-        return self._states.entered_unix_ns(state)
-
-    def add_observer(self, observer: TransferObserver) -> None:
-        """Registers an optional feature's part. Call it before the first Open."""
-        self._observers.append(observer)
 
     def start_timer(self, timers: Timers, on_timeout: Callable[[IncomingTransfer], None]) -> None:
         """Calls `on_timeout` at the deadline, unless the transfer ends before."""
-        self._timer = timers.call_later(self._deadline.remaining_s(), on_timeout, self)
-
-    def has_writer(self, peer: PrefillPeer) -> bool:
-        """Whether a rank may write."""
-        return peer in self._writers
+        self._timer = timers.call_later(self.deadline.remaining_s(), on_timeout, self)
 
     def has_accepted(self, prefill: WorkerRef, ticket: bytes) -> bool:
         """Whether a rank of this worker writes, or has written, or was to write, with this very ticket."""
-        return self._prefill == prefill and hmac.compare_digest(self._ticket, ticket)
+        return self.prefill == prefill and hmac.compare_digest(self._ticket, ticket)
 
     def add_writer(self, peer: PrefillPeer, ticket: bytes) -> None:
         """Lets a rank with a valid ticket write.
 
         Raises ProtocolViolation when it has no part in the transfer, and LayoutMismatch for other hidden states.
         """
-        if self._prefill is not None and self._prefill != peer.ref:
+        if self.prefill is not None and self.prefill != peer.ref:
             raise ProtocolViolation(
-                f"transfer {self.transfer_id} is being sent by {self._prefill}, not {peer.ref}"
+                f"transfer {self.transfer_id} is being sent by {self.prefill}, not {peer.ref}"
             )
-        if any(writer.rank == peer.rank for writer in self._writers):
+        if any(writer.rank == peer.rank for writer in self.writers):
             raise ProtocolViolation(f"{peer} has opened transfer {self.transfer_id} already")
-        ledger = self._ledger
+        ledger = self.ledger
         if ledger is None:
-            ledger = Ledger(self._layout, peer.layout, self._reservation)
+            ledger = Ledger(self._layout, peer.layout, self.reservation)
         layers_due = peer.rank in ledger.source_ranks and not ledger.source_complete(peer.rank)
         if not layers_due and not self._owes_hidden_state(peer):
             raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
         if peer.sends_hidden_state:
             self._hidden_state.require_equal(peer.hidden_format)
-        if self._prefill is None:
-            self._prefill, self._ticket = peer.ref, ticket
-        self._ledger = ledger
-        self._writers.add(peer)
+        if self.prefill is None:
+            self.prefill, self._ticket = peer.ref, ticket
+        self.ledger = ledger
+        self.writers.add(peer)
         if self.state is TransferState.RESERVED:
-            self._states.enter(TransferState.OPEN)
+            self.states.enter(TransferState.OPEN)
 
     def remove_writer(self, peer: PrefillPeer) -> None:
         """A rank writes no more for the transfer."""
-        self._writers.discard(peer)
-
-    def quarantine_writer(self, peer: PrefillPeer, policy: QuarantinePolicy, now_s: float) -> None:
-        """A rank's stream has ended: it stops writing within the policy's time."""
-        self._writers.discard(peer)
-        self.start_quarantine(policy, now_s)
+        self.writers.discard(peer)
 
     def start_quarantine(self, policy: QuarantinePolicy, now_s: float) -> None:
         """Something may write into the blocks within the policy's time."""
-        self._quarantines.append(Quarantine(policy, now_s))
+        self.quarantines.append(Quarantine(policy, now_s))
 
     def advance_quarantines(self, now_s: float) -> None:
         """Drops the quarantines that are over."""
-        self._quarantines = [one for one in self._quarantines if not one.advance(now_s)]
-
-    def reservation_message(self) -> handoff_pb2.HandoffResponse:
-        """The message that states where an accepted rank may write."""
-        reservation = handoff_pb2.Reservation(**reservation_fields(self._reservation))
-        return handoff_pb2.HandoffResponse(reservation=reservation)
+        self.quarantines = [one for one in self.quarantines if not one.advance(now_s)]
 
     def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
-        """Counts a range that has landed. Raises as Ledger.land and TransferObserver.on_layer_landed do."""
-        if self._ledger is None:
+        """Counts a range that has landed. Raises as Ledger.land and RangeChecks.land do."""
+        if self.ledger is None:
             raise ProtocolViolation(f"{peer} has not opened {self.transfer_id}")
         key = (peer.rank, layer.destination_rank, layer.layer)
-        new = self._ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
+        new = self.ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
-            self._states.enter(TransferState.RECEIVING)
-        if new and self._observers:
-            landed = LayerLanded(
-                edge=self._ledger.edge(key),
-                layer=layer.layer,
-                start_token=layer.start_token,
-                end_token=layer.end_token,
-                digest=layer.digest if layer.HasField("digest") else None,
-            )
-            for observer in self._observers:
-                observer.on_layer_landed(landed)
+            self.states.enter(TransferState.RECEIVING)
+        if not new or (self.copies is None and self.checks is None):
+            return
+        landed = LayerLanded(
+            edge=self.ledger.edge(key),
+            layer=layer.layer,
+            start_token=layer.start_token,
+            end_token=layer.end_token,
+            digest=layer.digest if layer.HasField("digest") else None,
+        )
+        if self.copies is not None:
+            self.copies.land(landed)
+        if self.checks is not None:
+            self.checks.land(landed, peer.ref)
 
     def land_hidden_state(self, peer: PrefillPeer, state: handoff_pb2.HiddenState) -> None:
         """Raises as IncomingHiddenState.receive, and ProtocolViolation for a rank that must not send it."""
@@ -321,7 +323,7 @@ class IncomingTransfer:
 
     def require_committed(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank commits before everything of it has landed."""
-        ledger = self._ledger
+        ledger = self.ledger
         if ledger is None or not ledger.source_complete(peer.rank) or self._owes_hidden_state(peer):
             raise ProtocolViolation(
                 f"{peer} committed transfer {self.transfer_id} although {self.missing()} are missing"
@@ -334,45 +336,42 @@ class IncomingTransfer:
 
     def missing(self) -> str:
         """Names what is missing, for error messages."""
-        if self._ledger is None:
+        if self.ledger is None:
             return "all layers, because no prefill rank opened it"
-        parts = [self._ledger.missing(), *(observer.missing() for observer in self._observers)]
+        parts = [self.ledger.missing()]
+        parts += [one.missing() for one in (self.copies, self.checks) if one is not None]
         if not self._hidden_state.complete:
             parts.append("the hidden state")
         return "; ".join(part for part in parts if part)
 
-    def timeout_error(self) -> TransferTimeout:
-        """The error of a transfer at its deadline."""
-        missing = self.missing()
-        return TransferTimeout(
-            f"transfer {self.transfer_id} is not whole in time; missing are {missing}",
-            metadata={"transfer_id": self.transfer_id, "missing": missing},
-        )
-
     def complete(self) -> None:
         """Nothing is missing any more."""
-        self._states.enter(TransferState.COMPLETE)
+        self.states.enter(TransferState.COMPLETE)
         self._end()
 
     def fail(self, error: HeadraceError, now_s: float) -> None:
         """It cannot complete. Its blocks are released once it has quiesced."""
-        self._error = error
-        self._failed_s = now_s
-        for observer in self._observers:
-            observer.on_failed()
-        self._states.enter(TransferState.FAILED)
+        self.error = error
+        self.failed_s = now_s
+        for jobs in (self.copies, self.checks):
+            if jobs is not None:
+                jobs.stop()
+        self.states.enter(TransferState.FAILED)
         self._end()
-        self._states.enter(TransferState.DRAINING)
+        self.states.enter(TransferState.DRAINING)
 
-    def report_progress(self) -> None:
-        """Calls every observer's `on_progress` of an active transfer, and raises what it raises."""
-        if self.active:
-            for observer in self._observers:
-                observer.on_progress(self)
+    def start_jobs(self) -> None:
+        """Copies and checks what has landed, while it is active. Raises the error that fails it."""
+        if not self.active:
+            return
+        if self.copies is not None:
+            self.copies.start()
+        if self.checks is not None:
+            self.checks.start(self.digest_seed)
 
     def free(self) -> None:
         """Nothing writes into the blocks any more."""
-        self._states.enter(TransferState.FREE)
+        self.states.enter(TransferState.FREE)
         if self._on_free is not None:
             self._on_free(self)
 

@@ -1,4 +1,4 @@
-"""The transfers into one decode worker until their blocks are released, and the Opens that arrive before a reservation.
+"""The transfers into one decode worker until their blocks are released.
 
 Runs on one event loop; nothing here blocks.
 """
@@ -9,13 +9,11 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, ProtocolViolation
+from headrace_common.errors import HeadraceError, ProtocolViolation, TransferTimeout
 from headrace_kv.leases import QuarantinePolicy, TimerHandle, Timers, running_timers
-from headrace_kv.receive.observer import ReceiverFeature, TransferState
-from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
+from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferState
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +57,8 @@ class IncomingTransfers:
         """Why a transfer is over, None for one that is not remembered."""
         return self._ended.get(transfer_id)
 
-    def add(self, transfer: IncomingTransfer, features: tuple[ReceiverFeature, ...]) -> None:
-        """Starts a transfer's deadline, and lets the features observe it."""
-        for feature in features:
-            transfer.add_observer(feature.observe(transfer, partial(self._resume, transfer)))
+    def add(self, transfer: IncomingTransfer) -> None:
+        """Starts a transfer's deadline."""
         self._transfers[transfer.transfer_id] = transfer
         transfer.start_timer(running_timers(self._timers), self._time_out)
 
@@ -71,7 +67,7 @@ class IncomingTransfers:
         if transfer.whole:
             transfer.complete()
             self._remove(transfer)
-        transfer.report_progress()
+        transfer.start_jobs()
 
     def fail(self, transfer: IncomingTransfer, error: HeadraceError) -> None:
         """Ends a transfer that is not complete; no effect on others."""
@@ -79,7 +75,7 @@ class IncomingTransfers:
             return
         _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
         transfer.fail(error, self._now_s())
-        for peer in transfer.writers:
+        for peer in tuple(transfer.writers):
             peer.refuse(transfer.transfer_id, error.reason, error.detail)
         self._release_if_quiesced(transfer)
         self._start_ticks()
@@ -91,8 +87,32 @@ class IncomingTransfers:
 
     def quarantine_writer(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
         """A rank's stream has ended: its writes end with its lease and the transport's timeout."""
-        transfer.quarantine_writer(peer, self._policy, self._now_s())
+        transfer.remove_writer(peer)
+        transfer.start_quarantine(self._policy, self._now_s())
         self._start_ticks()
+
+    def resume(
+        self,
+        transfer: IncomingTransfer,
+        error: HeadraceError | None,
+        *,
+        late_write_s: float = 0.0,
+    ) -> None:
+        """Continues after local copies or checks of a transfer have ended. `error` fails it.
+
+        Copies that have failed may still write into the blocks for `late_write_s`.
+        """
+        if late_write_s:
+            transfer.start_quarantine(QuarantinePolicy(0.0, late_write_s), self._now_s())
+        if transfer.active and error is None:
+            try:
+                self.advance(transfer)
+            except HeadraceError as refusal:
+                error = refusal
+        if error is not None:
+            self.fail(transfer, error)
+        if not self._closed:
+            self._release_if_quiesced(transfer)
 
     def remember_ended(self, transfer_id: str, detail: str) -> None:
         """Records why a transfer is over."""
@@ -120,28 +140,13 @@ class IncomingTransfers:
             self._tick_handle.cancel()
             self._tick_handle = None
 
-    def _resume(
-        self,
-        transfer: IncomingTransfer,
-        error: HeadraceError | None,
-        *,
-        late_write_s: float = 0.0,
-    ) -> None:
-        """See ResumeTransfer."""
-        if late_write_s:
-            transfer.start_quarantine(QuarantinePolicy(0.0, late_write_s), self._now_s())
-        if transfer.active and error is None:
-            try:
-                self.advance(transfer)
-            except HeadraceError as refusal:
-                error = refusal
-        if error is not None:
-            self.fail(transfer, error)
-        if not self._closed:
-            self._release_if_quiesced(transfer)
-
     def _time_out(self, transfer: IncomingTransfer) -> None:
-        self.fail(transfer, transfer.timeout_error())
+        missing = transfer.missing()
+        error = TransferTimeout(
+            f"transfer {transfer.transfer_id} is not whole in time; missing are {missing}",
+            metadata={"transfer_id": transfer.transfer_id, "missing": missing},
+        )
+        self.fail(transfer, error)
 
     def _release_if_quiesced(self, transfer: IncomingTransfer) -> None:
         if transfer.state is TransferState.DRAINING and transfer.quiesced:
@@ -171,7 +176,7 @@ class IncomingTransfers:
             transfer.advance_quarantines(now_s)
             self._release_if_quiesced(transfer)
             if now_s - transfer.failed_s > self._quiesce_timeout_s:
-                for peer in transfer.writers:
+                for peer in tuple(transfer.writers):
                     peer.end(
                         ProtocolViolation(f"{peer} did not stop {transfer.transfer_id} in time")
                     )
@@ -179,65 +184,3 @@ class IncomingTransfers:
 
     def _now_s(self) -> float:
         return running_timers(self._timers).time()
-
-
-class PendingOpens:
-    """At most `limit` Opens, each for `wait_s`. `on_expired(transfer_id, peer)` is called after that."""
-
-    def __init__(
-        self,
-        limit: int,
-        wait_s: float,
-        on_expired: Callable[[str, PrefillPeer], None],
-        timers: Timers | None = None,
-    ) -> None:
-        self._timers = timers
-        self._limit = limit
-        self._wait_s = wait_s
-        self._on_expired = on_expired
-        self._count = 0
-        self._expiries: dict[str, dict[PrefillPeer, tuple[TimerHandle, bytes]]] = {}
-
-    def add(self, transfer_id: str, peer: PrefillPeer, ticket: bytes) -> bool:
-        """Returns False when the limit is reached. `ticket` is verified when its transfer is known."""
-        if self._count >= self._limit:
-            return False
-        expiries = self._expiries.setdefault(transfer_id, {})
-        if peer not in expiries:
-            self._count += 1
-            timer = running_timers(self._timers).call_later(
-                self._wait_s, self._expire, transfer_id, peer
-            )
-            expiries[peer] = timer, ticket
-        return True
-
-    def remove(self, transfer_id: str) -> list[tuple[PrefillPeer, bytes]]:
-        """Removes the Opens of a transfer and returns their peers and tickets."""
-        expiries = self._expiries.pop(transfer_id, {})
-        self._count -= len(expiries)
-        for timer, _ in expiries.values():
-            timer.cancel()
-        return [(peer, ticket) for peer, (_, ticket) in expiries.items()]
-
-    def remove_peer(self, peer: PrefillPeer) -> None:
-        """Removes the Opens of a peer."""
-        opened = [known for known, expiries in self._expiries.items() if peer in expiries]
-        for transfer_id in opened:
-            self._remove(transfer_id, peer)
-
-    def clear(self) -> None:
-        """Removes every Open."""
-        for transfer_id in list(self._expiries):
-            self.remove(transfer_id)
-
-    def _expire(self, transfer_id: str, peer: PrefillPeer) -> None:
-        self._remove(transfer_id, peer)
-        self._on_expired(transfer_id, peer)
-
-    def _remove(self, transfer_id: str, peer: PrefillPeer) -> None:
-        expiries = self._expiries[transfer_id]
-        timer, _ = expiries.pop(peer)
-        timer.cancel()
-        self._count -= 1
-        if not expiries:
-            del self._expiries[transfer_id]

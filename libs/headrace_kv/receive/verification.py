@@ -1,6 +1,6 @@
 """Compares the digests of landed KV with those of the sender.
 
-A receiver feature. A thread reads the memory back, and the transfer completes only when all digests match (I3).
+A thread reads the memory back, and the transfer completes only when all digests match (I3).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import (
     Draining,
     InternalError,
@@ -18,18 +17,13 @@ from headrace_common.errors import (
     ProtocolViolation,
     TransferFailed,
 )
+from headrace_common.tasks import call_when_done
 from headrace_kv.checksum import DigestMode, destination_digest, digest_share, is_digested
 from headrace_kv.copy_plan import CopyPlanner
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
-from headrace_kv.receive.observer import (
-    ReceiverFeature,
-    ResumeTransfer,
-    TransferObserver,
-    TransferView,
-    call_when_done,
-)
+from headrace_kv.receive.local_broadcast import ResumeTransfer
 from headrace_kv.shard_map import Edge, Key
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
@@ -72,7 +66,7 @@ class CorruptSenderTracker:
 _NAMED_LIMIT = 8
 
 
-class DigestChecks(ReceiverFeature):
+class DigestChecks:
     """Reads ranges of `descriptor`'s memory back, on a thread of its own.
 
     `memory_of` gives this process's access to a rank's memory. A prefill worker is rejected after `mismatch_limit`
@@ -88,48 +82,37 @@ class DigestChecks(ReceiverFeature):
         mismatch_limit: int = 3,
     ) -> None:
         self.share = digest_share(mode)
+        self.corrupt_senders = CorruptSenderTracker(mismatch_limit)
         self._layout = descriptor.layout
         self._ranks = {rank.rank: rank for rank in descriptor.ranks}
         self._memory_of = memory_of
-        self._corrupt_senders = CorruptSenderTracker(mismatch_limit)
         self._planners: dict[int, CopyPlanner] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
-    @property
-    def rejected_senders(self) -> Mapping[WorkerRef, str]:
-        return self._corrupt_senders.rejected
-
-    def require_accepted(self, sender: WorkerRef) -> None:
-        self._corrupt_senders.require_accepted(sender)
-
-    def record_corrupt(self, sender: WorkerRef) -> None:
-        """Counts a corrupt transfer against its prefill worker."""
-        self._corrupt_senders.record(sender, "too many of its transfers arrived corrupt")
-
-    def extend_welcome(self, welcome: handoff_pb2.Welcome) -> None:
-        welcome.digest_share = self.share
-
-    def observe(self, transfer: TransferView, resume: ResumeTransfer) -> TransferObserver:
-        return DigestJobs(self, transfer, resume)
+    def checks(self, reservation: Reservation, resume: ResumeTransfer) -> RangeChecks:
+        """The checks of a new transfer."""
+        return RangeChecks(self, reservation, resume)
 
     def submit(
         self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
     ) -> Future[tuple[LayerLanded, ...]]:
-        """Calls `find_corrupt` on the thread. Raises Draining once closed."""
+        """Finds the ranges that do not hold the bytes that were sent. `seed` is that of their transfer.
+
+        Raises Draining once closed.
+        """
         try:
-            return self._thread.submit(self.find_corrupt, reservation, ranges, seed)
+            return self._thread.submit(self._find_corrupt, reservation, ranges, seed)
         except RuntimeError as error:
             raise Draining("the decode worker checks nothing any more") from error
-
-    def find_corrupt(
-        self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
-    ) -> tuple[LayerLanded, ...]:
-        """The ranges that do not hold the bytes that were sent. `seed` is that of their transfer. Blocks."""
-        return tuple(one for one in ranges if self._digest(reservation, one, seed) != one.digest)
 
     def close(self) -> None:
         """Drops waiting jobs and returns when the running one has ended. Blocks; may be called twice."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _find_corrupt(
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
+    ) -> tuple[LayerLanded, ...]:
+        return tuple(one for one in ranges if self._digest(reservation, one, seed) != one.digest)
 
     def _digest(self, reservation: Reservation, landed: LayerLanded, seed: int) -> int:
         edge, rank = landed.edge, landed.edge.destination_rank
@@ -145,47 +128,56 @@ class DigestChecks(ReceiverFeature):
         )
 
 
-class DigestJobs(TransferObserver):
+class RangeChecks:
     """The digest checks of one transfer, submitted in at most one job at a time."""
 
     def __init__(
-        self, checks: DigestChecks, transfer: TransferView, resume: ResumeTransfer
+        self, checks: DigestChecks, reservation: Reservation, resume: ResumeTransfer
     ) -> None:
         self._checks = checks
-        self._transfer = transfer
+        self._reservation = reservation
         self._resume = resume
+        self._sender: WorkerRef | None = None
         self._waiting: list[LayerLanded] = []
         self._checking: tuple[LayerLanded, ...] = ()
+        self._stopped = False
 
     @property
     def pending_keys(self) -> Collection[Key]:
+        """Keys with ranges that are not checked."""
         return [landed.key for landed in (*self._checking, *self._waiting)]
 
     def missing(self) -> str:
+        """Names the layers that are not checked, "" when there are none."""
         layers = sorted({layer for _, _, layer in self.pending_keys})
         return f"the check of {name_numbers('layer', layers)}" if layers else ""
 
-    def on_layer_landed(self, landed: LayerLanded) -> None:
-        """Raises ProtocolViolation when the digest of a range that must have one is missing."""
-        transfer_id = self._transfer.transfer_id
+    def land(self, landed: LayerLanded, sender: WorkerRef) -> None:
+        """A range has landed. Raises ProtocolViolation when it must have a digest and has none."""
+        transfer_id = self._reservation.transfer_id
         if not is_digested(self._checks.share, transfer_id, landed.layer):
             return
         if landed.digest is None:
             raise ProtocolViolation(
-                f"rank {landed.edge.source_rank} of {self._transfer.prefill} gave no digest of layer "
+                f"rank {landed.edge.source_rank} of {sender} gave no digest of layer "
                 f"{landed.layer} of {transfer_id}"
             )
+        self._sender = sender
         self._waiting.append(landed)
 
-    def on_progress(self, transfer: TransferView) -> None:
-        """Submits the ranges that wait. Raises as DigestChecks.submit does."""
+    def start(self, seed: int) -> None:
+        """Submits the ranges that wait, unless a job runs. Raises as DigestChecks.submit does."""
         if self._checking or not self._waiting:
             return
         ranges = tuple(self._waiting)
-        future = self._checks.submit(transfer.reservation, ranges, transfer.digest_seed)
+        future = self._checks.submit(self._reservation, ranges, seed)
         self._waiting.clear()
         self._checking = ranges
         call_when_done(future, self._on_job_ended)
+
+    def stop(self) -> None:
+        """The transfer has failed: what is found later does not count against its sender."""
+        self._stopped = True
 
     def _on_job_ended(self, done: Future[tuple[LayerLanded, ...]]) -> None:
         # After an error the ranges stay pending, so that the transfer cannot complete.
@@ -195,19 +187,21 @@ class DigestJobs(TransferObserver):
             _log.error("a digest could not be checked", exc_info=problem)
             self._resume(InternalError(f"a digest could not be checked: {problem}"))
         elif corrupt := done.result():
-            if self._transfer.active and self._transfer.prefill is not None:
-                self._checks.record_corrupt(self._transfer.prefill)
-            self._resume(_corrupt_error(self._transfer, corrupt))
+            if not self._stopped and self._sender is not None:
+                self._checks.corrupt_senders.record(
+                    self._sender, "too many of its transfers arrived corrupt"
+                )
+            self._resume(self._corrupt_error(corrupt))
         else:
             self._checking = ()
             self._resume(None)
 
-
-def _corrupt_error(transfer: TransferView, corrupt: tuple[LayerLanded, ...]) -> KvCorrupt:
-    named = "; ".join(map(str, corrupt[:_NAMED_LIMIT]))
-    more = f" and {len(corrupt) - _NAMED_LIMIT} more" if len(corrupt) > _NAMED_LIMIT else ""
-    what = f"what has landed of transfer {transfer.transfer_id} is not what was sent: {named}{more}"
-    metadata = {"transfer_id": transfer.transfer_id, "keys": named + more}
-    if transfer.prefill is not None:
-        metadata["prefill"] = str(transfer.prefill)
-    return KvCorrupt(what, metadata=metadata)
+    def _corrupt_error(self, corrupt: tuple[LayerLanded, ...]) -> KvCorrupt:
+        transfer_id = self._reservation.transfer_id
+        named = "; ".join(map(str, corrupt[:_NAMED_LIMIT]))
+        if len(corrupt) > _NAMED_LIMIT:
+            named += f" and {len(corrupt) - _NAMED_LIMIT} more"
+        return KvCorrupt(
+            f"what has landed of transfer {transfer_id} is not what was sent: {named}",
+            metadata={"transfer_id": transfer_id, "keys": named, "prefill": str(self._sender)},
+        )

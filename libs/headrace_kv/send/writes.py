@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from headrace.engine.v1.link_pb2 import SentLink
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.latency.clocks import clocks_now
@@ -19,7 +20,7 @@ from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITE
 from headrace_kv.checksum import is_digested, source_digest
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs
 from headrace_kv.layout import KvDescriptor, KvLayout
-from headrace_kv.messages import LayerRange, LinkSent
+from headrace_kv.messages import LayerRange
 from headrace_kv.send.stream import HandoffStream, SenderContext
 from headrace_kv.shard_map import Edge
 from headrace_kv.transport.base import KvTransport, WriteResult, find_host
@@ -181,11 +182,11 @@ class LinkRecord:
         self._add(write, reserved_ns, submitted_ns, (0, 0, NEVER, waited_us))
         self._end_ns = max(self._end_ns, now_ns)
 
-    def report(self) -> LinkSent:
+    def report(self) -> SentLink:
         """Describes the link."""
         now = clocks_now()
         start_unix_ns = now.unix_ns - (now.monotonic_ns - self._start_ns)
-        return LinkSent(
+        return SentLink(
             destination_rank=self._destination_rank,
             destination_host=find_host(self._session),
             transport="+".join(self._transports),

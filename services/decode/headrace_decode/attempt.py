@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
+
+from opentelemetry.trace import Span
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_ns
 from headrace_common.errors import (
+    Cancelled,
     DuplicateTransfer,
     HeadraceError,
     InternalError,
     InvalidRequest,
 )
-from headrace_common.process.pacing import LoopLoad
 from headrace_common.tickets import TicketKey
 from headrace_decode.event_buffer import EventBuffer
-from headrace_decode.proto import kept_to_proto
+from headrace_decode.proto import kept_to_proto, tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
@@ -35,6 +38,9 @@ ERROR_MARGIN_S = 0.5
 ERROR_MARGIN_SHARE = 0.1
 
 
+AttemptEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
+
+
 class Progress(NamedTuple):
     """New tokens, and the end if it was reached.
 
@@ -42,12 +48,16 @@ class Progress(NamedTuple):
     """
 
     tokens: list[DecodeTokens]
-    finished: decode_pb2.Finished | None
+    finished: decode_pb2.Finished | None = None
     times: decode_pb2.AttemptTimes | None = None
 
 
 class DecodeAttempt:
-    """Owns all resources of one attempt and gives them back in `close`."""
+    """Owns all resources of one attempt, and runs it for one caller.
+
+    The HTTP API reads `events`. A link calls `reserve` and `wait_ready`, then `take` whenever the attempt is readable.
+    Both call `end` in any case. `error` is the result; None once the attempt has reached its end.
+    """
 
     def __init__(
         self,
@@ -56,13 +66,20 @@ class DecodeAttempt:
         engine: Engine,
         receiver: Receiver,
         deadline: Deadline,
-        on_closed: Callable[[], None],
+        timestamps: RequestTimestamps,
+        span: Span,
+        on_transfer_free: Callable[[IncomingTransfer], None],
+        on_end: Callable[[DecodeAttempt], None],
         signer: TicketKey | None = None,
-        load: LoopLoad | None = None,
     ) -> None:
-        """`signer`: see HandoffTickets."""
+        """`on_end` is called once, and must call `close`. `signer`: see HandoffTickets.
+
+        `on_transfer_free` is called when the transfer's blocks are free.
+        """
         self.work = work
-        self.timestamps = RequestTimestamps()
+        self.timestamps = timestamps
+        self.span = span
+        self.error: HeadraceError | None = Cancelled("the caller cancelled or disconnected")
         self.reservation: Reservation | None = None
         self.generated_tokens = 0
         self.cached_tokens = 0
@@ -70,17 +87,12 @@ class DecodeAttempt:
         self._engine = engine
         self._receiver = receiver
         self._deadline = deadline
-        self._on_closed = on_closed
-        self._signer = signer
-        self._load = load
+        self._on_transfer_free = on_transfer_free
+        self._on_end = on_end
+        self.signer = signer
         self._events: EventBuffer | None = None
         self._waiter: TransferWaiter | None = None
         self._ended = False
-
-    @property
-    def signer(self) -> TicketKey | None:
-        """See HandoffTickets."""
-        return self._signer
 
     @property
     def awaits_kv(self) -> bool:
@@ -92,22 +104,18 @@ class DecodeAttempt:
         """The summary of its transfer, once that is complete."""
         return self._waiter.summary if self._waiter is not None else None
 
-    async def reserve(
-        self, on_transfer_free: Callable[[IncomingTransfer], None] | None = None
-    ) -> decode_pb2.Reserved:
-        """Starts the engine's request, and returns once it has its blocks. `close` must be called in any case.
-
-        `on_transfer_free` is called when the transfer's blocks are free. Raises HeadraceError.
-        """
-        name = f"request {self.work.transfer_id}"
-        self._events = EventBuffer(self._engine.decode(self.work), name, self._load)
-        if not self.work.remote_kv:
-            self.timestamps.blocks_reserved()
-            return decode_pb2.Reserved()
-        reservation = await self._reserve(self._events, on_transfer_free)
-        return decode_pb2.Reserved(
-            start_token=reservation.start_token, end_token=reservation.end_token
-        )
+    async def reserve(self) -> decode_pb2.Reserved:
+        """Starts the engine's request, and returns once it has its blocks. Raises HeadraceError."""
+        with self._recorded():
+            name = f"request {self.work.transfer_id}"
+            self._events = EventBuffer(self._engine.decode(self.work), name)
+            if not self.work.remote_kv:
+                self.timestamps.blocks_reserved()
+                return decode_pb2.Reserved()
+            reservation = await self._reserve(self._events)
+            return decode_pb2.Reserved(
+                start_token=reservation.start_token, end_token=reservation.end_token
+            )
 
     async def wait_ready(self) -> None:
         """Returns once the engine may generate: with the KV cache, or before it if it begins with a hidden state.
@@ -116,31 +124,29 @@ class DecodeAttempt:
         """
         if self._waiter is None:
             return
-        if self.work.from_hidden_state:
-            self._waiter.start_forwarding(self._buffer)
-        else:
-            await self._waiter.wait_complete(self._buffer, self._deadline)
-
-    async def read(self) -> Progress:
-        """The events since the last call. Waits for one, and briefly for more. Follows `wait_ready`.
-
-        Raises HeadraceError.
-        """
-        try:
-            events = await self._buffer.read(self._deadline)
-        except HeadraceError:
-            self._raise_transfer_error()
-            raise
-        return self._progress(events)
+        with self._recorded():
+            if self.work.from_hidden_state:
+                self._waiter.start_forwarding(self._buffer)
+            else:
+                await self._waiter.wait_complete(self._buffer, self._deadline)
 
     def take(self) -> Progress:
-        """As `read`, without waiting. Only while the attempt is readable."""
-        try:
-            events = self._buffer.take()
-        except HeadraceError:
-            self._raise_transfer_error()
-            raise
-        return self._progress(events)
+        """The events since the last call. Only while the attempt is readable. Raises HeadraceError."""
+        with self._recorded():
+            return self._progress(self._buffer.take())
+
+    async def events(self) -> AsyncGenerator[AttemptEvent, None]:
+        """Reserved, then tokens as they come, and Finished. Raises HeadraceError."""
+        yield await self.reserve()
+        await self.wait_ready()
+        while True:
+            with self._recorded():
+                progress = self._progress(await self._buffer.read(self._deadline))
+            if progress.tokens:
+                yield tokens_to_proto(progress.tokens)
+            if progress.finished is not None:
+                yield progress.finished
+                return
 
     @property
     def readable(self) -> bool:
@@ -179,9 +185,7 @@ class DecodeAttempt:
         if self._events is not None:
             self._events.interrupt(error)
 
-    async def _reserve(
-        self, events: EventBuffer, on_transfer_free: Callable[[IncomingTransfer], None] | None
-    ) -> Reservation:
+    async def _reserve(self, events: EventBuffer) -> Reservation:
         """Waits for the engine's blocks and opens the transfer into them."""
         first = await events.read_one(self._deadline)
         if not isinstance(first, Reservation):
@@ -192,9 +196,9 @@ class DecodeAttempt:
             transfer = self._receiver.reserve(
                 first,
                 transfer_deadline(self._deadline),
-                on_transfer_free,
+                self._on_transfer_free,
                 hidden_format=self._engine.hidden_format if self.work.from_hidden_state else None,
-                signer=self._signer,
+                signer=self.signer,
             )
             self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
         return first
@@ -204,10 +208,20 @@ class DecodeAttempt:
         assert self._events is not None, "the attempt was not started"
         return self._events
 
-    def _raise_transfer_error(self) -> None:
-        """The transfer's own error is more precise than the engine's, which may come first."""
-        if self.work.from_hidden_state and self._waiter is not None and self._waiter.error:
-            raise self._waiter.error from None
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Keeps the error that ends the attempt. The transfer's own is more precise than the engine's."""
+        try:
+            yield
+        except HeadraceError as failure:
+            waiter = self._waiter if self.work.from_hidden_state else None
+            self.error = (waiter.error if waiter is not None else None) or failure
+            if self.error is not failure:
+                raise self.error from None
+            raise
+        except Exception as failure:
+            self.error = InternalError(f"{type(failure).__name__}: {failure}")
+            raise
 
     def _progress(self, events: list[DecodeEvent]) -> Progress:
         tokens: list[DecodeTokens] = []
@@ -219,6 +233,8 @@ class DecodeAttempt:
                 count += len(event.token_ids)
             elif isinstance(event, DecodeEnded):
                 ended = event
+                # The caller may disconnect as soon as it has read this.
+                self.error = None
             else:
                 raise InternalError("the engine reserved blocks twice")
         times: decode_pb2.AttemptTimes | None = None
@@ -261,31 +277,28 @@ class DecodeAttempt:
             finished.transfer_wait.CopyFrom(duration_from_ns(waited_ns))
         return finished
 
-    def end(self) -> bool:
-        """Marks the attempt as ended. True for the first call, after which `close` must be called."""
-        first, self._ended = not self._ended, True
-        if first:
+    def end(self) -> None:
+        """The caller reads no more. Repeats are ignored."""
+        if not self._ended:
+            self._ended = True
             self.timestamps.ended()
-        return first
+            self._on_end(self)
 
-    async def close(self, error: HeadraceError | None) -> None:
-        """Gives back all resources. `error` is None when the stream reached its end."""
+    async def close(self) -> None:
+        """Gives back all resources."""
         transfer_id = self.work.transfer_id
-        reason = "CANCELLED" if error is None else error.reason
-        detail = "the request has ended" if error is None else error.detail
-        try:
-            if self._waiter is not None:
-                await self._waiter.stop_forwarding()
-                if self._waiter.summary is None:
-                    self._receiver.cancel(transfer_id, reason, detail)
-            if self._events is not None and not await self._events.close():
-                log.error("the engine did not abort %s within its time", transfer_id)
-            if self._waiter is not None:
-                await self._waiter.wait_ended()
-            elif self.work.remote_kv:
-                self._release_unopened()
-        finally:
-            self._on_closed()
+        reason = "CANCELLED" if self.error is None else self.error.reason
+        detail = "the request has ended" if self.error is None else self.error.detail
+        if self._waiter is not None:
+            await self._waiter.stop_forwarding()
+            if self._waiter.summary is None:
+                self._receiver.cancel(transfer_id, reason, detail)
+        if self._events is not None and not await self._events.close():
+            log.error("the engine did not abort %s within its time", transfer_id)
+        if self._waiter is not None:
+            await self._waiter.wait_ended()
+        elif self.work.remote_kv:
+            self._release_unopened()
 
     def _release_unopened(self) -> None:
         """Releases blocks for which no transfer was opened."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-
-from opentelemetry.trace import Span
+from functools import partial
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import keep_pb2
@@ -20,15 +19,14 @@ from headrace_common.errors import (
     StaleIncarnation,
 )
 from headrace_common.logs import TRACE_NAMES
-from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKey, TicketKeys, unauthenticated
-from headrace_decode.admission.admission import BlockAdmission, SeenTransfers
+from headrace_decode.admission import BlockAdmission, SeenTransfers
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.proto import keep_terms, kept_to_proto, work_from_proto
-from headrace_decode.running import RunningAttempt
-from headrace_decode.spans import record_attempt, start_attributes
+from headrace_decode.spans import record_attempt, record_transfer, start_attributes
+from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Engine
 from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
@@ -62,9 +60,8 @@ class Attempts:
         self._live: dict[str, DecodeAttempt] = {}
         self._awaiting: dict[str, DecodeAttempt] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._load = LoopLoad()
         self._on_room: Callable[[], None] = lambda: None
-        self._on_closed: Callable[[DecodeAttempt, Span], None] = lambda attempt, span: None
+        self._on_closed: Callable[[DecodeAttempt], None] = lambda attempt: None
         self._draining = False
         self._notice = Deadline.after(0.0)
         self._idle = asyncio.Event()
@@ -83,8 +80,8 @@ class Attempts:
         """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
         self._on_room = on_room
 
-    def notify_closed(self, on_closed: Callable[[DecodeAttempt, Span], None]) -> None:
-        """From now on calls `on_closed` with every attempt that has given back its resources, and its span."""
+    def notify_closed(self, on_closed: Callable[[DecodeAttempt], None]) -> None:
+        """From now on calls `on_closed` with every attempt that has given back its resources."""
         self._on_closed = on_closed
 
     @property
@@ -92,34 +89,16 @@ class Attempts:
         """Whether no attempt is left."""
         return self._idle.is_set()
 
-    async def start(
-        self, request: decode_pb2.GenerateRequest, deadline: Deadline
-    ) -> RunningAttempt:
+    async def start(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> DecodeAttempt:
         """Admits an attempt of a router, in the current trace. The caller must end it.
 
         Raises before any resources are spent.
         """
-        return self._start(request, deadline, await self._signer_of(request))
+        return self._admit(request, deadline, await self._signer_of(request))
 
-    def start_own(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> RunningAttempt:
+    def start_own(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> DecodeAttempt:
         """As `start`, for a request of this worker's own client. Any router may queue its prompt."""
-        return self._start(request, deadline, None)
-
-    def _start(
-        self,
-        request: decode_pb2.GenerateRequest,
-        deadline: Deadline,
-        signer: TicketKey | None,
-    ) -> RunningAttempt:
-        attempt = self._admit(request, deadline, signer)
-        span = self._telemetry.start_span(
-            SPAN_DECODE,
-            start_unix_ns=attempt.timestamps.start_unix_ns,
-            attributes=start_attributes(request.request_id, attempt.work, self._ref),
-        )
-        for name in (request.request_id, attempt.work.transfer_id):
-            TRACE_NAMES.add(name, span.get_span_context())
-        return RunningAttempt(attempt, span, self._telemetry, self._end)
+        return self._admit(request, deadline, None)
 
     async def _signer_of(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
         """The key that must sign the handoff ticket. None without a handoff. Raises Unauthenticated without the key."""
@@ -165,14 +144,24 @@ class Attempts:
         )
         self._seen.remember(work.transfer_id)
         self._idle.clear()
+        timestamps = RequestTimestamps()
+        span = self._telemetry.start_span(
+            SPAN_DECODE,
+            start_unix_ns=timestamps.start_unix_ns,
+            attributes=start_attributes(request.request_id, work, self._ref),
+        )
+        for name in (request.request_id, work.transfer_id):
+            TRACE_NAMES.add(name, span.get_span_context())
         attempt = DecodeAttempt(
             work,
             engine=self._engine,
             receiver=self._receiver,
             deadline=deadline,
-            on_closed=lambda: self._attempt_closed(work.transfer_id),
+            timestamps=timestamps,
+            span=span,
+            on_transfer_free=partial(record_transfer, self._telemetry, span),
+            on_end=self._end,
             signer=signer,
-            load=self._load,
         )
         self._live[work.transfer_id] = attempt
         if work.awaits_first_token and not work.from_hidden_state:
@@ -207,22 +196,27 @@ class Attempts:
             kept=kept_to_proto(kept) if kept.tokens else keep_pb2.Kept(reason="it was ended")
         )
 
-    def _end(self, running: RunningAttempt) -> None:
+    def _end(self, attempt: DecodeAttempt) -> None:
         """Starts to give back the attempt's resources."""
-        self._awaiting.pop(running.attempt.work.transfer_id, None)
-        task = asyncio.get_running_loop().create_task(self._close(running))
+        self._awaiting.pop(attempt.work.transfer_id, None)
+        task = asyncio.get_running_loop().create_task(self._close(attempt))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _close(self, running: RunningAttempt) -> None:
-        attempt, error = running.attempt, running.error
+    async def _close(self, attempt: DecodeAttempt) -> None:
+        transfer_id = attempt.work.transfer_id
         try:
-            await attempt.close(error)
+            await attempt.close()
         except Exception:
-            log.exception("closing %s failed", attempt.work.transfer_id)
+            log.exception("closing %s failed", transfer_id)
         finally:
-            record_attempt(self._telemetry, running.span, attempt, error)
-        self._on_closed(attempt, running.span)
+            self._live.pop(transfer_id, None)
+            self._admission.release(transfer_id)
+            self._on_room()
+            if self._admission.request_count == 0:
+                self._idle.set()
+            record_attempt(self._telemetry, attempt)
+        self._on_closed(attempt)
 
     def admit_sending(self, transfer_id: str, token_count: int) -> None:
         """Raises unless cached KV of an attempt may be sent now: once, and while blocks for so many tokens are free.
@@ -236,13 +230,6 @@ class Attempts:
             quarantined_blocks=self._receiver.quarantined_blocks,
         )
         self._seen.remember(transfer_id)
-
-    def _attempt_closed(self, transfer_id: str) -> None:
-        self._live.pop(transfer_id, None)
-        self._admission.release(transfer_id)
-        self._on_room()
-        if self._admission.request_count == 0:
-            self._idle.set()
 
     def start_drain(self, notice_s: float) -> None:
         """Refuses new attempts after `notice_s`. Until then routers may not have read the status."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import NoReturn
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InternalError
-from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_engine.interface import DecodeEvent
 
 CLOSE_TIMEOUT_S = 5.0
@@ -23,9 +21,7 @@ class EventBuffer:
     request in errors.
     """
 
-    def __init__(
-        self, events: AsyncIterator[DecodeEvent], name: str, load: LoopLoad | None = None
-    ) -> None:
+    def __init__(self, events: AsyncIterator[DecodeEvent], name: str) -> None:
         self._name = name
         self._events: list[DecodeEvent] = []
         self._error: Exception | None = None
@@ -34,7 +30,6 @@ class EventBuffer:
         """Whether there are events, an error or the end."""
         # For waits before `notify`.
         self._became_readable = asyncio.Event()
-        self._pace = FlushPace(load or LoopLoad())
         self._on_readable: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reader = asyncio.create_task(self._fill(events), name=f"engine events of {name}")
@@ -86,19 +81,13 @@ class EventBuffer:
         await self._became_readable.wait()
 
     async def read(self, deadline: Deadline) -> list[DecodeEvent]:
-        """All events since the last call, at least one. Events in quick succession are collected first.
+        """All events since the last call, at least one.
 
         Raises the engine's own error, InternalError when the engine ended without DecodeEnded, or
         DeadlineExceeded.
         """
         await self._wait(deadline)
-        rest_s = self._pace.batch_s(time.monotonic())
-        if rest_s > 0 and not self._ended:
-            await asyncio.sleep(rest_s)
-        self._pace.record_flush(time.monotonic())
-        events, self._events = self._events, []
-        self._update_readable()
-        return events
+        return self.take()
 
     async def read_one(self, deadline: Deadline) -> DecodeEvent:
         """The oldest event. Raises as `read`."""

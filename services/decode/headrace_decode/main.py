@@ -20,8 +20,8 @@ from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKeys
-from headrace_decode.admission.admission import BlockAdmission, Capacity
-from headrace_decode.canary.canary import Canary, Comparison
+from headrace_decode.admission import BlockAdmission, Capacity
+from headrace_decode.canary import Canary, Comparison
 from headrace_decode.config import DecodeConfig
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
@@ -96,9 +96,11 @@ class DecodeServer(RoleServer):
             hosted,
             keys,
             senders=self.senders,
-            features=tuple(filter(None, (engine.broadcast, checks, canary))),
+            checks=checks,
         )
         self.incoming = receiver = self.receiving.receiver
+        if canary is not None:
+            receiver.add_tracker(canary.corrupt_senders)
         self.capacity = capacity = self.own_capacity(_capacity(config, engine))
         self._service = DecodeService(
             ref=ref,

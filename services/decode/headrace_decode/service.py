@@ -12,7 +12,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKeys
-from headrace_decode.admission.admission import BlockAdmission
+from headrace_decode.admission import BlockAdmission
 from headrace_decode.attempts import Attempts
 from headrace_decode.link.session import LinkSession, LinkSessions
 from headrace_engine.interface import Engine

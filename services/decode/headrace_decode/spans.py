@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span, Status, StatusCode
 
-from headrace_common.errors import HeadraceError
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.canary.canary import Comparison
+from headrace_decode.canary import Comparison
 from headrace_engine.interface import DecodeWork
 from headrace_engine.worker.metrics import tier_attributes
 from headrace_kv.layout import WorkerRef
@@ -29,13 +28,11 @@ def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[
     }
 
 
-def record_attempt(
-    telemetry: Telemetry, span: Span, attempt: DecodeAttempt, error: HeadraceError | None
-) -> None:
+def record_attempt(telemetry: Telemetry, attempt: DecodeAttempt) -> None:
     """Records a span for each step that the attempt began, and ends its own span."""
+    span, error, times = attempt.span, attempt.error, attempt.timestamps
     if not span.is_recording():
         return
-    times = attempt.timestamps
 
     def step(
         name: str, start_ns: int, end_ns: int, attributes: dict[str, str | int | float]
@@ -104,7 +101,7 @@ def record_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer
     """Records the states of an attempt's transfer, once it is in the last one. `span` may have ended."""
     if not span.get_span_context().trace_flags.sampled:
         return
-    transitions = transfer.transitions
+    transitions = transfer.states.transitions
     telemetry.record_span(
         schema.SPAN_TRANSFER,
         span,

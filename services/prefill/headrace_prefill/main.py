@@ -24,7 +24,7 @@ from headrace_engine.worker.status import StatusSignal
 from headrace_kv.layout import layout_to_proto
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.prefix_fetch import PrefixFetcher, open_fetcher
-from headrace_prefill.pull.puller import TaskPuller
+from headrace_prefill.pull import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 
 PROG: Final = "headrace-prefill"

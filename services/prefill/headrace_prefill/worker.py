@@ -40,10 +40,8 @@ from headrace_engine.steps import Stall
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import SendReport, TransferTarget
 from headrace_kv.prefix.cache_salt import salt_violations
-from headrace_prefill.bandwidths import LinkBandwidths
-from headrace_prefill.link_spans import LinkSpans, last_link
 from headrace_prefill.prefix_fetch import PrefixFetch, PrefixFetcher
-from headrace_prefill.spans import EndedTask, record_task
+from headrace_prefill.spans import EndedTask, TaskSpans, last_link
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +68,6 @@ class PrefillWorker:
         on_ended: Callable[[str, str, int, Sequence[SendReport]], None] | None = None,
         on_received: Callable[[], None] = lambda: None,
         task_timeout_s: float = TASK_TIMEOUT_S,
-        link_spans: LinkSpans | None = None,
         prefixes: PrefixFetcher | None = None,
         handovers: HandoverLearner | None = None,
     ) -> None:
@@ -78,11 +75,10 @@ class PrefillWorker:
         self.slot_count = slot_count
         self._draining = False
         self._engine = engine
-        self._telemetry = telemetry
         self._task_timeout_s = task_timeout_s
         self._on_ended = on_ended
         self._on_received = on_received
-        self._link_spans = link_spans or LinkSpans(telemetry, ref, LinkBandwidths())
+        self._spans = TaskSpans(telemetry, ref)
         self._prefixes = prefixes
         self._handovers = handovers or HandoverLearner()
         self._slots = asyncio.Semaphore(slot_count)
@@ -140,7 +136,7 @@ class PrefillWorker:
         end_unix_ns = start_unix_ns + time.monotonic_ns() - start_ns
         fetched = None if fetch is None else fetch.record
         ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns, fetched)
-        record_task(self._telemetry, self.ref, ended, self._link_spans)
+        self._spans.record(ended)
         done = _done_to_proto(ended)
         if self._on_ended is not None:
             self._on_ended(task.decode_worker_id, done.reason, done.payload_bytes, reports)

@@ -13,14 +13,14 @@ from headrace_common.deadlines import Deadline
 from headrace_common.extras import require_extra
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
-from headrace_decode.admission.admission import Capacity
+from headrace_decode.admission import Capacity
 from headrace_decode.main import DecodeServer
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_kv.layout import layout_to_proto
 from headrace_prefill.prefix_fetch import open_fetcher
-from headrace_prefill.pull.puller import TaskPuller
+from headrace_prefill.pull import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 from headrace_worker.config import BothConfig
 from headrace_worker.prompt_room import PromptRoom, prompt_blocks

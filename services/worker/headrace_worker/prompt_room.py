@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from headrace_decode.admission.admission import Capacity
+from headrace_decode.admission import Capacity
 
 _SHARE: Final = 8
 

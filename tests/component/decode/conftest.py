@@ -21,7 +21,7 @@ from headrace_common.limits import message_bytes_max, write_quiet_s
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_decode.admission.admission import BlockAdmission, Capacity
+from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
 from headrace_kv.receive.receiver import Receiver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
 
 from headrace_engine.interface import (
     DecodeEvent,
@@ -24,8 +25,11 @@ LAYOUT = KvLayout.attention(
 )
 
 
+Step: TypeAlias = DecodeEvent | Exception | None
+
+
 class ScriptedEngine(Engine):
-    """Events put into `script` are yielded; an exception is raised. A request in `scripts` has a script of its own."""
+    """Yields what is in `script`, raises exceptions, and ends with None. `scripts` has scripts of single requests."""
 
     def __init__(self) -> None:
         memory = RankMemory(
@@ -33,8 +37,8 @@ class ScriptedEngine(Engine):
         )
         self.descriptor = KvDescriptor(LAYOUT, (memory,))
         self.max_model_len = 256
-        self.script: asyncio.Queue[DecodeEvent | Exception] = asyncio.Queue()
-        self.scripts: dict[str, asyncio.Queue[DecodeEvent | Exception]] = {}
+        self.script: asyncio.Queue[Step] = asyncio.Queue()
+        self.scripts: dict[str, asyncio.Queue[Step]] = {}
         self.works: list[DecodeWork] = []
         self.arrived_ids: list[str] = []
         self.first_tokens: list[tuple[str, int]] = []
@@ -42,12 +46,12 @@ class ScriptedEngine(Engine):
         self.released_ids: list[str] = []
         self.closed = 0
 
-    def play(self, *events: DecodeEvent | Exception) -> None:
+    def play(self, *events: Step) -> None:
         """Appends to the script."""
         for event in events:
             self.script.put_nowait(event)
 
-    def play_for(self, transfer_id: str, *events: DecodeEvent | Exception) -> None:
+    def play_for(self, transfer_id: str, *events: Step) -> None:
         """Appends to the script of one request."""
         script = self.scripts.setdefault(transfer_id, asyncio.Queue())
         for event in events:
@@ -70,6 +74,8 @@ class ScriptedEngine(Engine):
         try:
             while True:
                 event = await script.get()
+                if event is None:
+                    return
                 if isinstance(event, Exception):
                     raise event
                 yield event

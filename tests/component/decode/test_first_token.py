@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -15,6 +16,7 @@ from headrace_common.errors import (
     HeadraceError,
     InternalError,
     InvalidRequest,
+    KvCorrupt,
     LayoutMismatch,
     NotFound,
     ProtocolViolation,
@@ -186,27 +188,56 @@ async def test_kv_without_its_hidden_state_is_incomplete(served: Served, rank: P
     await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
 
 
-async def test_a_hidden_state_of_a_wrong_size_fails_only_its_request(
-    served: Served, rank: PrefillRank
+WRONG: dict[str, tuple[Callable[[handoff_pb2.HiddenState], None], type[HeadraceError]]] = {
+    "short": (lambda state: setattr(state, "data", state.data[:-1]), ProtocolViolation),
+    "long": (lambda state: setattr(state, "data", bytes(101)), ProtocolViolation),
+    "no digest": (lambda state: state.ClearField("digest"), KvCorrupt),
+    "one byte": (lambda state: setattr(state, "data", state.data[:-1] + b"!"), KvCorrupt),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_hidden_state_fails_only_its_request(
+    served: Served, rank: PrefillRank, name: str
 ) -> None:
+    change, kind = WRONG[name]
     call = await reserve_from_hidden_state(served, rank)
-    send_hidden_state(rank, STATE[:-4])
-    assert isinstance(await error_of_next(call), ProtocolViolation)
+    message = hidden_state_message("x1", STATE, digest_seed(ticket_of("x1"))).hidden_state
+    change(message)
+    rank.send(hidden_state=message)
+    assert isinstance(await error_of_next(call), kind)
     assert served.engine.first_hidden_state_given == []
     cancelled = await rank.receive("cancel")
     assert cancelled.cancel.transfer_id == "x1"
 
 
+@pytest.mark.parametrize("due", [True, False])
+async def test_a_hidden_state_is_accepted_once_where_it_is_due(
+    served: Served, rank: PrefillRank, due: bool
+) -> None:
+    if due:
+        call = await reserve_from_hidden_state(served, rank)
+        await give_state(served, rank)
+    else:
+        call = aiter(await served.reserve())
+        await rank.open()
+    send_hidden_state(rank, STATE)
+    assert isinstance(await error_of_next(call), ProtocolViolation)
+
+
+@pytest.mark.parametrize(
+    "other, named", [(HiddenFormat("float16", 40), "40 x float16"), (None, "no form")]
+)
 async def test_a_worker_with_other_hidden_states_is_refused_when_it_opens_the_transfer(
-    served: Served,
+    served: Served, other: HiddenFormat | None, named: str
 ) -> None:
     served.engine.hidden_format = HIDDEN_FORMAT
     await served.reserve(first_token=FROM_HIDDEN_STATE)
-    rank = PrefillRank(served.handoff, HiddenFormat("float16", 40))
+    rank = PrefillRank(served.handoff, other)
     rank.send(open=handoff_pb2.Open(transfer_id="x1", ticket=ticket_of("x1")))
     refused = (await rank.receive("cancel")).cancel
     assert refused.reason == LayoutMismatch.reason
-    assert refused.detail.endswith("of 40 x float16, and decode of 20 x float32")
+    assert refused.detail.endswith(f"of {named}, and decode of 20 x float32")
     rank.leave()
 
 

@@ -13,7 +13,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
-from headrace_decode.admission.retry_hint import HINT_S_MIN
+from headrace_decode.admission import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.messages import Reservation
 from tests.component.decode.conftest import Served, request

@@ -9,8 +9,8 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DecodeFull, InvalidRequest
+from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.room import RoomQueue
-from headrace_decode.running import RunningAttempt
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import RESERVATION, next_event
 from tests.linked_call import LinkedCall
@@ -23,7 +23,7 @@ SLOTS = 2
 
 def start(
     room: RoomQueue, name: str, wait_s: float = WAIT_S, deadline_s: float = WAIT_S
-) -> asyncio.Task[RunningAttempt]:
+) -> asyncio.Task[DecodeAttempt]:
     asked = request(name, remote_prefill=False)
     return asyncio.create_task(room.start(asked, Deadline.after(deadline_s), wait_s))
 
@@ -65,7 +65,7 @@ async def test_a_request_that_arrives_as_room_becomes_free_overtakes_none(served
     routed = await fill(served)
     waiting = start(room, "own-0")
     await asyncio.sleep(0)
-    arrived: list[asyncio.Task[RunningAttempt]] = []
+    arrived: list[asyncio.Task[DecodeAttempt]] = []
 
     def room_is_free() -> None:
         # The new request runs before those that the queue wakes.

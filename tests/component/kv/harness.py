@@ -334,7 +334,8 @@ async def running(
         quarantine_s=QUARANTINE_S,
         limits=receiver_limits,
         timers=receiver_timers,
-        features=tuple(filter(None, (broadcast, checks))),
+        broadcast=broadcast,
+        checks=checks,
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)

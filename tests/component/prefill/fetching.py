@@ -22,7 +22,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.tickets import TicketKeys
-from headrace_decode.admission.admission import BlockAdmission, Capacity
+from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
@@ -30,7 +30,7 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import SimClock
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.leases import Timers
-from headrace_kv.receive.receiver import Receiver, ReceiverLimits
+from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.base import KvTransport
@@ -276,9 +276,8 @@ async def serve(
             on_released=engine.released,
             lease_ttl_s=lease_s,
             quarantine_s=QUARANTINE_S,
-            limits=ReceiverLimits(open_wait_s=2.0),
             timers=prefill_timers if engine is prefill else None,
-            features=tuple(filter(None, (engine.broadcast,))),
+            broadcast=engine.broadcast,
         )
         for engine, ref, checked in (
             (prefill, PREFILL, tickets),

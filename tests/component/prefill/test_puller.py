@@ -18,8 +18,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_engine.steps import Stall
 from headrace_kv.layout import WorkerRef
-from headrace_prefill.pull import session
-from headrace_prefill.pull.puller import TaskPuller
+from headrace_prefill import pull
+from headrace_prefill.pull import TaskPuller
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
@@ -232,7 +232,7 @@ async def test_a_worker_with_a_long_task_shows_that_it_runs(
 async def test_the_time_model_is_sent_with_the_end_of_a_task_at_most_twice_a_second(
     queue: RouterQueue, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_TIMES_INTERVAL_S", 1_000.0)
+    monkeypatch.setattr(pull, "_TIMES_INTERVAL_S", 1_000.0)
     worker.model = TimeModel(StepTimes(fixed_s=0.25, prompt_steps=7))
     for name in ("x1", "x2"):
         queue.send_task(name)

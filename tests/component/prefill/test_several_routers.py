@@ -14,7 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.config import ServiceConfig
 from headrace_kv.layout import KvLayout, layout_to_proto
-from headrace_prefill.pull.puller import TaskPuller
+from headrace_prefill.pull import TaskPuller
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms

@@ -21,10 +21,10 @@ from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork,
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import SendReport
 from headrace_prefill.worker import PrefillWorker
-from tests.transfer_links import link_sent
+from tests.transfer_links import sent_link
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
-REPORT = SendReport("x1", 0, "", "", (link_sent(),), 321, "10.0.0.1")
+REPORT = SendReport("x1", 0, "", "", (sent_link(),), 321, "10.0.0.1")
 FIRST_TOKEN = DecodeTokens((7,), (TokenLogprobs(-0.5, ((7, -0.5),)),))
 OUTCOME = PrefillOutcome(2, 500, 4_000, (REPORT,))
 Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from headrace_decode.admission.admission import Capacity
+from headrace_decode.admission import Capacity
 from headrace_worker.prompt_room import PromptRoom, prompt_blocks
 
 _CAPACITY = Capacity(usable_blocks=100, block_tokens=16, max_model_len=320, max_num_seqs=8)

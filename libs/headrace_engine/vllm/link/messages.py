@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,7 @@ from headrace_common.errors import HeadraceError, from_reason
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_common.time_model.proto import step_times_from_proto, step_times_to_proto
 from headrace_engine.steps import EngineSteps
-from headrace_kv.messages import (
-    LinkSent,
-    Reservation,
-    SendReport,
-    reservation_fields,
-)
+from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.load_times import TierLoad
 from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
@@ -62,10 +57,6 @@ class EngineLoad:
     total_blocks: int = 0
     step_times: StepTimes = NO_STEPS
     promises: PromiseCounts = NO_PROMISES
-
-
-def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
-    return link_pb2.BlocksReserved(**reservation_fields(reservation))
 
 
 def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:
@@ -140,17 +131,11 @@ def steps_from_proto(message: link_pb2.EngineSteps) -> EngineSteps:
 
 
 def report_to_proto(report: SendReport) -> link_pb2.SendReport:
-    return link_pb2.SendReport(
-        **_values(report, _REPORT_FIELDS),
-        links=[link_pb2.LinkSent(**_values(link, _LINK_FIELDS)) for link in report.links],
-    )
+    return link_pb2.SendReport(**_values(report, _REPORT_FIELDS), links=report.links)
 
 
 def report_from_proto(message: link_pb2.SendReport) -> SendReport:
-    return SendReport(
-        **_values(message, _REPORT_FIELDS),
-        links=tuple(LinkSent(**_values(link, _LINK_FIELDS)) for link in message.links),
-    )
+    return SendReport(**_values(message, _REPORT_FIELDS), links=tuple(message.links))
 
 
 def tier_load_to_proto(load: TierLoad) -> link_pb2.TierLoaded:
@@ -170,7 +155,6 @@ def tier_load_from_proto(message: link_pb2.TierLoaded) -> TierLoad:
 # Fields that have the same name and type on both sides.
 _LOAD_FIELDS = ("running_requests", "waiting_requests", "used_blocks", "total_blocks")
 _REPORT_FIELDS = ("transfer_id", "rank", "reason", "detail", "control_bytes", "host", "memory")
-_LINK_FIELDS = tuple(field.name for field in fields(LinkSent))
 
 
 def _values(source: object, names: Iterable[str]) -> dict[str, Any]:

@@ -335,8 +335,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
 
     def _dispatch(self, peer: _Peer, request: link_pb2.AttachRequest) -> None:
         kind = request.WhichOneof("message")
-        if kind == "reserved":
-            self._events.reserved(reservation_from_proto(request.reserved))
+        if kind == "reservation":
+            self._events.reserved(reservation_from_proto(request.reservation))
         elif kind == "report":
             self._events.report(report_from_proto(request.report))
         elif kind == "step_started":

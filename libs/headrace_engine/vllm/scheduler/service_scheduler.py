@@ -33,7 +33,6 @@ from headrace_engine.vllm.link.messages import (
     EngineLoad,
     keep_answer,
     load_to_proto,
-    reservation_to_proto,
     steps_to_proto,
     terms_from_proto,
 )
@@ -43,7 +42,7 @@ from headrace_engine.vllm.scheduler.connector_scheduler import (
     scheduled_requests,
 )
 from headrace_kv.layout import layout_from_proto
-from headrace_kv.messages import Reservation
+from headrace_kv.messages import Reservation, reservation_to_proto
 from headrace_kv.tiers.pool import BlockLookup, PoolKeys, RemotePool, pool_secret
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
 
@@ -224,7 +223,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._load_reports.add_done_callback(_log_failure)
 
     def _send_reserved(self, reservation: Reservation) -> None:
-        self._link.send(link_pb2.AttachRequest(reserved=reservation_to_proto(reservation)))
+        self._link.send(link_pb2.AttachRequest(reservation=reservation_to_proto(reservation)))
 
     def _send_load(self, load: EngineLoad) -> None:
         self._link.send(link_pb2.AttachRequest(load=load_to_proto(load)))

@@ -17,7 +17,7 @@ from headrace_common.http.server import HttpServer
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.rpc.channel import open_channel
-from headrace_decode.admission.admission import Capacity
+from headrace_decode.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.config import DecodeConfig
 from headrace_decode.http.attempt_timeline import OwnAttemptTimeline

@@ -15,10 +15,10 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.trace_context import traceparent
+from headrace_decode.attempt import AttemptEvent, DecodeAttempt
 from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
-from headrace_decode.running import AttemptEvent, RunningAttempt
 from headrace_frontend.promises import kept_of
 from headrace_frontend.request.decode_request import decode_request
 from headrace_frontend.running.completion import AttemptOutcome
@@ -68,9 +68,7 @@ class OwnAttempt:
             otel_context.detach(token)
         if not request.timeline.attempts:
             request.timeline.slot_acquired()
-        self._timeline = request.timeline.attempt_started(
-            OwnAttemptTimeline(running.attempt.timestamps)
-        )
+        self._timeline = request.timeline.attempt_started(OwnAttemptTimeline(running.timestamps))
         ended = False
         try:
             outcome = await self._add_tokens(running)
@@ -82,7 +80,7 @@ class OwnAttempt:
             if self._prefill is not None and not ended:
                 self._prefill.cancel()
 
-    async def _add_tokens(self, running: RunningAttempt) -> AttemptOutcome:
+    async def _add_tokens(self, running: DecodeAttempt) -> AttemptOutcome:
         response = self._request.response
         async with aclosing(running.events()) as events:
             first = await anext(events)

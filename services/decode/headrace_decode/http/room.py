@@ -10,9 +10,9 @@ from typing import Final
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DecodeFull
-from headrace_decode.admission.admission import Capacity
+from headrace_decode.admission import Capacity
+from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.attempts import Attempts
-from headrace_decode.running import RunningAttempt
 from headrace_frontend.admission.bounded_resource import BoundedResource
 from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.request.validation import PreparedRequest
@@ -54,7 +54,7 @@ class RoomQueue:
 
     async def start(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline, wait_s: float
-    ) -> RunningAttempt:
+    ) -> DecodeAttempt:
         """Waits for room, for `wait_s` at most. The caller must end the attempt.
 
         Raises DecodeFull, or as `Attempts.start_own` does.
@@ -68,7 +68,7 @@ class RoomQueue:
 
     async def _start_first(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline
-    ) -> RunningAttempt:
+    ) -> DecodeAttempt:
         while True:
             self._freed.clear()
             try:

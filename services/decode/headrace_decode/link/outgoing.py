@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_engine.interface import DecodeTokens, TokenLogprobs
+from headrace_decode.attempt import Progress
+from headrace_engine.interface import TokenLogprobs
 from headrace_engine.proto import logprobs_to_proto
 
 # Most bytes of a token in a column, of a request's entries in the columns, and of the frame of a nested message.
@@ -22,57 +23,43 @@ class _Message:
 
     def __init__(self, bytes_max: int) -> None:
         self.room_bytes = bytes_max
-        self._message = decode_pb2.LinkResponse()
+        self.response = decode_pb2.LinkResponse()
         self._stream_ids: list[int] = []
         self._counts: list[int] = []
         self._token_ids: list[int] = []
-
-    def add_reserved(self, stream_id: int, reserved: decode_pb2.Reserved) -> None:
-        self._message.reserved.add(stream_id=stream_id, reserved=reserved)
-        self._use(_FRAME_BYTES)
-
-    def add_times(self, stream_id: int, times: decode_pb2.AttemptTimes) -> None:
-        self._message.times.add(stream_id=stream_id, times=times)
-        self._use(_FRAME_BYTES + times.ByteSize())
 
     def add_tokens(self, stream_id: int, token_ids: list[int]) -> None:
         count = len(token_ids)
         self._stream_ids.append(stream_id)
         self._counts.append(count)
         self._token_ids += token_ids
-        # As `_use`, for the entries of which there are most.
+        # As `use`, for the entries of which there are most.
         self.room_bytes -= _ENTRY_BYTES + count * _TOKEN_BYTES
-
-    def add_with_logprobs(self, stream_id: int, tokens: decode_pb2.Tokens) -> None:
-        self._message.tokens_with_logprobs.add(stream_id=stream_id, tokens=tokens)
-        self._use(_FRAME_BYTES + tokens.ByteSize())
-
-    def add_finished(self, stream_id: int, finished: decode_pb2.Finished) -> None:
-        self._message.finished.add(stream_id=stream_id, finished=finished)
-        self._use(_FRAME_BYTES + finished.ByteSize())
-
-    def add_failure(self, stream_id: int, status: bytes) -> None:
-        self._message.failures.add(stream_id=stream_id, status=status)
-        self._use(_FRAME_BYTES + len(status))
 
     def complete(self) -> decode_pb2.LinkResponse:
         if self._stream_ids:
-            columns = self._message.tokens
+            columns = self.response.tokens
             columns.stream_ids.extend(self._stream_ids)
             columns.token_counts.extend(self._counts)
             columns.token_ids.extend(self._token_ids)
-        return self._message
+        return self.response
 
-    def _use(self, count_bytes: int) -> None:
-        self.room_bytes -= count_bytes
+    def use(self, event_bytes: int) -> None:
+        """An event of so many bytes was added to `response`."""
+        self.room_bytes -= _FRAME_BYTES + event_bytes
 
 
-class _Pending:
-    """The unsent events of one request."""
+class OutgoingStream:
+    """The unsent events of one request. Once it is dropped, nothing of it is sent."""
 
-    def __init__(self, stream_id: int, credit_tokens: int) -> None:
-        self._stream_id = stream_id
+    def __init__(
+        self, stream_id: int, credit_tokens: int, on_change: Callable[[OutgoingStream], None]
+    ) -> None:
+        """`on_change` is called when it may have events to send."""
+        self.stream_id = stream_id
+        self.sent_end = False
         self._credit = credit_tokens
+        self._on_change = on_change
         self._reserved: decode_pb2.Reserved | None = None
         self._times: decode_pb2.AttemptTimes | None = None
         self._token_ids: list[int] = []
@@ -82,7 +69,6 @@ class _Pending:
         self._finished: decode_pb2.Finished | None = None
         self._status = b""
         self._has_end = False
-        self.sent_end = False
 
     @property
     def sendable(self) -> bool:
@@ -99,47 +85,58 @@ class _Pending:
         return self._reserved is None and self._times is None and not self._has_end
 
     def grant(self, credit_tokens: int) -> None:
+        """Allows more tokens."""
         self._credit += credit_tokens
+        self._on_change(self)
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        """Adds the first event."""
         self._reserved = reserved
+        self._on_change(self)
 
-    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
-        self._times = times
-
-    def add_tokens(self, pieces: Sequence[DecodeTokens]) -> None:
-        for piece in pieces:
+    def add(self, progress: Progress) -> None:
+        """Adds tokens and the end. Times go with the next tokens, and replace those that are not sent yet."""
+        if progress.times is not None:
+            self._times = progress.times
+        for piece in progress.tokens:
             self._token_ids.extend(piece.token_ids)
             if piece.logprobs:
                 self._logprobs.extend(map(logprobs_to_proto, piece.logprobs))
             if piece.prompt_logprobs:
                 self._prompt_logprobs = list(reversed(piece.prompt_logprobs))
-
-    def finish(self, finished: decode_pb2.Finished) -> None:
-        self._finished = finished
-        self._has_end = True
+        if progress.finished is not None:
+            self._finished = progress.finished
+            self._has_end = True
+        self._on_change(self)
 
     def fail(self, status: bytes) -> None:
+        """Adds an error as the last event, after the tokens before it."""
         self._status = status
         self._has_end = True
+        self._on_change(self)
 
     def move_to(self, message: _Message) -> None:
         """Moves the events that credit and room allow, at least one."""
+        response, stream_id = message.response, self.stream_id
         if self._reserved is not None:
-            message.add_reserved(self._stream_id, self._reserved)
+            response.reserved.add(stream_id=stream_id, reserved=self._reserved)
+            message.use(0)
             self._reserved = None
         if self._token_ids and self._credit > 0:
             if self._times is not None:
-                message.add_times(self._stream_id, self._times)
+                response.times.add(stream_id=stream_id, times=self._times)
+                message.use(self._times.ByteSize())
                 self._times = None
             self._move_tokens(message)
         if self._token_ids or not self._has_end:
             return
         self.sent_end = True
         if self._finished is not None:
-            message.add_finished(self._stream_id, self._finished)
+            response.finished.add(stream_id=stream_id, finished=self._finished)
+            message.use(self._finished.ByteSize())
         else:
-            message.add_failure(self._stream_id, self._status)
+            response.failures.add(stream_id=stream_id, status=self._status)
+            message.use(len(self._status))
 
     def _move_tokens(self, message: _Message) -> None:
         token_ids = self._token_ids
@@ -151,11 +148,10 @@ class _Pending:
             tokens = decode_pb2.Tokens(
                 token_ids=self._token_ids[:count], logprobs=self._logprobs[:count]
             )
-            message.add_with_logprobs(self._stream_id, tokens)
-            del self._token_ids[:count], self._logprobs[:count]
+            self._add_with_logprobs(message, tokens)
         else:
             count = min(allowed, max(1, message.room_bytes // _TOKEN_BYTES))
-            message.add_tokens(self._stream_id, token_ids[:count])
+            message.add_tokens(self.stream_id, token_ids[:count])
             del token_ids[:count]
         self._credit -= count
 
@@ -170,9 +166,14 @@ class _Pending:
         count = 0 if self._prompt_logprobs else 1
         tokens.token_ids.extend(self._token_ids[:count])
         tokens.logprobs.extend(self._logprobs[:count])
-        message.add_with_logprobs(self._stream_id, tokens)
-        del self._token_ids[:count], self._logprobs[:count]
+        self._add_with_logprobs(message, tokens)
         return count
+
+    def _add_with_logprobs(self, message: _Message, tokens: decode_pb2.Tokens) -> None:
+        message.response.tokens_with_logprobs.add(stream_id=self.stream_id, tokens=tokens)
+        message.use(tokens.ByteSize())
+        count = len(tokens.token_ids)
+        del self._token_ids[:count], self._logprobs[:count]
 
     def _count_with_logprobs(self, allowed: int, room_bytes: int) -> int:
         count = 0
@@ -186,75 +187,40 @@ class Outgoing:
     """The unsent events of all requests of one link.
 
     A request without credit delays no other. Its tokens are kept: an engine yields at most `max_tokens` of them.
-    Methods ignore requests that are not there.
     """
 
     def __init__(self, bytes_max: int) -> None:
         """`bytes_max`: the size from which messages are split."""
         self._bytes_max = bytes_max
-        self._pending: dict[int, _Pending] = {}
-        self._queue: dict[int, _Pending] = {}
-        self._waiting: dict[int, _Pending] = {}
+        self._streams: dict[int, OutgoingStream] = {}
+        self._queue: dict[int, OutgoingStream] = {}
+        self._waiting: dict[int, OutgoingStream] = {}
         """Those with nothing but tokens that may wait."""
 
     @property
     def count(self) -> int:
         """Requests of which the last event is not sent."""
-        return len(self._pending)
+        return len(self._streams)
 
     @property
     def has_waiting(self) -> bool:
         """Whether there are tokens that may wait."""
         return bool(self._waiting)
 
-    def open(self, stream_id: int, credit_tokens: int) -> None:
+    def open(self, stream_id: int, credit_tokens: int) -> OutgoingStream:
         """Adds a request."""
-        self._pending[stream_id] = _Pending(stream_id, credit_tokens)
+        stream = OutgoingStream(stream_id, credit_tokens, self._enqueue)
+        self._streams[stream_id] = stream
+        return stream
 
     def grant(self, stream_id: int, credit_tokens: int) -> None:
-        """Allows more tokens."""
-        pending = self._pending.get(stream_id)
-        if pending is not None:
-            pending.grant(credit_tokens)
-            self._enqueue(stream_id, pending)
-
-    def reserve(self, stream_id: int, reserved: decode_pb2.Reserved) -> None:
-        """Adds the first event of a request."""
-        pending = self._pending.get(stream_id)
-        if pending is not None:
-            pending.reserve(reserved)
-            self._enqueue(stream_id, pending)
-
-    def add_times(self, stream_id: int, times: decode_pb2.AttemptTimes) -> None:
-        """Adds the times of a request, which go with its next tokens. They replace times that are not sent yet."""
-        pending = self._pending.get(stream_id)
-        if pending is not None:
-            pending.add_times(times)
-
-    def add_tokens(self, stream_id: int, pieces: Sequence[DecodeTokens]) -> None:
-        """Adds tokens."""
-        pending = self._pending.get(stream_id)
-        if pending is not None:
-            pending.add_tokens(pieces)
-            self._enqueue(stream_id, pending)
-
-    def finish(self, stream_id: int, finished: decode_pb2.Finished) -> None:
-        """Adds the last event of a request."""
-        pending = self._pending.get(stream_id)
-        if pending is not None:
-            pending.finish(finished)
-            self._enqueue(stream_id, pending)
-
-    def fail(self, stream_id: int, status: bytes) -> None:
-        """Adds an error as the last event of a request, after the tokens before it."""
-        pending = self._pending.get(stream_id)
-        if pending is not None:
-            pending.fail(status)
-            self._enqueue(stream_id, pending)
+        """Allows more tokens of a request. No effect for one of which everything is sent."""
+        if (stream := self._streams.get(stream_id)) is not None:
+            stream.grant(credit_tokens)
 
     def drop(self, stream_id: int) -> None:
         """Forgets a request."""
-        self._pending.pop(stream_id, None)
+        self._streams.pop(stream_id, None)
         self._queue.pop(stream_id, None)
         self._waiting.pop(stream_id, None)
 
@@ -263,7 +229,7 @@ class Outgoing:
 
         `holds_tokens` leaves tokens that may wait for a later message.
         """
-        queue, unfinished = self._queue, dict[int, _Pending]()
+        queue, unfinished = self._queue, dict[int, OutgoingStream]()
         if not holds_tokens:
             queue |= self._waiting
             self._waiting.clear()
@@ -272,21 +238,23 @@ class Outgoing:
         message = _Message(self._bytes_max)
         while queue and message.room_bytes > 0:
             stream_id = next(iter(queue))
-            pending = queue.pop(stream_id)
-            pending.move_to(message)
-            if pending.sent_end:
-                del self._pending[stream_id]
-            elif pending.sendable:
-                unfinished[stream_id] = pending
+            stream = queue.pop(stream_id)
+            stream.move_to(message)
+            if stream.sent_end:
+                del self._streams[stream_id]
+            elif stream.sendable:
+                unfinished[stream_id] = stream
         # Those that had no turn go first.
         queue |= unfinished
         return message.complete()
 
-    def _enqueue(self, stream_id: int, pending: _Pending) -> None:
-        if not pending.sendable or stream_id in self._queue:
+    def _enqueue(self, stream: OutgoingStream) -> None:
+        stream_id = stream.stream_id
+        dropped = stream_id not in self._streams
+        if dropped or not stream.sendable or stream_id in self._queue:
             return
-        if pending.may_wait:
-            self._waiting[stream_id] = pending
+        if stream.may_wait:
+            self._waiting[stream_id] = stream
         else:
             self._waiting.pop(stream_id, None)
-            self._queue[stream_id] = pending
+            self._queue[stream_id] = stream

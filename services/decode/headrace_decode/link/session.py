@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,39 +21,80 @@ from headrace_common.limits import (
 )
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_common.rpc.trace_context import context_of_carrier
-from headrace_decode.link.outgoing import Outgoing
-from headrace_decode.link.pace import TokenPace
-from headrace_decode.running import RunningAttempt
+from headrace_decode.attempt import DecodeAttempt
+from headrace_decode.link.outgoing import Outgoing, OutgoingStream
+
+
+class TokenPace:
+    """Lets tokens go at most once in the interval that the router asks for."""
+
+    def __init__(self, on_due: Callable[[], None]) -> None:
+        """`on_due` is called when tokens that have waited may go."""
+        self._on_due = on_due
+        self._interval_s = 0.0
+        self._due_s = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set_interval(self, interval_s: float) -> None:
+        """Changes the interval, also for tokens that wait now."""
+        if interval_s == self._interval_s:
+            return
+        self._due_s += interval_s - self._interval_s
+        self._interval_s = interval_s
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._on_due()
+
+    def try_release(self) -> bool:
+        """Whether the tokens that wait may go now. If not, `on_due` will be called."""
+        if self._timer is not None:
+            return False
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        if now_s < self._due_s:
+            self._timer = loop.call_at(self._due_s, self._end_wait)
+            return False
+        self._due_s = now_s + self._interval_s
+        return True
+
+    def close(self) -> None:
+        """Calls `on_due` no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_wait(self) -> None:
+        self._timer = None
+        # The timer may be early by less than the resolution of the loop's clock.
+        self._due_s = -math.inf
+        self._on_due()
+
 
 _FLUSH_S = 2.0
 _LAST_WRITE_S = 0.5
 _NAME = "a request of Link"
 
-StartAttempt = Callable[[decode_pb2.GenerateRequest, Deadline], Awaitable[RunningAttempt]]
+StartAttempt = Callable[[decode_pb2.GenerateRequest, Deadline], Awaitable[DecodeAttempt]]
 Write = Callable[[decode_pb2.LinkResponse], Awaitable[Any]]
 
 
 class _Lane:
-    """One request from its open to its end. `running` is set once it is admitted."""
+    """One request from its open to its end. `attempt` is set once it is admitted."""
 
-    def __init__(self, stream_id: int) -> None:
-        self.stream_id = stream_id
-        self.running: RunningAttempt | None = None
+    def __init__(self, outgoing: OutgoingStream) -> None:
+        self.outgoing = outgoing
+        self.stream_id = outgoing.stream_id
+        self.attempt: DecodeAttempt | None = None
         self.starting: asyncio.Task[None] | None = None
-
-    def admitted(self, running: RunningAttempt) -> None:
-        self.running = running
-
-    def start(self, starting: asyncio.Task[None]) -> None:
-        """`starting` runs until the engine may generate."""
-        self.starting = starting
+        """Runs until the engine may generate."""
 
     def end(self) -> None:
         """Gives back what the request holds."""
         if self.starting is not None:
             self.starting.cancel()
-        if self.running is not None:
-            self.running.end()
+        if self.attempt is not None:
+            self.attempt.end()
 
 
 class LinkSession:
@@ -150,8 +192,8 @@ class LinkSession:
             raise ProtocolViolation(
                 "the router opens requests that were refused, and reads no refusal"
             )
-        self._outgoing.open(stream_id, opened.credit_tokens)
-        lane = self._lanes[stream_id] = _Lane(stream_id)
+        outgoing = self._outgoing.open(stream_id, opened.credit_tokens)
+        lane = self._lanes[stream_id] = _Lane(outgoing)
         if not opened.credit_tokens:
             self._fail(lane, InvalidRequest({"credit_tokens": "must be 1 or more"}))
         elif full:
@@ -160,18 +202,18 @@ class LinkSession:
             starting = asyncio.create_task(self._run(lane, opened))
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
-            lane.start(starting)
+            lane.starting = starting
 
     async def _run(self, lane: _Lane, opened: decode_pb2.LinkOpen) -> None:
         """Runs a request until the engine may generate."""
         otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
         try:
-            running = await self._start(opened.request, self._deadline_of(opened))
-            lane.admitted(running)
-            self._outgoing.reserve(lane.stream_id, await running.start())
+            attempt = await self._start(opened.request, self._deadline_of(opened))
+            lane.attempt = attempt
+            lane.outgoing.reserve(await attempt.reserve())
             self._wake.set()
-            await running.wait_ready()
-            running.attempt.notify(lambda: self._mark_readable(lane))
+            await attempt.wait_ready()
+            attempt.notify(lambda: self._mark_readable(lane))
         except Exception as error:  # noqa: BLE001 - the outermost frame of a request
             self._fail(lane, error)
 
@@ -192,13 +234,13 @@ class LinkSession:
 
     def _fail(self, lane: _Lane, error: Exception) -> None:
         status = status_of(reported_error(error, _NAME))
-        self._outgoing.fail(lane.stream_id, status.SerializeToString())
+        lane.outgoing.fail(status.SerializeToString())
         self._end_lane(lane)
 
     def _end_lane(self, lane: _Lane) -> None:
         self._lanes.pop(lane.stream_id, None)
-        if lane.running is not None:
-            lane.running.end()
+        if lane.attempt is not None:
+            lane.attempt.end()
         self._wake.set()
 
     def _end_all(self) -> None:
@@ -231,17 +273,14 @@ class LinkSession:
         """Moves what the engine has yielded to `_outgoing`."""
         readable, self._readable = self._readable, {}
         for stream_id, lane in readable.items():
-            running = lane.running
-            if running is None or stream_id not in self._lanes:
+            attempt = lane.attempt
+            if attempt is None or stream_id not in self._lanes:
                 continue
             try:
-                while running.attempt.readable:
-                    progress = running.take()
-                    if progress.times is not None:
-                        self._outgoing.add_times(stream_id, progress.times)
-                    self._outgoing.add_tokens(stream_id, progress.tokens)
+                while attempt.readable:
+                    progress = attempt.take()
+                    lane.outgoing.add(progress)
                     if progress.finished is not None:
-                        self._outgoing.finish(stream_id, progress.finished)
                         self._end_lane(lane)
                         break
             except Exception as error:  # noqa: BLE001 - the outermost frame of a request

@@ -30,10 +30,9 @@ from headrace_engine.sim.stepper import SimClock
 from headrace_kv.checksum import DigestMode
 from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.messages import Reservation, SendReport, TransferTarget
-from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
-from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
+from headrace_kv.receive.transfer import IncomingTransfer, TransferState, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.shard_map import edges, heads_held
 from headrace_kv.tickets import NoTickets
@@ -327,7 +326,7 @@ class Pair:
             finally:
                 started.prefill.cancel()
                 # The transfer may become complete while its wait is cancelled.
-                if started.transfer.entered_unix_ns(TransferState.COMPLETE):
+                if started.transfer.states.entered_unix_ns(TransferState.COMPLETE):
                     self.decode.arrived(reservation.transfer_id)
                 else:
                     self.receiver.cancel(
@@ -386,7 +385,8 @@ async def pair(
             lease_ttl_s=LEASE_S,
             on_released=decode_side.released,
             quarantine_s=0.1,
-            features=tuple(filter(None, (decode_side.broadcast, checks))),
+            broadcast=decode_side.broadcast,
+            checks=checks,
         )
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -19,8 +19,7 @@ from headrace_common.errors import (
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import Chunk
 from headrace_kv.messages import LayerSent
-from headrace_kv.receive.observer import TransferState
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.receive.transfer import IncomingTransfer, TransferState
 from tests.component.engine.sim.support import (
     EVERYTHING,
     Handed,

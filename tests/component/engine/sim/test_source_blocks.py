@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.errors import Cancelled
 from headrace_kv.copy_plan import Runs
-from headrace_kv.receive.observer import TransferState
+from headrace_kv.receive.transfer import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.engine.sim.support import close, decode_work, pair
 from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport

@@ -14,7 +14,7 @@ from headrace_common.errors import LayoutMismatch, ProtocolViolation, StaleIncar
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout import WorkerRef, layout_to_proto
-from headrace_kv.receive.observer import TransferState
+from headrace_kv.receive.transfer import TransferState
 from tests.component.kv.harness import TOKENS, Rig, running
 from tests.waiting import until
 

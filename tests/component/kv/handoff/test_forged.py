@@ -18,8 +18,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets import SigningKey, TicketKey
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import Reservation
-from headrace_kv.receive.observer import TransferState
-from headrace_kv.receive.receiver import ReceiverLimits
+from headrace_kv.receive.transfer import TransferState
 from headrace_kv.send import transfer as send_transfer
 from headrace_kv.tickets import digest_seed
 from tests.component.kv.handoff.test_bad_messages import (
@@ -222,19 +221,6 @@ async def test_a_worker_that_lost_its_task_cannot_fill_the_transfer_of_the_next_
             assert transfer.state is TransferState.OPEN
             rig.push(name)
             await rig.received(transfer)
-
-
-async def test_an_open_before_its_reservation_is_checked_when_that_comes() -> None:
-    async with running(receiver_limits=ReceiverLimits(open_wait_s=60.0)) as rig:
-        name = "x" + "4" * 32
-        early = opening(name, rig.ticket(name))
-        async with raw_stream(rig, hello(rig), early, opening("x5", bytes(2_000))) as call:
-            await call.read()
-            # A ticket that is too long is not kept.
-            assert await refusal(call) == ("UNAUTHENTICATED", "signature")
-            transfer = rig.reserve(transfer_id=name)
-            assert await refusal(call) == ("PERMISSION_DENIED", "prefill_worker_id")
-            assert transfer.state is TransferState.RESERVED
 
 
 async def test_a_stream_with_refused_tickets_only_ends_with_the_claim() -> None:

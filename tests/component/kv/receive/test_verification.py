@@ -10,7 +10,7 @@ import pytest
 from headrace_common.errors import KvCorrupt, ProtocolViolation, TransferFailed
 from headrace_kv.checksum import DigestMode, is_digested
 from headrace_kv.layout import KvDescriptor
-from headrace_kv.receive.observer import TransferState
+from headrace_kv.receive.transfer import TransferState
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send import writes
 from tests.component.kv.harness import (

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from headrace_common.identity import new_transfer_id
-from headrace_kv.receive.observer import TransferState
-from headrace_kv.receive.receiver import ReceiverLimits
+from headrace_kv.receive.transfer import PrefillPeer, TransferState
 from tests.component.kv.harness import (
     LAYERS,
     LentMooncake,
@@ -25,20 +23,19 @@ from tests.waiting import until
 
 FREE_WITHIN_S = 1.0
 ATTEMPTS = 5
-STAGES = ("connecting", "without a reservation", "open", "sending", "last layer", "committed")
+STAGES = ("connecting", "open", "sending", "last layer", "committed")
 
 
 @asynccontextmanager
 async def rig_at(stage: str, transports: TransportSource) -> AsyncIterator[tuple[Rig, str]]:
     """A transfer of two prefill ranks that has reached `stage`, and its id."""
-    limits = ReceiverLimits(open_wait_s=30.0)
-    async with running(2, 1, transports, receiver_limits=limits) as rig:
-        if stage == "without a reservation":
-            target = replace(rig.target(rig.reserve()), transfer_id=new_transfer_id())
-            rig.open(target)
-            pending = rig.receiver._pending_opens._expiries
-            await until(lambda: len(pending.get(target.transfer_id, ())) == len(rig.senders))
-            yield rig, target.transfer_id
+    async with running(2, 1, transports) as rig:
+        if stage == "without an answer":
+            opens: list[PrefillPeer] = []
+            rig.receiver.handle = lambda peer, request: opens.append(peer)  # type: ignore[method-assign]
+            name = rig.start().transfer_id
+            await until(lambda: len(opens) == len(rig.senders))
+            yield rig, name
             return
         transfer = rig.start()
         name = transfer.transfer_id
@@ -66,8 +63,10 @@ def by_prefill(rig: Rig, transfer_id: str) -> None:
         sender.stop(transfer_id, "CANCELLED", "the client left")
 
 
-@pytest.mark.parametrize("abort", [by_decode, by_prefill])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage, abort",
+    [*product(STAGES, (by_decode, by_prefill)), ("without an answer", by_prefill)],
+)
 @pytest.mark.parametrize("over", ["slow memory", "mooncake"])
 async def test_an_abort_at_any_stage_frees_prefill_within_a_second(
     over: str, stage: str, abort: Callable[[Rig, str], None], mooncake: LentMooncake
@@ -92,7 +91,7 @@ async def freed_after_s(
         abort(rig, transfer_id)
         await rig.quiet(transfer_id)
         assert not rig.is_sending(transfer_id)
-        if stage != "without a reservation" and abort is by_decode:
+        if abort is by_decode:
             await until(lambda: not rig.receiver.active_count)
             await until(lambda: not rig.receiver.quarantined_blocks)
         seconds = time.monotonic() - start_s

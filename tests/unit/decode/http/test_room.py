@@ -12,7 +12,7 @@ import pytest
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, QueueFull
-from headrace_decode.admission.admission import Capacity
+from headrace_decode.admission import Capacity
 from headrace_decode.http.room import BlockShares
 from tests.waiting import until
 

@@ -19,7 +19,7 @@ from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
-from tests.transfer_links import link_sent
+from tests.transfer_links import sent_link
 
 
 class Shown:
@@ -40,8 +40,8 @@ def shown() -> Shown:
 
 
 def test_links_count_by_workers_kind_and_transport(shown: Shown) -> None:
-    near = SendReport("x1", 0, "", "", (link_sent(),), 10, "10.0.0.2")
-    far = SendReport("x1", 1, "", "", (link_sent(), link_sent(payload_bytes=0)), 10, "10.0.0.1")
+    near = SendReport("x1", 0, "", "", (sent_link(),), 10, "10.0.0.2")
+    far = SendReport("x1", 1, "", "", (sent_link(), sent_link(payload_bytes=0)), 10, "10.0.0.1")
     shown.workers.transfer_ended("prefill-0", "decode-0", "", 800, [near, far])
     shown.workers.transfer_ended("prefill-0", "decode-1", "CANCELLED", 0, [far])
     assert shown(schema.METRIC_TRANSFERS) == {
@@ -54,7 +54,7 @@ def test_links_count_by_workers_kind_and_transport(shown: Shown) -> None:
     other_pair = ("prefill-0", "decode-1", "network", "mooncake/tcp")
     pairs = near_pair, far_pair, other_pair
     assert shown(schema.METRIC_LINK_BYTES) == dict.fromkeys(pairs, 400)
-    moving_s = 1e-9 * link_sent().moving_ns
+    moving_s = 1e-9 * sent_link().moving_ns
     assert shown(schema.METRIC_LINK_TIME) == dict.fromkeys(pairs, pytest.approx(moving_s))
     rates = shown(schema.METRIC_LINK_RATE)
     assert rates is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
+
 from headrace_common.process.kill_timer import KillTimer
 from headrace_kv.leases import LateWriteGuard
-
-QUARANTINE_S = 15.0
 
 
 class RecordedTimer:
@@ -23,54 +23,41 @@ class RecordedTimer:
         del self.deadlines[owner]
 
 
-def guard_with(timer: RecordedTimer) -> LateWriteGuard:
-    return LateWriteGuard(cast("KillTimer", timer))
+@pytest.fixture
+def timer() -> RecordedTimer:
+    return RecordedTimer()
 
 
-def test_the_process_may_live_for_half_the_quarantine_after_the_lease() -> None:
-    timer = RecordedTimer()
-    guard = guard_with(timer)
-    guard.lease_granted(100.0, QUARANTINE_S)
+def granted(
+    timer: RecordedTimer, end_s: float = 100.0, quarantine_s: float = 15.0
+) -> LateWriteGuard:
+    """With a lease until `end_s`."""
+    guard = LateWriteGuard(cast("KillTimer", timer))
+    guard.lease_granted(end_s, quarantine_s)
+    return guard
+
+
+def test_a_write_may_go_on_for_half_the_quarantine_after_the_lease(timer: RecordedTimer) -> None:
+    guard = granted(timer)
     assert not timer.deadlines
     guard.write_started()
     assert timer.deadlines == {guard: 107.5}
-
-
-def test_a_renewal_moves_the_end_of_a_write_in_flight() -> None:
-    timer = RecordedTimer()
-    guard = guard_with(timer)
-    guard.lease_granted(100.0, QUARANTINE_S)
-    guard.write_started()
-    guard.lease_granted(102.0, QUARANTINE_S)
+    guard.lease_granted(102.0, 15.0)
     assert timer.deadlines == {guard: 109.5}
 
 
-def test_only_the_end_of_the_last_write_ends_the_watch() -> None:
-    timer = RecordedTimer()
-    guard = guard_with(timer)
-    guard.lease_granted(100.0, QUARANTINE_S)
-    guard.write_started()
-    guard.write_started()
+def test_only_the_end_of_the_last_write_of_a_stream_ends_its_watch(timer: RecordedTimer) -> None:
+    guard, other = granted(timer), granted(timer, 101.0)
+    for one in (guard, guard, other):
+        one.write_started()
     guard.write_ended()
-    assert timer.deadlines
+    assert timer.deadlines == {guard: 107.5, other: 108.5}
     guard.write_ended()
-    assert not timer.deadlines
+    assert timer.deadlines == {other: 108.5}
 
 
-def test_streams_are_watched_apart() -> None:
-    timer = RecordedTimer()
-    guards = [guard_with(timer), guard_with(timer)]
-    for number, guard in enumerate(guards):
-        guard.lease_granted(100.0 + number, QUARANTINE_S)
-        guard.write_started()
-    guards[0].write_ended()
-    assert timer.deadlines == {guards[1]: 108.5}
-
-
-def test_a_short_quarantine_cannot_end_a_process_that_runs() -> None:
+def test_a_short_quarantine_cannot_end_a_process_that_runs(timer: RecordedTimer) -> None:
     """A transport takes up to two seconds after the lease to give up a write."""
-    timer = RecordedTimer()
-    guard = guard_with(timer)
-    guard.lease_granted(100.0, 0.001)
+    guard = granted(timer, quarantine_s=0.001)
     guard.write_started()
     assert timer.deadlines == {guard: 102.5}

@@ -178,8 +178,8 @@ def test_a_stage_sends_its_own_layers_only() -> None:
     prefill = replace(make_layout(1, 6, heads=1), stage_starts=(0, 2))
     ledger = Ledger(decode, prefill, Reservation("x1", (1, 2, 3), 0, 10))
     pairs = {(0, 0, 1), (0, 1, 1), (1, 0, 2), (1, 1, 3), (1, 2, 4), (1, 3, 5)}
-    assert pairs <= ledger.expected_keys
-    assert len(ledger.expected_keys) == 12
+    assert pairs <= ledger.missing_keys
+    assert len(ledger.missing_keys) == 12
     ledger.land((1, 3, 5), 0, 10, 10 * 100)
     assert ledger.missing() == (
         "layers 0-1 from rank 0; layers 2-4 from rank 1; layer 5 from rank 1 to rank 2"

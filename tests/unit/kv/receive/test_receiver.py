@@ -1,4 +1,4 @@
-"""The receiver with a feature that is under the test's control: completion (I3) and the release of blocks (I1)."""
+"""The receiver with local copies that are under the test's control: completion (I3) and the release of blocks (I1)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_common.tickets import SigningKey, TicketKeys, sign_handoff
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.messages import Reservation
-from headrace_kv.receive.observer import (
-    ReceiverFeature,
-    ResumeTransfer,
-    TransferObserver,
-    TransferState,
-    TransferView,
-)
+from headrace_kv.receive.ledger import LayerLanded
+from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalCopies, ResumeTransfer
 from headrace_kv.receive.receiver import Receiver
-from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
+from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferState
 from headrace_kv.shard_map import Key
 from headrace_kv.tickets import NoTickets, RouterTickets
 from tests.model.virtual_time import VirtualDeadline, VirtualTimers
@@ -34,42 +29,49 @@ LATE_WRITE_S = 3.0
 TICKET = sign_handoff(SigningKey(), handoff_pb2.HandoffClaims(transfer_id="x0"))
 
 
-class HeldFeature(ReceiverFeature, TransferObserver):
-    """Keeps one key pending and may write into the blocks, until the test ends its work."""
+class HeldCopies(LocalCopies):
+    """Keeps one key missing and may write into the blocks, until the test ends its work."""
+
+    missing_keys: Collection[Key] = ((0, 0, 0),)
+    copied_bytes = 0
 
     def __init__(self) -> None:
-        self.busy = True
-        self.progress: list[bool] = []
+        self.running = True
+        self.progress = 0
         self.failed = False
         self.resume: ResumeTransfer
 
-    @property
-    def pending_keys(self) -> Collection[Key]:
-        return ((0, 0, 0),) if self.busy else ()
+    def land(self, landed: LayerLanded) -> None:
+        pass
 
-    @property
-    def holds_blocks(self) -> bool:
-        return self.busy
+    def start(self) -> None:
+        self.progress += 1
 
-    def observe(self, transfer: TransferView, resume: ResumeTransfer) -> TransferObserver:
-        self.resume = resume
-        return self
-
-    def on_progress(self, transfer: TransferView) -> None:
-        self.progress.append(transfer.active)
-
-    def on_failed(self) -> None:
+    def stop(self) -> None:
         self.failed = True
 
     def end_work(self, error: HeadraceError | None = None, *, late_write_s: float = 0.0) -> None:
-        self.busy = False
+        self.running, self.missing_keys = False, ()
         self.resume(error, late_write_s=late_write_s)
+
+
+class HeldBroadcast(LocalBroadcast):
+    """Its only copies are those of the test."""
+
+    def __init__(self, held: HeldCopies) -> None:
+        self._held = held
+
+    def copies(
+        self, reservation: Reservation, deadline: Deadline, resume: ResumeTransfer
+    ) -> LocalCopies:
+        self._held.resume = resume
+        return self._held
 
 
 class Stage:
     """One transfer of one layer, opened by one rank."""
 
-    def __init__(self, *features: ReceiverFeature) -> None:
+    def __init__(self, copies: HeldCopies | None = None) -> None:
         self.timers = VirtualTimers()
         self.released: list[str] = []
         layout = make_layout(1, 1, heads=1)
@@ -79,7 +81,7 @@ class Stage:
             tickets=NoTickets(),
             on_released=self.released.append,
             timers=self.timers,
-            features=features,
+            broadcast=None if copies is None else HeldBroadcast(copies),
         )
         self.transfer = self.reserve("x1", 1)
         self.ended_streams: list[HeadraceError] = []
@@ -121,15 +123,15 @@ class Stage:
 
 
 @pytest.mark.parametrize("stream_ends", [False, True])
-def test_a_transfer_completes_when_the_feature_has_nothing_pending(stream_ends: bool) -> None:
-    feature = HeldFeature()
-    stage = Stage(feature)
+def test_a_transfer_completes_when_nothing_is_left_to_copy(stream_ends: bool) -> None:
+    copies = HeldCopies()
+    stage = Stage(copies)
     stage.land()
     assert stage.transfer.landed
     if stream_ends:
         stage.receiver.disconnect(stage.peer)
     assert stage.transfer.active
-    feature.end_work()
+    copies.end_work()
     assert stage.transfer.state is TransferState.FREE
     assert stage.transfer.error is None
     assert stage.released == []
@@ -143,24 +145,24 @@ def test_blocks_are_released_as_soon_as_the_last_writer_has_quiesced() -> None:
     assert stage.released == ["x1"]
 
 
-def test_blocks_are_not_released_while_the_feature_may_write() -> None:
-    feature = HeldFeature()
-    stage = Stage(feature)
+def test_blocks_are_not_released_while_a_copy_may_write() -> None:
+    copies = HeldCopies()
+    stage = Stage(copies)
     stage.cancel()
-    assert feature.failed
-    assert feature.progress == []
+    assert copies.failed
+    assert copies.progress == 0
     stage.quiesce()
     stage.advance(100.0)
     assert stage.released == []
-    feature.end_work()
+    copies.end_work()
     assert stage.released == ["x1"]
 
 
-def test_late_writes_of_the_feature_delay_the_release() -> None:
-    feature = HeldFeature()
-    stage = Stage(feature)
+def test_late_writes_of_a_copy_delay_the_release() -> None:
+    copies = HeldCopies()
+    stage = Stage(copies)
     stage.land()
-    feature.end_work(TransferFailed("the work failed"), late_write_s=LATE_WRITE_S)
+    copies.end_work(TransferFailed("the work failed"), late_write_s=LATE_WRITE_S)
     stage.quiesce()
     stage.advance(0.9 * LATE_WRITE_S)
     assert stage.released == []
@@ -169,12 +171,12 @@ def test_late_writes_of_the_feature_delay_the_release() -> None:
 
 
 def test_work_that_ends_after_close_releases_nothing() -> None:
-    feature = HeldFeature()
-    stage = Stage(feature)
+    copies = HeldCopies()
+    stage = Stage(copies)
     stage.cancel()
     stage.quiesce()
     stage.receiver.close()
-    feature.end_work()
+    copies.end_work()
     assert stage.released == []
 
 

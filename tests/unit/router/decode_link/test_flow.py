@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headrace.decode.v1 import decode_pb2
 from headrace_common.errors import HeadraceError, ProtocolViolation, TransferFailed
 from headrace_common.rpc.status import status_of
-from headrace_decode.link.outgoing import Outgoing
+from headrace_decode.attempt import Progress
+from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 from headrace_router.decode_link.outgoing import OutgoingRequests
@@ -40,6 +41,7 @@ class _Link:
     def __init__(self, window: int, bytes_max: int) -> None:
         self.window = window
         self.worker = Outgoing(bytes_max)
+        self.streams: dict[int, OutgoingStream] = {}
         self.answers = LinkedAnswers()
         self.router = OutgoingRequests(bytes_max)
         self.up: deque[bytes] = deque()
@@ -54,8 +56,8 @@ class _Link:
             answer = LinkedAnswer(stream_id, window, self._grant)
             self.readers[stream_id] = answer
             self.answers.add(answer)
-            self.worker.open(stream_id, window)
-            self.worker.reserve(stream_id, decode_pb2.Reserved(start_token=stream_id))
+            stream = self.streams[stream_id] = self.worker.open(stream_id, window)
+            stream.reserve(decode_pb2.Reserved(start_token=stream_id))
             self.generated[stream_id], self.read_tokens[stream_id] = [], []
 
     def _grant(self, stream_id: int, tokens: int) -> None:
@@ -78,11 +80,12 @@ class _Link:
                 self.send_down()
             case "finish" if stream_id not in self.ends:
                 self.ends[stream_id] = "finished"
-                self.worker.finish(stream_id, decode_pb2.Finished(cached_tokens=stream_id))
+                finished = decode_pb2.Finished(cached_tokens=stream_id)
+                self.streams[stream_id].add(Progress([], finished))
             case "fail" if stream_id not in self.ends:
                 self.ends[stream_id] = "TRANSFER_FAILED"
                 status: status_pb2.Status = status_of(TransferFailed("gone"))
-                self.worker.fail(stream_id, status.SerializeToString())
+                self.streams[stream_id].fail(status.SerializeToString())
             case "cancel":
                 if self.answers.remove(stream_id) is not None:
                     self.router.cancel(stream_id)
@@ -98,7 +101,7 @@ class _Link:
             for token in new
         ]
         known += new
-        self.worker.add_tokens(stream_id, pieces)
+        self.streams[stream_id].add(Progress(pieces))
 
     def read(self, stream_id: int) -> bool:
         """Reads one event. False when there is none, or none is left."""

@@ -20,7 +20,6 @@ from headrace_engine.vllm.link.messages import (
     keep_answer,
     read_startup_error,
     report_to_proto,
-    reservation_to_proto,
     tier_load_to_proto,
     write_startup_error,
 )
@@ -33,12 +32,12 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_to_proto,
 )
-from headrace_kv.messages import Reservation, SendReport
+from headrace_kv.messages import Reservation, SendReport, reservation_to_proto
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.load_times import TierLoad
 from headrace_kv.tiers.promises import KeepTerms, Kept
 from headrace_kv.transport.guard import parse_networks
-from tests.transfer_links import link_sent
+from tests.transfer_links import sent_link
 from tests.waiting import until
 
 LAYOUT = KvLayout.attention(
@@ -51,7 +50,7 @@ LAYOUT = KvLayout.attention(
     parts={"kv": 4096},
     block_format="vllm-cpu-vec",
 )
-SENT = link_sent(strategy="direct+gather_scatter")
+SENT = sent_link(strategy="direct+gather_scatter")
 REPORT = SendReport("x1", 1, "QUEUE_FULL", "too many", (SENT,), 240, "10.0.0.1", "device")
 LOADED = TierLoad(Tier.DISK, 3, 0.25, failed=True)
 RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
@@ -216,7 +215,7 @@ async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Pa
         descriptor = await ends.server.wait_attached(2, timeout_s=10)
         assert descriptor == KvDescriptor(LAYOUT, (memory(0), memory(1)))
         ends.links["scheduler"].send(
-            link_pb2.AttachRequest(reserved=reservation_to_proto(RESERVATION))
+            link_pb2.AttachRequest(reservation=reservation_to_proto(RESERVATION))
         )
         ends.links["rank 1"].send(link_pb2.AttachRequest(report=report_to_proto(REPORT)))
         ends.links["rank 1"].send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(LOADED)))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from headrace_decode.canary.tolerance import LEARNED_COMPARISONS, Difference, PairTolerance
+from headrace_decode.canary import LEARNED_COMPARISONS, Difference, PairTolerance
 
 
 def errors(*layers: tuple[float, ...]) -> dict[tuple[int, int], float]:

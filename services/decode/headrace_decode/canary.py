@@ -6,21 +6,95 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from opentelemetry.trace import Span
 
 from headrace_common.tasks import end_task
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.canary.tolerance import Difference, PairTolerance
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import Reservation
-from headrace_kv.receive.observer import ReceiverFeature
 from headrace_kv.receive.verification import CorruptSenderTracker
+
+LEARNED_COMPARISONS: Final = 8
+_MARGIN: Final = 4.0
+"""Times the largest difference of the comparisons that were learned from."""
+
+
+class _Bounds(NamedTuple):
+    """Of a tolerance: nothing below the first is a fault, and nothing above the second is learned."""
+
+    least: float
+    most: float
+
+
+_BOUNDS: Final = {
+    "float32": _Bounds(0.001, 0.02),
+    "float16": _Bounds(0.01, 0.1),
+    "bfloat16": _Bounds(0.05, 0.15),
+}
+_QUANTIZED: Final = _Bounds(0.1, 0.25)
+"""One value of a pair may be rounded up and the other one down."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Difference:
+    """The first layer that differs by more than its tolerance, and its head that differs most."""
+
+    layer: int
+    head: int
+    error: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, head {self.head} differ by {self.error:.2g}, more than {self.tolerance:.2g}"
+
+
+class PairTolerance:
+    """The tolerance of each layer, for one pair of workers.
+
+    The first comparisons are held against the bound of the type. A pair with a fault at its start exceeds it, so the
+    fault is not learned.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        """`dtype`: the layout's name of the type of KV."""
+        self._bounds = _BOUNDS.get(dtype, _QUANTIZED)
+        self._largest: dict[int, float] = {}
+        self._comparisons = 0
+
+    @property
+    def learned(self) -> bool:
+        """Whether it has seen enough comparisons."""
+        return self._comparisons >= LEARNED_COMPARISONS
+
+    def difference(self, errors: BlockErrors) -> Difference | None:
+        """None where every head is within its tolerance."""
+        found: dict[int, Difference] = {}
+        for (layer, head), error in errors.items():
+            one = Difference(layer, head, error, self._tolerance(layer))
+            if error > one.tolerance and (layer not in found or error > found[layer].error):
+                found[layer] = one
+        return found[min(found)] if found else None
+
+    def learn(self, errors: BlockErrors) -> None:
+        """A comparison without a difference. Later ones change nothing."""
+        if self.learned:
+            return
+        self._comparisons += 1
+        for (layer, _), error in errors.items():
+            self._largest[layer] = max(error, self._largest.get(layer, 0.0))
+
+    def _tolerance(self, layer: int) -> float:
+        least, most = self._bounds
+        if not self.learned:
+            return most
+        return min(most, max(least, _MARGIN * self._largest.get(layer, most)))
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +152,7 @@ class _Pair:
     requests: int = 0
 
 
-class Canary(ReceiverFeature):
+class Canary:
     """Rejects a prefill worker after two requests with KV that this worker computes differently.
 
     One event loop owns it. Call `attempt_closed` for every attempt.
@@ -102,28 +176,21 @@ class Canary(ReceiverFeature):
         self._on_compared = on_compared
         self._random = random or Random()
         self._is_idle: Callable[[], bool] = lambda: True
-        self._rejected = CorruptSenderTracker(_DIFFERENCES_MAX)
+        self.corrupt_senders = CorruptSenderTracker(_DIFFERENCES_MAX)
         self._pairs: OrderedDict[WorkerRef, _Pair] = OrderedDict()
         # The latest request of each prefill worker that is due.
         self._due: dict[WorkerRef, _Candidate] = {}
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def rejected_senders(self) -> Mapping[WorkerRef, str]:
-        return self._rejected.rejected
-
-    def require_accepted(self, sender: WorkerRef) -> None:
-        self._rejected.require_accepted(sender)
-
     def watch(self, is_idle: Callable[[], bool]) -> None:
         """Sets how it finds out whether the worker has requests."""
         self._is_idle = is_idle
 
-    def attempt_closed(self, attempt: DecodeAttempt, span: Span) -> None:
+    def attempt_closed(self, attempt: DecodeAttempt) -> None:
         """An attempt has given back its resources. Prompts with images would have to be encoded: they do not count."""
         summary, reservation = attempt.summary, attempt.reservation
         if summary is not None and reservation is not None and not attempt.work.images:
-            self._handed_over(_Candidate(attempt.work, reservation, summary.prefill, span))
+            self._handed_over(_Candidate(attempt.work, reservation, summary.prefill, attempt.span))
         if self._due and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._compare_due(), name="canary")
 
@@ -134,7 +201,9 @@ class Canary(ReceiverFeature):
 
     def _handed_over(self, candidate: _Candidate) -> None:
         prefill = candidate.prefill
-        if prefill in self._rejected.rejected or not self._whole_blocks(candidate.reservation):
+        if prefill in self.corrupt_senders.rejected or not self._whole_blocks(
+            candidate.reservation
+        ):
             return
         pair = self._pairs.setdefault(prefill, _Pair(PairTolerance(self._dtype)))
         self._pairs.move_to_end(prefill)
@@ -181,7 +250,7 @@ class Canary(ReceiverFeature):
                 end_unix_ns=time.time_ns(),
                 block_count=len(blocks),
                 difference=first,
-                quarantined=candidate.prefill in self._rejected.rejected,
+                quarantined=candidate.prefill in self.corrupt_senders.rejected,
             )
         )
 
@@ -222,4 +291,4 @@ class Canary(ReceiverFeature):
             difference,
         )
         detail = f"its KV is not what this worker computes: {difference}"
-        self._rejected.record(prefill, detail)
+        self.corrupt_senders.record(prefill, detail)

@@ -13,8 +13,7 @@ from opentelemetry import trace
 
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.canary.canary import BLOCKS_MAX, Canary, Comparison
-from headrace_decode.canary.tolerance import LEARNED_COMPARISONS
+from headrace_decode.canary import BLOCKS_MAX, LEARNED_COMPARISONS, Canary, Comparison
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock, Sampling
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.messages import Reservation
@@ -85,8 +84,9 @@ class Bench:
             work=work,
             reservation=reservation,
             summary=None if prefill is None else SimpleNamespace(prefill=prefill),
+            span=trace.INVALID_SPAN,
         )
-        self.canary.attempt_closed(cast("DecodeAttempt", attempt), trace.INVALID_SPAN)
+        self.canary.attempt_closed(cast("DecodeAttempt", attempt))
 
     async def end_idle(self, count: int, prefill: WorkerRef = PREFILL) -> None:
         """The same, `count` times with pauses."""
@@ -146,24 +146,26 @@ async def test_a_second_difference_quarantines_the_pair_and_no_other() -> None:
     bench.results.clear()
     bench.answer = WRONG
     await bench.end_idle(1)
-    bench.canary.require_accepted(PREFILL)
+    bench.canary.corrupt_senders.require_accepted(PREFILL)
     assert bench.outcomes == ["different"]
     assert bench.resets == 1
-    assert not bench.canary.rejected_senders
+    assert not bench.canary.corrupt_senders.rejected
     await bench.end_idle(1)
     assert bench.outcomes == ["different", "quarantined"]
     assert bench.resets == 2
     difference = bench.results[-1].difference
     assert difference is not None
     assert (difference.layer, difference.head) == (0, 1)
-    (detail,) = bench.canary.rejected_senders.values()
+    (detail,) = bench.canary.corrupt_senders.rejected.values()
     assert detail == (
         "its KV is not what this worker computes: layer 0, head 1 differ by 0.9, more than 0.004"
     )
     with pytest.raises(TransferFailed, match="layer 0, head 1"):
-        bench.canary.require_accepted(PREFILL)
-    bench.canary.require_accepted(OTHER)
-    bench.canary.require_accepted(WorkerRef(PREFILL.worker_id, "another incarnation"))
+        bench.canary.corrupt_senders.require_accepted(PREFILL)
+    bench.canary.corrupt_senders.require_accepted(OTHER)
+    bench.canary.corrupt_senders.require_accepted(
+        WorkerRef(PREFILL.worker_id, "another incarnation")
+    )
     # What was handed over before is not compared any more.
     await bench.end_idle(3)
     assert len(bench.results) == 2
@@ -205,7 +207,7 @@ async def test_blocks_that_are_not_cached_any_more_leave_the_pair_due() -> None:
     bench.answer = None
     await bench.end_idle(1)
     assert bench.outcomes[-1] == "dropped"
-    assert not bench.canary.rejected_senders
+    assert not bench.canary.corrupt_senders.rejected
 
 
 @virtually

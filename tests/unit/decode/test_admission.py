@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
-from headrace_decode.admission.admission import BlockAdmission, Capacity, SeenTransfers
-from headrace_decode.admission.retry_hint import HINT_S_MIN
+from headrace_decode.admission import HINT_S_MIN, BlockAdmission, Capacity, SeenTransfers
 from headrace_kv.layout import TOKENS, CacheGroup
 
 CAPACITY = Capacity(usable_blocks=10, block_tokens=16, max_model_len=96, max_num_seqs=3)

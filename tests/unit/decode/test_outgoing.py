@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace_decode.link.outgoing import Outgoing
+from headrace_decode.attempt import Progress
+from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 
 _END = decode_pb2.Finished(cached_tokens=3)
 
 
-def opened(*streams: tuple[int, int], bytes_max: int = 1_000_000) -> Outgoing:
-    """With streams of (id, credit)."""
+def opened(
+    *stream_ids: int, bytes_max: int = 1_000_000
+) -> tuple[Outgoing, dict[int, OutgoingStream]]:
+    """With credit for all tokens of the streams."""
     outgoing = Outgoing(bytes_max)
-    for stream_id, credit in streams:
-        outgoing.open(stream_id, credit)
-    return outgoing
+    return outgoing, {stream_id: outgoing.open(stream_id, 10_000) for stream_id in stream_ids}
 
 
 def columns(message: decode_pb2.LinkResponse | None) -> dict[int, list[int]]:
@@ -34,11 +35,11 @@ def columns(message: decode_pb2.LinkResponse | None) -> dict[int, list[int]]:
 
 
 def test_a_step_of_all_requests_is_one_message() -> None:
-    outgoing = opened((1, 9), (2, 9), (3, 9))
-    outgoing.reserve(3, decode_pb2.Reserved(start_token=5, end_token=7))
-    outgoing.add_tokens(1, [DecodeTokens((10,)), DecodeTokens((11,))])
-    outgoing.add_tokens(2, [DecodeTokens((20,))])
-    outgoing.finish(2, _END)
+    outgoing, streams = opened(1, 2, 3)
+    streams[3].reserve(decode_pb2.Reserved(start_token=5, end_token=7))
+    streams[1].add(Progress([DecodeTokens((10,)), DecodeTokens((11,))]))
+    streams[2].add(Progress([DecodeTokens((20,))]))
+    streams[2].add(Progress([], _END))
     message = outgoing.next_message()
     assert columns(message) == {1: [10, 11], 2: [20]}
     assert message is not None
@@ -48,22 +49,10 @@ def test_a_step_of_all_requests_is_one_message() -> None:
     assert outgoing.count == 2
 
 
-def test_nothing_more_is_sent_for_a_dropped_request() -> None:
-    outgoing = opened((1, 9), (2, 9))
-    outgoing.add_tokens(1, [DecodeTokens((10,))])
-    outgoing.add_tokens(2, [DecodeTokens((20,))])
-    outgoing.drop(1)
-    outgoing.add_tokens(1, [DecodeTokens((11,))])
-    outgoing.grant(1, 5)
-    outgoing.fail(1, b"late")
-    assert columns(outgoing.next_message()) == {2: [20]}
-    assert outgoing.next_message() is None
-
-
 def test_a_message_is_split_and_requests_take_turns() -> None:
-    outgoing = opened((1, 10_000), (2, 10_000), bytes_max=1_000)
-    outgoing.add_tokens(1, [DecodeTokens(tuple(range(2**28, 2**28 + 500)))])
-    outgoing.add_tokens(2, [DecodeTokens((20,))])
+    outgoing, streams = opened(1, 2, bytes_max=1_000)
+    streams[1].add(Progress([DecodeTokens(tuple(range(2**28, 2**28 + 500)))]))
+    streams[2].add(Progress([DecodeTokens((20,))]))
     seen: dict[int, list[int]] = {1: [], 2: []}
     messages = []
     while (message := outgoing.next_message()) is not None:
@@ -79,10 +68,10 @@ def test_a_message_is_split_and_requests_take_turns() -> None:
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: bool) -> None:
     entries = tuple(TokenLogprobs(-float(n), ((n, -0.5),) * 3, n) for n in range(1, 100))
-    outgoing = opened((1, 9), bytes_max=1_000)
+    outgoing, streams = opened(1, bytes_max=1_000)
     own = (TokenLogprobs(-0.1, ()), TokenLogprobs(-0.2, ())) if logprobs else ()
-    outgoing.add_tokens(1, [DecodeTokens((10, 11), own, prompt_logprobs=entries)])
-    outgoing.finish(1, _END)
+    streams[1].add(Progress([DecodeTokens((10, 11), own, prompt_logprobs=entries)]))
+    streams[1].add(Progress([], _END))
     answer = LinkedAnswer(1, 9, lambda stream_id, tokens: None)
     answers = LinkedAnswers()
     answers.add(answer)

@@ -1,1 +1,0 @@
-"""Admission of requests to the engine: room, time to completion, and when to retry."""

@@ -1,1 +1,0 @@
-"""Compares received KV with KV that this worker computes from the same tokens."""

@@ -1,1 +1,0 @@
-"""Pulls tasks from routers: streams, credits, and the shares of several routers."""
