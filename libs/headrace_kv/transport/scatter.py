@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import queue
 import secrets
 import threading
@@ -129,8 +130,8 @@ class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
         self._token = secrets.token_bytes(16)
         self.landing = memory.allocate(limits.senders * limits.loan_bytes)
         self._lock = threading.Lock()
+        # By loan. Infinite while it is lent.
         self._free_from_s = [0.0] * limits.senders
-        self._lent: set[int] = set()
         self._server = grpc.server(
             _DaemonThreads(),  # type: ignore[arg-type]  # the server only calls submit
             options=[("grpc.so_reuseport", 0)],
@@ -185,16 +186,14 @@ class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
                 scattered = scatter_pb2.Scattered(sequence=request.packed_runs.sequence)
                 yield scatter_pb2.ScatterResponse(scattered=scattered)
         finally:
-            with self._lock:
-                self._lent.discard(loan)
-                self._free_from_s[loan] = time.monotonic() + quarantine_s
+            self._free_from_s[loan] = time.monotonic() + quarantine_s
 
     def _lend(self) -> int | None:
         with self._lock:
             now_s = time.monotonic()
             for loan, free_from_s in enumerate(self._free_from_s):
-                if loan not in self._lent and free_from_s <= now_s:
-                    self._lent.add(loan)
+                if free_from_s <= now_s:
+                    self._free_from_s[loan] = math.inf
                     return loan
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -165,7 +166,7 @@ def end_quarantine(packed: PackedPair) -> float:
     server = packed.receiver._server
     assert server is not None
     deadline_s = time.monotonic() + 5.0
-    while server._lent:
+    while math.inf in server._free_from_s:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     (free_from_s,) = server._free_from_s

@@ -12,7 +12,6 @@ from headrace_kv.transport.mooncake import MooncakeTransport
 from headrace_kv.transport.staging import (
     StagingPlanner,
     choose_strategy,
-    extent_count,
     plan_staging,
 )
 
@@ -38,14 +37,6 @@ def test_longer_runs_are_never_staged_where_shorter_ones_are_not(
     short, long = scattered(count, length), scattered(count, length + more)
     if choose_strategy(TCP, short, EVERY) == "direct":
         assert choose_strategy(TCP, long, EVERY) == "direct"
-
-
-def test_extents_are_counted_in_any_order() -> None:
-    lengths = np.full(4, 100)
-    assert extent_count(np.array([300, 0, 100, 200]), lengths) == 1
-    assert extent_count(np.array([0, 500, 700, 900]), lengths) == 4
-    assert extent_count(np.array([500, 0, 600]), np.array([100, 50, 10])) == 2
-    assert extent_count(np.array([], np.int64), np.array([], np.int64)) == 0
 
 
 def test_long_runs_are_direct_beside_short_ones() -> None:
