@@ -17,16 +17,36 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_kv.tiers.pool import RemotePool, pool_secret
-from headrace_kv.tiers.pool_process import PoolSetup
+from headrace_kv.tiers.pool_process import SEAL_BYTES, PoolMemory, PoolSetup, SharedArena, Slots
 from headrace_kv.tiers.pool_server import StoreServer
+from headrace_kv.transport.memory import PAGE_BYTES
 from tests.pool_store import LONG_S, Store
-from tests.unit.kv.tiers.memories import Memory
 from tests.waiting import until
 
 SECRET = pool_secret(3)
 # Longer than a call of a working store takes on a busy machine.
 CALL_S = 30.0
 MIB = 1 << 20
+
+
+class Memory:
+    """Slots of one rank, each full of one byte."""
+
+    def __init__(self, slot_count: int = 8, content_bytes: int = 1_000) -> None:
+        object_bytes = content_bytes + SEAL_BYTES
+        slot_bytes = -(-object_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._arena = SharedArena(slot_bytes * slot_count)
+        self.described = PoolMemory(self._arena.descriptor, slot_bytes, slot_count, object_bytes)
+        self._slots = Slots(self.described)
+
+    def fill(self, slot: int, value: int) -> None:
+        content = self._slots.content_of(slot)
+        content[:] = bytes([value]) * len(content)
+
+    def value(self, slot: int) -> int:
+        """Raises ValueError when the slot has several bytes."""
+        (value,) = set(self._slots.content_of(slot))
+        return value
 
 
 @pytest.fixture

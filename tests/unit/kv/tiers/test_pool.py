@@ -225,15 +225,12 @@ def test_every_lookup_of_few_blocks_takes_one_query(store: CountingStore) -> Non
 def test_a_query_stays_small_with_many_stages_and_heads(store: CountingStore) -> None:
     layout = layout_of(2, heads=96, stage_starts=tuple(range(LAYERS)))
     with worker_of(store, layout) as worker:
-        blocks = worker.keys.of_prefixes(range(BATCH_BLOCKS_MAX))
-        present = blocks[:700]
-        store.objects.update(
-            dict.fromkeys([place + key for place in worker.keys.places for key in present], b"")
-        )
-        assert worker.find(*range(BATCH_BLOCKS_MAX)) == len(present)
+        places, keys = worker.keys.places, worker.keys.of_prefixes(range(700))
+        store.objects.update({place + key: b"" for place in places for key in keys})
+        assert worker.find(*range(BATCH_BLOCKS_MAX)) == len(keys)
         assert max(store.queries) <= BATCH_BLOCKS_MAX // 2
-        # No further query follows one without a block.
-        assert sum(store.queries) < (len(present) + 100) * len(worker.keys.places)
+        # No further query follows one with a missing block.
+        assert sum(store.queries) < (len(keys) + 100) * len(places)
 
 
 def test_a_lost_store_has_no_blocks_and_is_not_asked_again(store: CountingStore) -> None:
