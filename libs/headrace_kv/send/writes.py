@@ -1,4 +1,4 @@
-"""The writes of one prefill rank: whose turn it is, what fits into a window, one write and its digest.
+"""The writes of one prefill rank: turns of decode workers, windows, one write with its digest, and their record.
 
 Used by the sender's thread only.
 """
