@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError, TransferFailed
@@ -324,8 +324,7 @@ class SenderPeer:
         return self._window_waited_ns + time.monotonic_ns() - self._window_full_ns
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """A batch of a write that the transport has, to end by `end_s` of the monotonic clock."""
 
     write: LayerWrite
