@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
+from typing import Literal, TypeAlias
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import (
@@ -36,13 +36,13 @@ _NEVER_S = float("inf")
 _WRITES_PER_TURN = 64
 
 
-class Next(Enum):
-    """What a transfer needs next."""
+Next: TypeAlias = Literal["event", "plan", "commit", "fail"]
+"""What a transfer needs next.
 
-    EVENT = "something else must happen first"
-    PLAN = "its next range can be planned"
-    COMMIT = "everything that this rank must send has landed or, for a hidden state, is sent"
-    FAIL = "the engine pushes no more, and nothing is left to plan or to land"
+"event": something else must happen first. "plan": its next range can be planned. "commit": everything that this rank
+must send has landed or, for a hidden state, is sent. "fail": the engine pushes no more, and nothing is left to plan or
+to land.
+"""
 
 
 class OutgoingTransfer:
@@ -86,14 +86,14 @@ class OutgoingTransfer:
     def next_step(self) -> Next:
         """What it needs next."""
         if self.stopped or self._plan is None:
-            return Next.EVENT
+            return "event"
         if self._plan.complete and not self._hidden_state_due:
-            return Next.COMMIT
+            return "commit"
         if self._ranges:
-            return Next.PLAN
+            return "plan"
         if self._push_finished and not self._unacknowledged:
-            return Next.FAIL
-        return Next.EVENT
+            return "fail"
+        return "event"
 
     @property
     def quiet_at_s(self) -> float | None:
@@ -398,12 +398,12 @@ class OutgoingTransfers:
         """Acknowledges what has landed, and does what the transfer needs next."""
         transfer.acknowledge()
         match transfer.next_step:
-            case Next.PLAN:
+            case "plan":
                 self.writes.add(transfer.peer, transfer.transfer_id)
-            case Next.COMMIT:
+            case "commit":
                 transfer.commit()
                 self.end(transfer)
-            case Next.FAIL:
+            case "fail":
                 detail = f"the engine ended without {transfer.awaited()}"
                 self.fail(transfer, TransferFailed(detail))
 
@@ -448,7 +448,7 @@ class OutgoingTransfers:
     def _plan(self, transfer_id: str) -> list[LayerWrite]:
         """The writes of a transfer's next range; none when it has failed."""
         transfer = self.find(transfer_id)
-        if transfer is None or transfer.next_step is not Next.PLAN:
+        if transfer is None or transfer.next_step != "plan":
             return []
         self.ranges_removed(1)
         try:

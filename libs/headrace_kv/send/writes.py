@@ -1,4 +1,4 @@
-"""The writes of one prefill rank: whose turn it is, what fits into a window, one write and its digest.
+"""The writes of one prefill rank: turns of decode workers, windows, one write with its digest, and their record.
 
 Used by the sender's thread only.
 """
@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.engine.v1.link_pb2 import SentLink
 from headrace.kv.v1 import handoff_pb2
@@ -325,8 +325,7 @@ class SenderPeer:
         return self._window_waited_ns + time.monotonic_ns() - self._window_full_ns
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """A batch of a write that the transport has, to end by `end_s` of the monotonic clock."""
 
     write: LayerWrite

@@ -177,7 +177,7 @@ class Rank:
         self.turn()
 
     def connect(self, name: str, decode: WorkerRef = DECODE, hidden: bool = False) -> None:
-        """Starts a transfer, whose stream is ready if it was before."""
+        """Starts a transfer. Its stream is ready if it was before."""
         deadline_s = self.now_s + DEADLINE_S
         self.sender.open(TransferTarget(name, decode, "", 0, TOKENS, deadline_s, hidden))
         self.turn()
