@@ -168,6 +168,7 @@ class IncomingTransfer:
         self.prefill: WorkerRef | None
         """The worker that sends; None before its first Open."""
         self.prefill, self._ticket = sender or (None, b"")
+        self._digest_seed = digest_seed(self._ticket)
         self.copies: LocalCopies | None = None
         self.checks: RangeChecks | None = None
         self.error: HeadraceError | None = None
@@ -185,11 +186,6 @@ class IncomingTransfer:
         self._hidden_state = IncomingHiddenState(reservation.transfer_id, hidden_format)
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
-
-    @property
-    def digest_seed(self) -> int:
-        """The seed of its digests, from the ticket of the worker that sends."""
-        return digest_seed(self._ticket)
 
     @property
     def state(self) -> TransferState:
@@ -274,6 +270,7 @@ class IncomingTransfer:
             self._hidden_state.require_equal(peer.hidden_format)
         if self.prefill is None:
             self.prefill, self._ticket = peer.ref, ticket
+            self._digest_seed = digest_seed(ticket)
         self.ledger = ledger
         self.writers.add(peer)
         if self.state is TransferState.RESERVED:
@@ -319,7 +316,7 @@ class IncomingTransfer:
         if not peer.sends_hidden_state:
             detail = f"{peer} is not the one to send the hidden state of {self.transfer_id}"
             raise ProtocolViolation(detail)
-        self._hidden_state.receive(state, self.digest_seed)
+        self._hidden_state.receive(state, self._digest_seed)
 
     def require_committed(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank commits before everything of it has landed."""
@@ -367,7 +364,7 @@ class IncomingTransfer:
         if self.copies is not None:
             self.copies.start()
         if self.checks is not None:
-            self.checks.start(self.digest_seed)
+            self.checks.start(self._digest_seed)
 
     def free(self) -> None:
         """Nothing writes into the blocks any more."""

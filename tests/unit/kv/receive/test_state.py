@@ -46,6 +46,16 @@ def test_a_state_that_does_not_follow_is_rejected(
         assert machine.transitions == before
 
 
+def test_every_path_ends_at_free() -> None:
+    def longest(state: TransferState, seen: frozenset[TransferState]) -> int:
+        assert state not in seen
+        ways = NEXT_STATES[state]
+        assert ways or state is S.FREE
+        return 1 + max((longest(way, seen | {state}) for way in ways), default=0)
+
+    assert longest(S.RESERVED, frozenset()) == 6
+
+
 def test_transitions_hold_the_time_of_entry() -> None:
     ticks = itertools.count(10)
     machine = StateMachine("x1", lambda: next(ticks))
