@@ -87,6 +87,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._release_input()
         self._listener.forget(self)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        # Each scope refers to this object. Without its scopes it is freed now, and not by a later garbage collection.
+        self.pipeline.clear()
+        self.scope = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         self._pieces = (data,)
@@ -233,9 +237,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._unanswered() is None:
+        newest: Any = self.cycle
+        if newest is not None and newest.response_complete:
             # No handler reads what it has left.
-            self.cycle.body.clear()
+            newest.body.clear()
         self._hold_input()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return
