@@ -26,20 +26,6 @@ CONNECTIONS: Final = 4_096
 class ClientAccessConfig(ServiceConfig):
     """The settings that all listeners for clients share."""
 
-    listen_tls_certificate_file: str = Field(
-        default="",
-        description="PEM certificate of the listeners for clients, read again when it changes. Empty "
-        "means tls_certificate_file.",
-    )
-    listen_tls_key_file: str = Field(
-        default="",
-        description="PEM private key of listen_tls_certificate_file; read again when it changes.",
-    )
-    listen_tls_authority_file: str = Field(
-        default="",
-        description="PEM certificates of the authorities that sign clients' certificates; read again when it changes. "
-        "Empty means tls_authority_file.",
-    )
     client_certificates: bool = Field(
         default=True,
         description="Whether clients need a certificate where their listeners have TLS. Without it, the connection is "
@@ -86,17 +72,8 @@ class ClientAccessConfig(ServiceConfig):
 
         Empty means plaintext.
         """
-        authority = self.listen_tls_authority_file or self.tls_authority_file
-        own = (self.listen_tls_certificate_file, self.listen_tls_key_file)
-        certificate, key = own if any(own) else (self.tls_certificate_file, self.tls_key_file)
-        return TlsFiles(certificate, key, authority if self.client_certificates else "")
-
-    @model_validator(mode="after")
-    def _check_tls(self) -> ClientAccessConfig:
-        problems = self.tls_problems() if self.client_listeners else []
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        authority = self.tls_authority_file if self.client_certificates else ""
+        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
 
     def unguarded_problems(self, *settings: str) -> list[str]:
         """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential."""
@@ -114,6 +91,53 @@ class ClientAccessConfig(ServiceConfig):
             if not guarded
         ]
 
+
+class ClientFacingConfig(ClientAccessConfig):
+    """The settings of the gRPC listener for clients. It serves no RPC of internal_listen."""
+
+    listen: OptionalHostPort = Field(
+        default="127.0.0.1:0",
+        description="host:port to serve clients on; port 0 takes any free port.",
+    )
+    advertise: OptionalHostPort = Field(
+        default="",
+        description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
+        "address.",
+    )
+
+    listen_tls_certificate_file: str = Field(
+        default="",
+        description="PEM certificate of the listeners for clients, read again when it changes. Empty "
+        "means tls_certificate_file.",
+    )
+    listen_tls_key_file: str = Field(
+        default="",
+        description="PEM private key of listen_tls_certificate_file; read again when it changes.",
+    )
+    listen_tls_authority_file: str = Field(
+        default="",
+        description="PEM certificates of the authorities that sign clients' certificates; read again when it changes. "
+        "Empty means tls_authority_file.",
+    )
+
+    @property
+    def client_listeners(self) -> int:
+        return super().client_listeners + bool(self.listen)
+
+    @property
+    def listen_tls(self) -> TlsFiles:
+        authority = self.listen_tls_authority_file or self.tls_authority_file
+        own = (self.listen_tls_certificate_file, self.listen_tls_key_file)
+        certificate, key = own if any(own) else (self.tls_certificate_file, self.tls_key_file)
+        return TlsFiles(certificate, key, authority if self.client_certificates else "")
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> ClientFacingConfig:
+        problems = self.tls_problems() if self.client_listeners else []
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
     def tls_problems(self) -> list[str]:
         """What is wrong with the TLS files for clients."""
         problems: list[str] = []
@@ -130,24 +154,6 @@ class ClientAccessConfig(ServiceConfig):
                 "listen_tls_authority_file needs listen_tls_certificate_file and listen_tls_key_file"
             )
         return problems
-
-
-class ClientFacingConfig(ClientAccessConfig):
-    """The settings of the gRPC listener for clients. It serves no RPC of internal_listen."""
-
-    listen: OptionalHostPort = Field(
-        default="127.0.0.1:0",
-        description="host:port to serve clients on; port 0 takes any free port.",
-    )
-    advertise: OptionalHostPort = Field(
-        default="",
-        description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
-        "address.",
-    )
-
-    @property
-    def client_listeners(self) -> int:
-        return super().client_listeners + bool(self.listen)
 
     @model_validator(mode="after")
     def _check_listen(self) -> ClientFacingConfig:

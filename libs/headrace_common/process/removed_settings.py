@@ -15,6 +15,10 @@ _CONSTANT: Final = "it is gone: remove it"
 _VALUE: Final = "it is gone: remove it; the value is"
 _OVERLAP: Final = "it is gone: remove it; a request starts when all of its KV has arrived"
 _VLLM: Final = "it is gone: give it to vLLM in engine_args, as"
+_FETCH: Final = "it is gone: set kv_fetch_timeout_s, which bounds both waits"
+_ROUTERS_TLS: Final = (
+    "it is gone from decode workers: http_listen has the tls_ files; routers may have others"
+)
 
 REMOVED: Final = {
     "prefix_wait_s": f"{_CONSTANT}; prompts wait 0.05 s for a cached prefix",
@@ -61,6 +65,13 @@ REMOVED: Final = {
     "recording_file": "it is gone: remove it; `headrace simulate --planner` tries other rules",
     "decision_count": f"{_VALUE} 1,000",
     "kubernetes_call_timeout_s": f"{_VALUE} 10 s",
+    "kv_pool_timeout_s": _FETCH,
+    "prefix_fetch_timeout_s": _FETCH,
+    "kv_disk_folder": "it is gone: name the folder in the variable TMPDIR; otherwise it is /var/tmp",
+    "constraint_cpu_s": f"{_VALUE} 0.5 s",
+    "listen_tls_certificate_file": _ROUTERS_TLS,
+    "listen_tls_key_file": _ROUTERS_TLS,
+    "listen_tls_authority_file": _ROUTERS_TLS,
     "trace_layers": "it is gone: remove it; headrace trace shows the times of every layer of a link",
 }
 """By the name of the setting. The error about the unknown setting ends with this text."""

@@ -127,7 +127,7 @@ class ConstraintCheck:
     def _remedy(self, bound: str) -> str:
         if bound == "memory":
             return f"takes more than {MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
-        return f"takes more than {self._cpu_s:g} s to compile, the bound of constraint_cpu_s; simplify it"
+        return f"takes more than {self._cpu_s:g} s to compile; simplify it"
 
 
 def _start(cpu_s: float) -> Process:
