@@ -19,7 +19,7 @@ from headrace_cli.options import DEFAULT_ROUTER, Registry, RequestModel, Router
 from headrace_cli.output import notice_console, run_command
 from headrace_common.errors import ConfigError
 from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
-from headrace_common.time_model.proto import time_model_from_proto
+from headrace_common.time_model.model import time_model_from_proto
 from headrace_common.version import version
 from headrace_kv.layout import layout_from_proto
 from headrace_planner.settings import WorkerProfile, learned_profile

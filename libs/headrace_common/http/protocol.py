@@ -11,9 +11,14 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from headrace_common.callers.hosts import host_of
-from headrace_common.http.bounds import HEAD_BYTES_MAX, HEADERS_MAX, PIPELINED_MAX, HttpBounds
-from headrace_common.http.input_memory import UNREAD_INPUT
+from headrace_common.callers.bounds import host_of
+from headrace_common.http.bounds import (
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    PIPELINED_MAX,
+    UNREAD_INPUT,
+    HttpBounds,
+)
 
 PEER_NAMES_EXTENSION: Final = "headrace_peer_names"
 """The URIs in the client's certificate, as bytes, among the extensions of an ASGI scope."""

@@ -25,8 +25,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process.health import HealthListener
 from headrace_common.process.open_files import reserve_descriptors
-from headrace_common.rpc.access import ClientAccess, InternalAccess
-from headrace_common.rpc.callers import CallerInterceptor, TenantOf
+from headrace_common.rpc.access import CallerInterceptor, ClientAccess, InternalAccess, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.in_flight import EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import (

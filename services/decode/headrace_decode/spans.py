@@ -6,7 +6,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace_common.errors import HeadraceError
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.served import server_attributes
+from headrace_common.telemetry.latency import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary.canary import Comparison

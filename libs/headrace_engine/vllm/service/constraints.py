@@ -14,7 +14,7 @@ from contextlib import suppress
 from subprocess import PIPE, Popen
 from typing import Final, TypeAlias
 
-from headrace_common.callers.turns import OneEach
+from headrace_common.callers.bounds import OneEach
 from headrace_common.errors import DecodeFull, InvalidRequest
 from headrace_engine.interface import StructuredOutputs
 from headrace_engine.vllm.service.sampling import closed_schema

@@ -13,7 +13,7 @@ import grpc.aio
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.errors import Draining, QueueFull
 from headrace_common.tasks import BoundedQueue
-from headrace_common.time_model.proto import time_model_to_proto
+from headrace_common.time_model.model import time_model_to_proto
 from headrace_prefill.worker import STALL_POLL_S, PrefillWorker
 
 log = logging.getLogger(__name__)

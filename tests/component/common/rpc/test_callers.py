@@ -18,11 +18,11 @@ from headrace_common.callers.bounds import (
     REFUSED_CALLS,
     REFUSED_KEY,
     CallerBounds,
+    host_of_peer,
 )
-from headrace_common.callers.hosts import host_of_peer
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull, Unauthenticated
-from headrace_common.rpc import callers as interceptor
+from headrace_common.rpc import access as interceptor
 from headrace_common.rpc import server as server_module
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer

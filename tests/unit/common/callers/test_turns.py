@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_common.callers.turns import FairTurns
+from headrace_common.callers.bounds import FairTurns
 
 
 async def test_a_request_of_another_caller_waits_for_one_turn_of_the_first() -> None:
