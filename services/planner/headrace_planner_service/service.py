@@ -1,4 +1,4 @@
-"""The loop of decisions, and PlannerService: the decisions for operators, and targets for the process that carries them out."""
+"""The loop of decisions, and PlannerService: the decisions for operators, and targets for another process."""
 
 from __future__ import annotations
 
