@@ -20,7 +20,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role, caller_with
-from headrace_common.access.table import Listener, methods_of, needs_role, roles_of
+from headrace_common.access.table import ROLES, Listener, needs_role, roles_of
 from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.rpc.channel import open_channel
 from tests.suite.deployment import Suite, prompt_of, suite
@@ -120,10 +120,10 @@ async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Pat
                 facing = await listed_methods(child.client_endpoint)
                 found[Listener.CLIENT] |= facing
                 await check_unserved(child.endpoint, facing - internal)
-                rest = methods_of(Listener.INTERNAL) - methods_of(Listener.CLIENT)
+                rest = ROLES[Listener.INTERNAL].keys() - ROLES[Listener.CLIENT].keys()
                 await check_unserved(child.client_endpoint, rest)
-        assert found[Listener.CLIENT] == methods_of(Listener.CLIENT)
-        assert found[Listener.INTERNAL] == methods_of(Listener.INTERNAL) - _NOT_DEPLOYED
+        assert found[Listener.CLIENT] == ROLES[Listener.CLIENT].keys()
+        assert found[Listener.INTERNAL] == ROLES[Listener.INTERNAL].keys() - _NOT_DEPLOYED
         await check_answers(deployed)
 
 
@@ -198,7 +198,7 @@ def _documented() -> dict[tuple[str, str], str]:
 def test_the_document_has_the_table() -> None:
     documented = _documented()
     assert set(documented) == {
-        (listener.value, method) for listener in Listener for method in methods_of(listener)
+        (listener.value, method) for listener in Listener for method in ROLES[listener]
     }
     for (listener, method), text in documented.items():
         roles = () if listener == Listener.CLIENT else roles_of(method)

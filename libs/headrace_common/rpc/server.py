@@ -186,11 +186,6 @@ class GrpcServer:
         return self._endpoint
 
     @property
-    def health_endpoint(self) -> str:
-        """The "host:port" of health_listen, once it has started. Empty without one."""
-        return "" if self._probes is None else self._probes.endpoint
-
-    @property
     def port_line(self) -> str:
         """The content of the port file: the internal address, and that for clients if there is one."""
         return " ".join(filter(None, (self._endpoint, self.client_endpoint)))
