@@ -108,7 +108,9 @@ async def check_unserved(endpoint: str, methods: Iterable[str]) -> None:
 
 
 @pytest.mark.core
-async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Path) -> None:
+async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(
+    tmp_path: Path,
+) -> None:
     async with suite(tmp_path, planner=True) as deployed:
         found: dict[Listener, set[str]] = {listener: set() for listener in Listener}
         for child in deployed.deployment.children:
@@ -124,60 +126,53 @@ async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Pat
                 await check_unserved(child.client_endpoint, rest)
         assert found[Listener.CLIENT] == ROLES[Listener.CLIENT].keys()
         assert found[Listener.INTERNAL] == ROLES[Listener.INTERNAL].keys() - _NOT_DEPLOYED
-        await check_answers(deployed)
+        token_file = tmp_path / "prefill-9.token"
+        token_file.write_text(create_token(load_local_key(), Role.PREFILL, "prefill-9", 600))
+        await check_named(deployed, str(token_file))
+        prompt = prompt_of(60, 1)
+        assert (await deployed.generate(prompt, 6)).token_ids == deployed.expected(prompt, 6)
 
 
-@pytest.mark.core
-async def test_a_credential_with_a_name_acts_as_that_member_only(tmp_path: Path) -> None:
-    token_file = tmp_path / "prefill-9.token"
-    token_file.write_text(create_token(load_local_key(), Role.PREFILL, "prefill-9", 600))
+async def check_named(deployed: Suite, token: str) -> None:
+    """A credential of prefill-9, which is in the file `token`, acts as that member only."""
     layout = layout_pb2.KvLayout()
-    async with suite(tmp_path) as deployed:
-        members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
-        victim, decode = members["prefill-0"], members["decode-0"]
-        for worker_id, denied in (("prefill-0", True), ("prefill-9", False)):
-            pull = prefill_pb2.Hello(
-                worker_id=worker_id, incarnation=victim.incarnation, model="m", layout=layout
-            )
-            handoff = handoff_pb2.Hello(
-                worker_id=worker_id,
-                incarnation=victim.incarnation,
-                decode_worker_id=decode.worker_id,
-                decode_incarnation=decode.incarnation,
-                layout=layout,
-            )
-            member = registry_pb2.Member()
-            member.CopyFrom(victim)
-            member.worker_id = worker_id
-            register = registry_pb2.RegisterRequest(member=member, ttl=Duration(seconds=2))
-            for endpoint, method, request in (
-                (
-                    deployed.deployment.router_internal,
-                    "/headrace.prefill.v1.PrefillQueueService/Pull",
-                    prefill_pb2.PullRequest(hello=pull),
-                ),
-                (
-                    decode.endpoint,
-                    "/headrace.kv.v1.HandoffService/Handoff",
-                    handoff_pb2.HandoffRequest(hello=handoff),
-                ),
-                (
-                    deployed.deployment.registry,
-                    "/headrace.registry.v1.RegistryService/Register",
-                    register,
-                ),
-            ):
-                async with open_channel(
-                    endpoint, Credentials(token_file=str(token_file))
-                ) as opened:
-                    status = await status_of(opened, method, request.SerializeToString())
-                assert (status is grpc.StatusCode.PERMISSION_DENIED) is denied, (method, worker_id)
-        await check_answers(deployed)
-
-
-async def check_answers(deployed: Suite) -> None:
-    prompt = prompt_of(60, 1)
-    assert (await deployed.generate(prompt, 6)).token_ids == deployed.expected(prompt, 6)
+    members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
+    victim, decode = members["prefill-0"], members["decode-0"]
+    for worker_id, denied in (("prefill-0", True), ("prefill-9", False)):
+        pull = prefill_pb2.Hello(
+            worker_id=worker_id, incarnation=victim.incarnation, model="m", layout=layout
+        )
+        handoff = handoff_pb2.Hello(
+            worker_id=worker_id,
+            incarnation=victim.incarnation,
+            decode_worker_id=decode.worker_id,
+            decode_incarnation=decode.incarnation,
+            layout=layout,
+        )
+        member = registry_pb2.Member()
+        member.CopyFrom(victim)
+        member.worker_id = worker_id
+        register = registry_pb2.RegisterRequest(member=member, ttl=Duration(seconds=2))
+        for endpoint, method, request in (
+            (
+                deployed.deployment.router_internal,
+                "/headrace.prefill.v1.PrefillQueueService/Pull",
+                prefill_pb2.PullRequest(hello=pull),
+            ),
+            (
+                decode.endpoint,
+                "/headrace.kv.v1.HandoffService/Handoff",
+                handoff_pb2.HandoffRequest(hello=handoff),
+            ),
+            (
+                deployed.deployment.registry,
+                "/headrace.registry.v1.RegistryService/Register",
+                register,
+            ),
+        ):
+            async with open_channel(endpoint, Credentials(token_file=token)) as opened:
+                status = await status_of(opened, method, request.SerializeToString())
+            assert (status is grpc.StatusCode.PERMISSION_DENIED) is denied, (method, worker_id)
 
 
 def _documented() -> dict[tuple[str, str], str]:

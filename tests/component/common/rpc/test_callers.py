@@ -206,14 +206,6 @@ async def test_an_endless_stream_ends_by_its_age_and_an_answer_does_not(
         assert await asking == "answer"
 
 
-async def test_a_unary_request_that_cannot_be_parsed_is_invalid() -> None:
-    async with _served(Counter()) as it:
-        assert isinstance(await _error_of(it.ask("a", b"\xff\xff")), InvalidRequest)
-        models: Any = it.channel.unary_unary(f"/{_SERVICE}/ListModels")
-        response = inference_pb2.ListModelsResponse.FromString(await models(b"", timeout=_WAIT_S))
-        assert response.prefix_key_fingerprint == 7
-
-
 def test_callers_are_tenants_or_hosts() -> None:
     assert host_of_peer("ipv4:10.0.0.7:40112") == "10.0.0.7"
     assert host_of_peer("ipv6:%5B2001:db8::7%5D:40112") == "2001:db8::/64"
