@@ -15,7 +15,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.checks import (
     Finding,
     Verdict,
@@ -26,7 +25,7 @@ from headrace_cli.checks import (
     find_members,
 )
 from headrace_cli.client import registry_of
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router
 from headrace_cli.output import EXIT_FAILED, Json, answer_console, print_json, run_command
 from headrace_common.errors import HeadraceError
 

@@ -18,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import WAIT_S, RouterOperator, Wait, open_router_internally
 from headrace_cli.commands.route import find_internal
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
 from headrace_cli.output import (
     Json,
     answer_console,

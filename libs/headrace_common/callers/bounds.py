@@ -87,7 +87,7 @@ class _Turn(NamedTuple):
     given: asyncio.Future[None]
 
 
-class FairTurns:
+class CallerTurns:
     """One turn for each waiting caller in each iteration of the event loop, which owns this.
 
     A turn lasts until the task waits for something, so nothing must be released. While `alone` returns true, no turn is
@@ -197,7 +197,7 @@ class CallerBounds:
         self._calls: Counter[str] = Counter()
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
-        self._turns = FairTurns(lambda: self._calls.total() <= 1)
+        self._turns = CallerTurns(lambda: self._calls.total() <= 1)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""
