@@ -32,7 +32,7 @@ from PIL import Image
 from bench.support.processes import process
 from bench.support.vllm_child import vllm_environment
 from bench.support.vllm_ways import BLOCK_TOKENS, CONTEXT_TOKENS, alternating, ours
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 OURS: Final = "Headrace, handed over"
 PLAIN: Final = "plain vLLM"

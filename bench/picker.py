@@ -32,7 +32,7 @@ from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.access.table import PICKER_METHOD
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 from headrace_common.rpc.channel import open_channel
 
 PROMPT_TOKENS: Final = (200, 4_000)

@@ -33,7 +33,7 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.durations import duration_from_seconds
 from headrace_common.identity import new_incarnation
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_kv.layout import KvLayout, layout_to_proto

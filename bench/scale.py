@@ -27,7 +27,7 @@ from bench.support.processes import cpu_seconds, resident_kib
 from bench.support.services import Services, until_listed
 from bench.support.sim_fleet import SERVED_MODEL, SimRequests, start_workers
 from headrace.inference.v1 import inference_pb2_grpc
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 _ANSWER_TOKENS: Final = 16
 _PROMPTS: Final = 32

@@ -15,7 +15,7 @@ from bench.proxy.dynamo_scale import until_found
 from bench.proxy.load import connected
 from bench.proxy.workers import TOKENS
 from bench.support.services import Services, until_listed
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 OURS: Final = "Headrace"
 DYNAMO: Final = "Dynamo's frontend"

@@ -47,7 +47,7 @@ from bench.support.page_parts import check_page, write_parts
 from bench.support.processes import cpu_seconds, until_listening
 from bench.support.services import Services
 from headrace_cli.client import list_members
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 DIRECT: Final = "direct, gRPC"
 OURS: Final = "Headrace, gRPC"

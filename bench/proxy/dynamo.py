@@ -33,7 +33,7 @@ from bench.proxy.load import PROMPT, Ask, connected, grpc_chats, post, run_strea
 from bench.proxy.workers import TOKENS
 from bench.support.processes import cpu_seconds, until_listening
 from bench.support.services import Services, until_joined
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 DYNAMO: Final = "Dynamo's frontend"
 OPENAI: Final = "Headrace, OpenAI HTTP"

@@ -43,7 +43,7 @@ from bench.proxy.dynamo import (
 from bench.proxy.load import connected, grpc_chats
 from bench.support.processes import cpu_seconds, resident_kib, until_listening
 from bench.support.services import Services, until_listed
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 _GAP_MS: Final = 5
 _PROMPT_TOKENS: Final = 200

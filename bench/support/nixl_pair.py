@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from bench.support.vllm_child import Child, engine
 from bench.support.vllm_ways import REQUEST_S, engine_arguments
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 READS_VARIABLE: Final = "BENCH_NIXL_READS"
 # NIXL's transport is UCX, which prefers the host's shared memory.

@@ -15,7 +15,7 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_cli.client import list_members
 from headrace_cli.up.supervisor import ChildProcess
 from headrace_common.errors import WorkerGone
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 
 class Services:

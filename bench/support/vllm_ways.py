@@ -29,7 +29,7 @@ from headrace_cli.client import (
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.topology import WORKER_SERVICES, Topology
 from headrace_common.durations import duration_from_seconds
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.support.vllm_child import Child, engine, vllm_environment
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 OFFLOADING: Final = "vLLM's offloading"
 LMCACHE: Final = "LMCache"

@@ -33,6 +33,10 @@ from headrace_common.version import version
 # By the first words of a command line, the last of which may be an option anywhere in it.
 REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("bench", ""): "use `vllm bench serve`, GuideLLM or AIPerf: docs/load-testing.md",
+    (
+        "certs create",
+        "",
+    ): "sign it with openssl, step-ca or cert-manager: docs/security.md#credentials",
     ("context", ""): "write ~/.config/headrace/config.toml: docs/commands.md",
     ("doctor", "--firewall"): "docs/security.md has the rules of a firewall",
     ("doctor", "--pool"): "a worker's log names a remote pool that does not answer",

@@ -30,7 +30,7 @@ from headrace_common.access.roles import Role
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, HeadraceError, NoDecodeWorker, NotFound, WorkerGone
-from headrace_common.registry.listing import all_members
+from headrace_common.registry.duties import all_members
 from headrace_common.rpc.channel import open_channel
 
 _T = TypeVar("_T")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 from typing import Final
 
 from pydantic import Field, model_validator
@@ -16,7 +18,38 @@ from headrace_common.config import (
     split_host_port,
     wildcard_problems,
 )
-from headrace_common.process.open_files import reserve_descriptors
+
+_LOG = logging.getLogger(__name__)
+
+# For connections that the process opens, its files and its libraries.
+_RESERVED: Final = 512
+
+
+def reserve_descriptors(
+    wanted: int, listeners: int = 1, *, others: int = 0, enough: int = 0
+) -> int:
+    """Raises the limit of open files for `wanted` connections to each of several listeners.
+
+    Returns how many each may have, beside what the process needs and `others`. Warns when they are fewer than `enough`,
+    which means `wanted` where it is 0.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    reserved = others + _RESERVED
+    needed = wanted * listeners + reserved
+    if needed > soft:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fitting = max(1, (soft - reserved) // listeners)
+    if fitting < (enough or wanted):
+        _LOG.warning(
+            "a listener should have %d connections, but the limit of open files leaves %d: raise it (ulimit -n)",
+            enough or wanted,
+            fitting,
+        )
+    return min(wanted, fitting)
+
 
 # More where max_concurrent_requests asks for it.
 CALLS_PER_CALLER: Final = 2_048
@@ -26,20 +59,6 @@ CONNECTIONS: Final = 4_096
 class ClientAccessConfig(ServiceConfig):
     """The settings that all listeners for clients share."""
 
-    listen_tls_certificate_file: str = Field(
-        default="",
-        description="PEM certificate of the listeners for clients, read again when it changes. Empty "
-        "means tls_certificate_file.",
-    )
-    listen_tls_key_file: str = Field(
-        default="",
-        description="PEM private key of listen_tls_certificate_file; read again when it changes.",
-    )
-    listen_tls_authority_file: str = Field(
-        default="",
-        description="PEM certificates of the authorities that sign clients' certificates; read again when it changes. "
-        "Empty means tls_authority_file.",
-    )
     client_certificates: bool = Field(
         default=True,
         description="Whether clients need a certificate where their listeners have TLS. Without it, the connection is "
@@ -86,17 +105,8 @@ class ClientAccessConfig(ServiceConfig):
 
         Empty means plaintext.
         """
-        authority = self.listen_tls_authority_file or self.tls_authority_file
-        own = (self.listen_tls_certificate_file, self.listen_tls_key_file)
-        certificate, key = own if any(own) else (self.tls_certificate_file, self.tls_key_file)
-        return TlsFiles(certificate, key, authority if self.client_certificates else "")
-
-    @model_validator(mode="after")
-    def _check_tls(self) -> ClientAccessConfig:
-        problems = self.tls_problems() if self.client_listeners else []
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        authority = self.tls_authority_file if self.client_certificates else ""
+        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
 
     def unguarded_problems(self, *settings: str) -> list[str]:
         """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential."""
@@ -114,6 +124,53 @@ class ClientAccessConfig(ServiceConfig):
             if not guarded
         ]
 
+
+class ClientFacingConfig(ClientAccessConfig):
+    """The settings of the gRPC listener for clients. It serves no RPC of internal_listen."""
+
+    listen: OptionalHostPort = Field(
+        default="127.0.0.1:0",
+        description="host:port to serve clients on; port 0 takes any free port.",
+    )
+    advertise: OptionalHostPort = Field(
+        default="",
+        description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
+        "address.",
+    )
+
+    listen_tls_certificate_file: str = Field(
+        default="",
+        description="PEM certificate of the listeners for clients, read again when it changes. Empty "
+        "means tls_certificate_file.",
+    )
+    listen_tls_key_file: str = Field(
+        default="",
+        description="PEM private key of listen_tls_certificate_file; read again when it changes.",
+    )
+    listen_tls_authority_file: str = Field(
+        default="",
+        description="PEM certificates of the authorities that sign clients' certificates; read again when it changes. "
+        "Empty means tls_authority_file.",
+    )
+
+    @property
+    def client_listeners(self) -> int:
+        return super().client_listeners + bool(self.listen)
+
+    @property
+    def listen_tls(self) -> TlsFiles:
+        authority = self.listen_tls_authority_file or self.tls_authority_file
+        own = (self.listen_tls_certificate_file, self.listen_tls_key_file)
+        certificate, key = own if any(own) else (self.tls_certificate_file, self.tls_key_file)
+        return TlsFiles(certificate, key, authority if self.client_certificates else "")
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> ClientFacingConfig:
+        problems = self.tls_problems() if self.client_listeners else []
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
     def tls_problems(self) -> list[str]:
         """What is wrong with the TLS files for clients."""
         problems: list[str] = []
@@ -130,24 +187,6 @@ class ClientAccessConfig(ServiceConfig):
                 "listen_tls_authority_file needs listen_tls_certificate_file and listen_tls_key_file"
             )
         return problems
-
-
-class ClientFacingConfig(ClientAccessConfig):
-    """The settings of the gRPC listener for clients. It serves no RPC of internal_listen."""
-
-    listen: OptionalHostPort = Field(
-        default="127.0.0.1:0",
-        description="host:port to serve clients on; port 0 takes any free port.",
-    )
-    advertise: OptionalHostPort = Field(
-        default="",
-        description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
-        "address.",
-    )
-
-    @property
-    def client_listeners(self) -> int:
-        return super().client_listeners + bool(self.listen)
 
     @model_validator(mode="after")
     def _check_listen(self) -> ClientFacingConfig:

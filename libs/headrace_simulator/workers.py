@@ -14,8 +14,7 @@ from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import Draining
-from headrace_common.time_model.model import TimeModel
-from headrace_common.time_model.proto import step_times_to_proto
+from headrace_common.time_model.model import TimeModel, step_times_to_proto
 from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_engine.prefix_event_log import PrefixEventLog
 from headrace_engine.step_budget import TokenBounds

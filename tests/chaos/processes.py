@@ -72,7 +72,7 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         own = f"{own},host_copy_s_per_token=0.00005"
         both["kv_host_gib"] = str(plan.host_gib)
         both["kv_disk_gib"] = str(plan.disk_gib)
-        both["kv_pool_timeout_s"] = str(plan.pool_timeout_s)
+        both["kv_fetch_timeout_s"] = str(plan.pool_timeout_s)
     return (
         *((role, name, value) for role in WORKER_SERVICES for name, value in both.items()),
         ("prefill", "model", f"{plan.model},{own},prefill_s_per_token=0.0003"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace_cli.checks import Verdict
 from headrace_cli.commands.doctor import examine
-from headrace_cli.doctor.checks import Verdict
 from tests.suite.deployment import suite
 from tests.waiting import until
 

@@ -20,7 +20,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role, caller_with
-from headrace_common.access.table import Listener, methods_of, needs_role, roles_of
+from headrace_common.access.table import ROLES, Listener, needs_role, roles_of
 from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.rpc.channel import open_channel
 from tests.suite.deployment import Suite, prompt_of, suite
@@ -108,7 +108,9 @@ async def check_unserved(endpoint: str, methods: Iterable[str]) -> None:
 
 
 @pytest.mark.core
-async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Path) -> None:
+async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(
+    tmp_path: Path,
+) -> None:
     async with suite(tmp_path, planner=True) as deployed:
         found: dict[Listener, set[str]] = {listener: set() for listener in Listener}
         for child in deployed.deployment.children:
@@ -120,64 +122,57 @@ async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Pat
                 facing = await listed_methods(child.client_endpoint)
                 found[Listener.CLIENT] |= facing
                 await check_unserved(child.endpoint, facing - internal)
-                rest = methods_of(Listener.INTERNAL) - methods_of(Listener.CLIENT)
+                rest = ROLES[Listener.INTERNAL].keys() - ROLES[Listener.CLIENT].keys()
                 await check_unserved(child.client_endpoint, rest)
-        assert found[Listener.CLIENT] == methods_of(Listener.CLIENT)
-        assert found[Listener.INTERNAL] == methods_of(Listener.INTERNAL) - _NOT_DEPLOYED
-        await check_answers(deployed)
+        assert found[Listener.CLIENT] == ROLES[Listener.CLIENT].keys()
+        assert found[Listener.INTERNAL] == ROLES[Listener.INTERNAL].keys() - _NOT_DEPLOYED
+        token_file = tmp_path / "prefill-9.token"
+        token_file.write_text(create_token(load_local_key(), Role.PREFILL, "prefill-9", 600))
+        await check_named(deployed, str(token_file))
+        prompt = prompt_of(60, 1)
+        assert (await deployed.generate(prompt, 6)).token_ids == deployed.expected(prompt, 6)
 
 
-@pytest.mark.core
-async def test_a_credential_with_a_name_acts_as_that_member_only(tmp_path: Path) -> None:
-    token_file = tmp_path / "prefill-9.token"
-    token_file.write_text(create_token(load_local_key(), Role.PREFILL, "prefill-9", 600))
+async def check_named(deployed: Suite, token: str) -> None:
+    """A credential of prefill-9, which is in the file `token`, acts as that member only."""
     layout = layout_pb2.KvLayout()
-    async with suite(tmp_path) as deployed:
-        members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
-        victim, decode = members["prefill-0"], members["decode-0"]
-        for worker_id, denied in (("prefill-0", True), ("prefill-9", False)):
-            pull = prefill_pb2.Hello(
-                worker_id=worker_id, incarnation=victim.incarnation, model="m", layout=layout
-            )
-            handoff = handoff_pb2.Hello(
-                worker_id=worker_id,
-                incarnation=victim.incarnation,
-                decode_worker_id=decode.worker_id,
-                decode_incarnation=decode.incarnation,
-                layout=layout,
-            )
-            member = registry_pb2.Member()
-            member.CopyFrom(victim)
-            member.worker_id = worker_id
-            register = registry_pb2.RegisterRequest(member=member, ttl=Duration(seconds=2))
-            for endpoint, method, request in (
-                (
-                    deployed.deployment.router_internal,
-                    "/headrace.prefill.v1.PrefillQueueService/Pull",
-                    prefill_pb2.PullRequest(hello=pull),
-                ),
-                (
-                    decode.endpoint,
-                    "/headrace.kv.v1.HandoffService/Handoff",
-                    handoff_pb2.HandoffRequest(hello=handoff),
-                ),
-                (
-                    deployed.deployment.registry,
-                    "/headrace.registry.v1.RegistryService/Register",
-                    register,
-                ),
-            ):
-                async with open_channel(
-                    endpoint, Credentials(token_file=str(token_file))
-                ) as opened:
-                    status = await status_of(opened, method, request.SerializeToString())
-                assert (status is grpc.StatusCode.PERMISSION_DENIED) is denied, (method, worker_id)
-        await check_answers(deployed)
-
-
-async def check_answers(deployed: Suite) -> None:
-    prompt = prompt_of(60, 1)
-    assert (await deployed.generate(prompt, 6)).token_ids == deployed.expected(prompt, 6)
+    members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
+    victim, decode = members["prefill-0"], members["decode-0"]
+    for worker_id, denied in (("prefill-0", True), ("prefill-9", False)):
+        pull = prefill_pb2.Hello(
+            worker_id=worker_id, incarnation=victim.incarnation, model="m", layout=layout
+        )
+        handoff = handoff_pb2.Hello(
+            worker_id=worker_id,
+            incarnation=victim.incarnation,
+            decode_worker_id=decode.worker_id,
+            decode_incarnation=decode.incarnation,
+            layout=layout,
+        )
+        member = registry_pb2.Member()
+        member.CopyFrom(victim)
+        member.worker_id = worker_id
+        register = registry_pb2.RegisterRequest(member=member, ttl=Duration(seconds=2))
+        for endpoint, method, request in (
+            (
+                deployed.deployment.router_internal,
+                "/headrace.prefill.v1.PrefillQueueService/Pull",
+                prefill_pb2.PullRequest(hello=pull),
+            ),
+            (
+                decode.endpoint,
+                "/headrace.kv.v1.HandoffService/Handoff",
+                handoff_pb2.HandoffRequest(hello=handoff),
+            ),
+            (
+                deployed.deployment.registry,
+                "/headrace.registry.v1.RegistryService/Register",
+                register,
+            ),
+        ):
+            async with open_channel(endpoint, Credentials(token_file=token)) as opened:
+                status = await status_of(opened, method, request.SerializeToString())
+            assert (status is grpc.StatusCode.PERMISSION_DENIED) is denied, (method, worker_id)
 
 
 def _documented() -> dict[tuple[str, str], str]:
@@ -198,7 +193,7 @@ def _documented() -> dict[tuple[str, str], str]:
 def test_the_document_has_the_table() -> None:
     documented = _documented()
     assert set(documented) == {
-        (listener.value, method) for listener in Listener for method in methods_of(listener)
+        (listener.value, method) for listener in Listener for method in ROLES[listener]
     }
     for (listener, method), text in documented.items():
         roles = () if listener == Listener.CLIENT else roles_of(method)

@@ -15,7 +15,6 @@ import pytest
 
 from tests.forked_command import Finished, run_forked
 from tests.ports import free_port
-from tests.suite.certificates import Authority
 
 COMMAND = (sys.executable, "-m", "headrace_cli")
 
@@ -188,31 +187,6 @@ async def a_watch_goes_on_until_ctrl_c(router: str) -> None:
     watch.send_signal(signal.SIGINT)
     _, err = await asyncio.wait_for(watch.communicate(), 20)
     assert (watch.returncode, err) == (130, b"")
-
-
-async def test_up_starts_a_router_with_tls_and_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tls = Authority(tmp_path / "authority").sign("router", "router")
-    keys = tmp_path / "keys"
-    keys.write_text("the-key-of-a-client client\n")
-    port = free_port()
-    settings = {
-        "listen_tls_certificate_file": tls.tls_certificate_file,
-        "listen_tls_key_file": tls.tls_key_file,
-        "client_certificates": "false",
-        "api_keys_file": str(keys),
-    }
-    chosen = [word for pair in settings.items() for word in ("--set", "router.{}={}".format(*pair))]
-    async with up(tmp_path / "logs", "--port", str(port), *chosen):
-        router = ("--router", f"127.0.0.1:{port}")
-        monkeypatch.setenv("HEADRACE_TLS_AUTHORITY_FILE", tls.tls_authority_file)
-        keyless = await headrace("chat", "x", *router)
-        assert keyless.status == 1
-        assert "HEADRACE_API_KEY_FILE" in keyless.err
-        monkeypatch.setenv("HEADRACE_API_KEY", "the-key-of-a-client")
-        answered = await headrace("chat", "x", *router, "--max-tokens", "2")
-        assert answered.status == 0, answered.err
 
 
 async def test_up_warns_and_its_router_is_enough_to_find_the_rest(

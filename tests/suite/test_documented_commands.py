@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
+from headrace_common.access.authorizer import caller_of_certificate, valid_until
+from headrace_common.access.roles import Caller, Role
 from headrace_frontend.tenants import load_tenants
 from tests.documented import Block, blocks_of
 from tests.forked_command import Finished, run_forked
@@ -128,6 +131,18 @@ async def test_commands_without_a_deployment_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     await run_all("shell", tmp_path)
+    folder = tmp_path / "credentials"
+    signed = folder / "decode-1" / "certificate.pem"
+    names = x509.load_pem_x509_certificate(signed.read_bytes()).extensions
+    uris = names.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
+        x509.UniformResourceIdentifier
+    )
+    assert caller_of_certificate(
+        {"peer_uri": [uri.encode() for uri in uris]}, "headrace"
+    ) == Caller(frozenset({Role.DECODE}), "decode-1")
+    assert (
+        valid_until(signed.read_bytes(), b"", (folder / "authority.pem").read_bytes()) is not None
+    )
     assert set(load_tenants(str(tmp_path / "api_keys")).by_digest.values()) == {"search", "batch"}
 
 

@@ -38,7 +38,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
-from headrace_common.access.table import Listener, methods_of
+from headrace_common.access.table import ROLES, Listener
 from headrace_common.deadlines import Deadline
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.rpc.channel import open_blocking_channel, open_channel
@@ -404,5 +404,5 @@ def fire_all(target: Target) -> None:
             for method in service.methods:
                 path = f"/{service.full_name}/{method.name}"
                 for listener, channel in target.channels.items():
-                    if path in methods_of(listener):
+                    if path in ROLES[listener]:
                         target.fire_at(method, channel)

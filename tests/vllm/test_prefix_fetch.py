@@ -33,7 +33,7 @@ VLLM: dict[str, Any] = {
         *((role, "block_size", str(BLOCK_TOKENS)) for role in ("prefill", "decode")),
         ("prefill", "prefix_fetch_min_tokens", "16"),
         # Longer than any machine pauses.
-        ("prefill", "prefix_fetch_timeout_s", "30"),
+        ("prefill", "kv_fetch_timeout_s", "30"),
     ),
 }
 pytestmark = on_services(MODEL)

@@ -10,9 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import WAIT_S, RouterClient, Wait, open_router
-from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
+from headrace_cli.options import (
+    DEFAULT_ROUTER,
+    AddressedCommand,
+    MaxTokens,
+    RequestModel,
+    Router,
+    SystemMessage,
+)
 from headrace_cli.output import (
     Json,
     failures_as_exit,

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -63,11 +62,8 @@ def register(app: typer.Typer) -> None:
     certs_app.command(
         "init", epilog="Example:  headrace certs init credentials --host 10.0.0.7 --host 10.0.0.8"
     )(init_authority)
-    certs_app.command(
-        "create",
-        epilog="Example:  headrace certs create credentials decode --name decode-1 --host 10.0.0.9 "
-        "--output credentials/decode-1",
-    )(create_certificate)
+    # A group of one command.
+    certs_app.callback()(_certs_group)
     app.add_typer(certs_app, name="certs")
     keys_app = typer.Typer(no_args_is_help=True, help="Creates API keys of clients.")
     keys_app.command(
@@ -125,91 +121,48 @@ _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63}){0,31
 _DOMAIN_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
-@dataclass(frozen=True, slots=True)
-class Signed:
-    """A certificate and its private key, both in PEM."""
+def new_certificates(
+    domain: str, hosts: Sequence[str], days: float
+) -> tuple[bytes, bytes, dict[Role, tuple[bytes, bytes]]]:
+    """The certificate and the key of an authority, valid for ten years, and those that it signs for each role.
 
-    certificate: bytes
-    key: bytes
-
-
-def new_authority(domain: str) -> Signed:
-    """A certificate authority, valid for ten years. Raises ConfigError for a wrong trust domain."""
+    Each of these serves `hosts`, which are names or addresses. All are in PEM. Raises ConfigError for a wrong trust
+    domain or host.
+    """
     if not 0 < len(domain) <= 255 or not set(domain) <= _DOMAIN_CHARACTERS:
         raise ConfigError(
             f"the trust domain {domain!r} is wrong: use 1 to 255 characters of a-z, 0-9, '.', '_', '-'"
         )
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _name(f"Headrace authority of {domain}"[:64])
-    certificate = (
-        _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://{domain}")]),
-            critical=False,
-        )
-        .sign(key, hashes.SHA256())
-    )
-    return _pem(certificate, key)
-
-
-def sign_role(
-    authority: Signed, role: Role, name: str, hosts: Sequence[str], days: float
-) -> Signed:
-    """A certificate that proves a role to servers, and that serves `hosts`, which are names or addresses.
-
-    An empty `name` binds it to no member. Raises ConfigError for a wrong name, host or authority.
-    """
-    if name and not is_worker_id(name):
-        raise ConfigError(
-            f"the name {name!r} is no worker id: use 1 to 63 characters of a-z, 0-9, '.', '_', '-'"
-        )
     if not hosts or len(hosts) > HOSTS_MAX:
         raise ConfigError(f"give 1 to {HOSTS_MAX} hosts, by name or address")
-    issuer, issuer_key = _loaded(authority)
-    identity = f"spiffe://{_domain_of(issuer)}/headrace/{role}" + (f"/{name}" if name else "")
-    key = ec.generate_private_key(ec.SECP256R1())
-    names = [*map(_host_name, hosts), x509.UniformResourceIdentifier(identity)]
-    uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
-        _builder(_name(name or role.value), issuer.subject, key.public_key(), days)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+    host_names = [*map(_host_name, hosts)]
+    issuer = _name(f"Headrace authority of {domain}"[:64])
+    issuer_key = ec.generate_private_key(ec.SECP256R1())
+    own_identity = x509.UniformResourceIdentifier(f"spiffe://{domain}")
+    authority = (
+        _builder(issuer, issuer, issuer_key, [own_identity], _AUTHORITY_DAYS)
         .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
-            critical=False,
+            x509.SubjectKeyIdentifier.from_public_key(issuer_key.public_key()), critical=False
         )
         .sign(issuer_key, hashes.SHA256())
     )
-    return _pem(certificate, key)
 
+    def signed(role: Role) -> tuple[bytes, bytes]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        identity = x509.UniformResourceIdentifier(f"spiffe://{domain}/headrace/{role}")
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        certificate = (
+            _builder(_name(role.value), issuer, key, [*host_names, identity], days)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+                critical=False,
+            )
+            .sign(issuer_key, hashes.SHA256())
+        )
+        return _pem(certificate, key)
 
-def _loaded(authority: Signed) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    try:
-        certificate = x509.load_pem_x509_certificate(authority.certificate)
-        key = serialization.load_pem_private_key(authority.key, None)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"the authority cannot be read: {error}") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or (
-        key.public_key() != certificate.public_key()
-    ):
-        raise ConfigError("the authority's key does not belong to its certificate: name both files")
-    return certificate, key
-
-
-def _domain_of(issuer: x509.Certificate) -> str:
-    try:
-        names = issuer.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
-    for text in names.get_values_for_type(x509.UniformResourceIdentifier):
-        if text.startswith("spiffe://"):
-            return text.removeprefix("spiffe://")
-    raise ConfigError("the authority names no trust domain: create one with `headrace certs init`")
+    return *_pem(authority, issuer_key), {role: signed(role) for role in Role}
 
 
 def _host_name(text: str) -> x509.GeneralName:
@@ -227,36 +180,46 @@ def _name(text: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    names: Sequence[x509.GeneralName],
+    days: float,
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
+    is_authority = subject == issuer
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _EARLY)
         .not_valid_after(now + dt.timedelta(days=days))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(
+            x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None),
+            critical=True,
+        )
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=not is_authority,
+                content_commitment=False,
+                key_encipherment=False,
+                data_encipherment=False,
+                key_agreement=False,
+                key_cert_sign=is_authority,
+                crl_sign=is_authority,
+                encipher_only=False,
+                decipher_only=False,
+            ),
+            critical=True,
+        )
     )
 
 
-def _key_usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _pem(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Signed:
-    return Signed(
+def _pem(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> tuple[bytes, bytes]:
+    return (
         certificate.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(
             serialization.Encoding.PEM,
@@ -271,74 +234,42 @@ AUTHORITY_KEY_FILE: Final = "authority_key.pem"
 CERTIFICATE_FILE: Final = "certificate.pem"
 KEY_FILE: Final = "key.pem"
 DEFAULT_DOMAIN: Final = "headrace"
-_FILE_BYTES_MAX: Final = 1 << 20
 
-Folder = Annotated[Path, typer.Argument(help="Folder of the authority.")]
-Hosts = Annotated[
-    list[str],
-    typer.Option(
-        "--host", metavar="HOST", help="Name or address that others call; may be repeated."
-    ),
-]
-Days = Annotated[
-    float, typer.Option(min=0.001, max=DAYS_MAX, help="Days until certificates expire.")
-]
+
+def _certs_group() -> None:
+    """Creates certificates of roles, for mutual TLS."""
 
 
 def init_authority(
     folder: Annotated[Path, typer.Argument(help="New folder for the authority and all roles.")],
-    host: Hosts,
+    host: Annotated[
+        list[str],
+        typer.Option(
+            "--host", metavar="HOST", help="Name or address that others call; may be repeated."
+        ),
+    ],
     trust_domain: Annotated[
         str, typer.Option(help="Name of the deployment in certificates, for tls_trust_domain.")
     ] = DEFAULT_DOMAIN,
-    days: Days = 365.0,
+    days: Annotated[
+        float, typer.Option(min=0.001, max=DAYS_MAX, help="Days until certificates expire.")
+    ] = 365.0,
 ) -> None:
     """Creates an authority, and a folder with certificate, key and authority for each role."""
     with failures_as_exit():
-        authority = new_authority(trust_domain)
-        signed = {role: sign_role(authority, role, "", host, days) for role in Role}
-        write_new(folder / AUTHORITY_KEY_FILE, authority.key, SECRET_MODE)
-        write_new(folder / AUTHORITY_FILE, authority.certificate, PUBLIC_MODE)
-        for role, one in signed.items():
-            _write(folder / role, one, authority.certificate)
+        certificate, key, roles = new_certificates(trust_domain, host, days)
+        write_new(folder / AUTHORITY_KEY_FILE, key, SECRET_MODE)
+        write_new(folder / AUTHORITY_FILE, certificate, PUBLIC_MODE)
+        for role, (role_certificate, role_key) in roles.items():
+            write_new(folder / role / KEY_FILE, role_key, SECRET_MODE)
+            write_new(folder / role / CERTIFICATE_FILE, role_certificate, PUBLIC_MODE)
+            write_new(folder / role / AUTHORITY_FILE, certificate, PUBLIC_MODE)
         answer_console().print(
             f"{folder / AUTHORITY_KEY_FILE}: signs certificates; keep it away from every service\n"
             f"{folder}/ROLE: {CERTIFICATE_FILE}, {KEY_FILE} and {AUTHORITY_FILE}; give each host the folders of its "
             "services",
             markup=False,
         )
-
-
-def create_certificate(
-    folder: Folder,
-    role: Annotated[Role, typer.Argument(help="The role that the certificate proves.")],
-    host: Hosts,
-    output: Annotated[Path, typer.Option(help="New folder for certificate, key and authority.")],
-    name: Annotated[
-        str, typer.Option(help="Id of the only member that may use it.", show_default="any")
-    ] = "",
-    days: Days = 365.0,
-) -> None:
-    """Signs a certificate of one role, such as that of a further host or of a member with a name."""
-    with failures_as_exit():
-        authority = Signed(_read(folder / AUTHORITY_FILE), _read(folder / AUTHORITY_KEY_FILE))
-        _write(output, sign_role(authority, role, name, host, days), authority.certificate)
-
-
-def _write(folder: Path, signed: Signed, authority: bytes) -> None:
-    write_new(folder / KEY_FILE, signed.key, SECRET_MODE)
-    write_new(folder / CERTIFICATE_FILE, signed.certificate, PUBLIC_MODE)
-    write_new(folder / AUTHORITY_FILE, authority, PUBLIC_MODE)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_FILE_BYTES_MAX)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}; `headrace certs init` creates one"
-        ) from error
 
 
 DEFAULT_FILE: Final = Path("credentials/api_keys")

@@ -9,11 +9,10 @@ import typer
 from rich import box
 from rich.table import Table
 
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import WAIT_S, Wait, open_router_internally
 from headrace_cli.commands.route import find_internal
 from headrace_cli.commands.trace import newest_traces
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
 from headrace_cli.output import Json, answer_console, print_json, run_command
 from headrace_common.trace_view.regret import Regrets, regrets_of
 

@@ -9,7 +9,6 @@ from typing import Annotated, Final, NamedTuple
 import typer
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
-from headrace_cli.addressed import check_address
 from headrace_cli.client import (
     CALL_TIMEOUT_S,
     WAIT_S,
@@ -18,7 +17,7 @@ from headrace_cli.client import (
     started_channel,
     wait_until_started,
 )
-from headrace_cli.options import DEFAULT_ROUTER, Router
+from headrace_cli.options import DEFAULT_ROUTER, Router, check_address
 from headrace_cli.output import (
     Column,
     Json,

@@ -14,7 +14,6 @@ from rich import box
 from rich.table import Table
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
     CALL_TIMEOUT_S,
     WAIT_S,
@@ -23,7 +22,7 @@ from headrace_cli.client import (
     rpc_errors,
     started_channel,
 )
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router
 from headrace_cli.output import Json, answer_console, message_object, print_json, run_command
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError

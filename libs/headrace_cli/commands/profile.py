@@ -13,13 +13,12 @@ import typer
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import WAIT_S, Wait, list_members, registry_of, worker_status
-from headrace_cli.options import DEFAULT_ROUTER, Registry, RequestModel, Router
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, RequestModel, Router
 from headrace_cli.output import notice_console, run_command
 from headrace_common.errors import ConfigError
 from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
-from headrace_common.time_model.proto import time_model_from_proto
+from headrace_common.time_model.model import time_model_from_proto
 from headrace_common.version import version
 from headrace_kv.layout import layout_from_proto
 from headrace_planner.settings import WorkerProfile, learned_profile

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
     WAIT_S,
     Wait,
@@ -24,6 +23,7 @@ from headrace_cli.client import (
 )
 from headrace_cli.options import (
     DEFAULT_ROUTER,
+    AddressedCommand,
     Registry,
     RequestModel,
     Router,

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import WAIT_S, Wait, open_router
-from headrace_cli.options import DEFAULT_ROUTER, Router
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Router
 from headrace_cli.output import Json, answer_console, print_json, run_command
 from headrace_common import ports
 from headrace_common.access.credentials import Credentials

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,16 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from opentelemetry.trace import SpanKind
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import WAIT_S, RouterOperator, Wait, open_router_internally
 from headrace_cli.commands.route import find_internal
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
 from headrace_cli.output import (
     Json,
     answer_console,
@@ -28,10 +29,11 @@ from headrace_cli.output import (
     print_json,
     run_command,
 )
-from headrace_cli.trace_export import otlp_object
 from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
+from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
 from headrace_common.trace_view.conversation import Turn, turns_of
 from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
@@ -272,3 +274,74 @@ def _width(console: Console) -> int:
 def _print(console: Console, lines: Iterable[Text]) -> None:
     for line in lines:
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+_ERROR: Final = 2
+_SEPARATOR: Final = ", "
+
+
+def otlp_object(trace: trace_pb2.Trace) -> dict[str, Any]:
+    """An ExportTraceServiceRequest. Ids are hex and 64-bit numbers are texts, as OTLP's JSON has them."""
+    by_process: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for span in trace.spans:
+        by_process.setdefault((span.service, span.worker_id), []).append(_span(trace, span))
+    return {
+        "resourceSpans": [
+            {
+                "resource": {
+                    "attributes": [
+                        _attribute("service.name", f"headrace-{service}"),
+                        *([_attribute("service.instance.id", worker)] if worker else []),
+                    ]
+                },
+                "scopeSpans": [{"scope": {"name": "headrace"}, "spans": spans}],
+            }
+            for (service, worker), spans in by_process.items()
+        ]
+    }
+
+
+def _span(trace: trace_pb2.Trace, span: trace_pb2.Span) -> dict[str, Any]:
+    start_ns = unix_ns_from_timestamp(span.start_time)
+    made: dict[str, Any] = {
+        "traceId": trace.trace_id,
+        "spanId": span.span_id,
+        "name": span.name,
+        # OTLP's numbers begin with "unspecified".
+        "kind": SPAN_KINDS.get(span.name, SpanKind.INTERNAL).value + 1,
+        "startTimeUnixNano": str(start_ns),
+        "endTimeUnixNano": str(start_ns + ns_from_duration(span.duration)),
+        "attributes": [_attribute(key, value) for key, value in sorted(span.attributes.items())],
+    }
+    if span.parent_span_id:
+        made["parentSpanId"] = span.parent_span_id
+    if span.linked_span_ids:
+        made["links"] = [
+            {"traceId": trace.trace_id, "spanId": linked} for linked in span.linked_span_ids
+        ]
+    if span.error:
+        made["status"] = {"code": _ERROR, "message": span.error}
+    return made
+
+
+def _attribute(key: str, text: str) -> dict[str, Any]:
+    return {"key": key, "value": _value(ATTRIBUTE_TYPES.get(key, "string"), text)}
+
+
+def _value(kind: str, text: str) -> dict[str, Any]:
+    """An attribute's value from its text in a trace. A text that does not fit the type stays one."""
+    if kind.endswith("[]"):
+        item = kind.removesuffix("[]")
+        parts = text.split(_SEPARATOR) if text else []
+        return {"arrayValue": {"values": [_value(item, part) for part in parts]}}
+    try:
+        match kind:
+            case "int":
+                return {"intValue": str(int(text))}
+            case "double" if math.isfinite(float(text)):
+                return {"doubleValue": float(text)}
+    except ValueError:
+        return {"stringValue": text}
+    if kind == "bool" and text in ("true", "false"):
+        return {"boolValue": text == "true"}
+    return {"stringValue": text}

@@ -15,13 +15,13 @@ from typing import Annotated, Final, TextIO
 import typer
 from rich.console import Console
 
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import open_router, open_router_internally
 from headrace_cli.commands.chat import ChatAnswer, ChatOptions, chat_once, summary
 from headrace_cli.commands.trace import show_trace
 from headrace_cli.options import (
     DEFAULT_MODEL,
     DEFAULT_ROUTER,
+    AddressedCommand,
     CpuThreads,
     DecodeCount,
     Devices,

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
     CALL_TIMEOUT_S,
     WAIT_S,
@@ -31,7 +30,13 @@ from headrace_cli.members import (
     workers_object,
     workers_view,
 )
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, complete_workers
+from headrace_cli.options import (
+    DEFAULT_ROUTER,
+    AddressedCommand,
+    Registry,
+    Router,
+    complete_workers,
+)
 from headrace_cli.output import Json, answer_console, message_object, print_json, run_command
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration

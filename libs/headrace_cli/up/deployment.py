@@ -50,7 +50,7 @@ from headrace_common.errors import (
     Unauthenticated,
 )
 from headrace_common.extras import install_command, require_extra
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 
 WHAT = "a deployment on this machine"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace_common import ports
 from headrace_common.errors import ConfigError
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 from headrace_text.model_hub import PREFIX, parse_hub_model
 
 SERVICES = ("registry", "router", "prefill", "decode", "worker", "planner")

@@ -104,7 +104,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
     Listener.HEALTH: {"grpc.health.v1.Health": {"Check": _EVERY_CALLER}},
 }
 
-_ROLES: Final[Mapping[Listener, Mapping[str, frozenset[Role]]]] = {
+ROLES: Final[Mapping[Listener, Mapping[str, frozenset[Role]]]] = {
     listener: {
         f"/{service}/{name}": frozenset(roles)
         for service, methods in services.items()
@@ -112,21 +112,17 @@ _ROLES: Final[Mapping[Listener, Mapping[str, frozenset[Role]]]] = {
     }
     for listener, services in _BY_SERVICE.items()
 }
+"""The roles that may call each RPC of a listener, such as "/package.Service/Method"."""
 
 # Both listeners have the methods of _COMMON, with the same roles.
-_GUARDED: Final = {**_ROLES[Listener.PICKER], **_ROLES[Listener.INTERNAL]}
-
-
-def methods_of(listener: Listener) -> frozenset[str]:
-    """The RPCs of a listener, such as "/package.Service/Method"."""
-    return frozenset(_ROLES[listener])
+_GUARDED: Final = {**ROLES[Listener.PICKER], **ROLES[Listener.INTERNAL]}
 
 
 def is_served(method: str, listener: Listener) -> bool:
     """Whether a listener may serve a method. The internal one may also serve methods that no table names."""
-    if method in _ROLES[listener]:
+    if method in ROLES[listener]:
         return True
-    return listener is Listener.INTERNAL and not any(method in roles for roles in _ROLES.values())
+    return listener is Listener.INTERNAL and not any(method in roles for roles in ROLES.values())
 
 
 def needs_role(method: str) -> bool:

@@ -5,15 +5,165 @@ A caller is a tenant, or where no API key is known, a host.
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+import ipaddress
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
+from urllib.parse import unquote
 
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, rechecked
-from headrace_common.callers.turns import FairTurns
 from headrace_common.errors import QueueFull, Unauthenticated
+
+# Addresses of which the host is remembered. Clients keep connections, so each has many requests.
+_HOSTS_MAX: Final = 4_096
+
+
+@lru_cache(maxsize=_HOSTS_MAX)
+def host_of(address: str) -> str:
+    """The host of an IP address. The addresses of one IPv6 network of 64 bits are one host."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        # Such as the path of a Unix socket.
+        return address
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is None:
+            return str(ipaddress.ip_network((ip, 64), strict=False))
+        ip = ip.ipv4_mapped
+    return str(ip)
+
+
+def host_of_peer(peer: str) -> str:
+    """The host of a peer as gRPC names it, such as "ipv4:10.0.0.7:40112"."""
+    address = unquote(peer.partition(":")[2]).rpartition(":")[0]
+    return host_of(address.strip("[]"))
+
+
+CALLERS_MAX: Final = 4_096
+
+
+class RateByCaller:
+    """Permits `per_s` events of each caller, and at first `burst` of them.
+
+    Knows the last `CALLERS_MAX` callers. A forgotten one has its whole burst again.
+    """
+
+    def __init__(
+        self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Events that no time has paid for yet, and when they were counted."""
+
+    def count(self, caller: str, weight: float = 1.0) -> None:
+        """Counts an event as `weight` events, also one beyond the rate."""
+        # What exceeds the burst by far would outlast its cause.
+        debt = min(self._debt(caller) + weight, 2.0 * self._burst)
+        self._debts[caller] = (debt, self._clock())
+        self._debts.move_to_end(caller)
+        if len(self._debts) > CALLERS_MAX:
+            self._debts.popitem(last=False)
+
+    def excess_s(self, caller: str) -> float:
+        """Seconds until the caller is within the rate again. 0 while it is."""
+        if caller not in self._debts:
+            return 0.0
+        return max(0.0, (self._debt(caller) - self._burst) / self._per_s)
+
+    def _debt(self, caller: str) -> float:
+        debt, at_s = self._debts.get(caller, (0.0, 0.0))
+        return max(0.0, debt - (self._clock() - at_s) * self._per_s)
+
+
+class _Turn(NamedTuple):
+    task: asyncio.Task[object]
+    given: asyncio.Future[None]
+
+
+class CallerTurns:
+    """One turn for each waiting caller in each iteration of the event loop, which owns this.
+
+    A turn lasts until the task waits for something, so nothing must be released. While `alone` returns true, no turn is
+    waited for.
+    """
+
+    def __init__(self, alone: Callable[[], bool]) -> None:
+        self._alone = alone
+        self._waiting: OrderedDict[str, deque[_Turn]] = OrderedDict()
+        self._task_of: dict[str, asyncio.Task[object]] = {}
+        """The task of each caller with a turn in this iteration."""
+        self._next: asyncio.Handle | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Turns that are waited for."""
+        return sum(len(turns) for turns in self._waiting.values())
+
+    async def wait(self, caller: str) -> None:
+        """Returns at a turn of the caller for the current task. At once while it has one."""
+        if self._alone() and not self._waiting:
+            return
+        task = asyncio.current_task()
+        assert task is not None, "turns are for tasks"
+        if self._task_of.get(caller) is task:
+            return
+        loop = asyncio.get_running_loop()
+        if self._next is None:
+            self._next = loop.call_soon(self._begin_iteration)
+        if caller not in self._waiting and caller not in self._task_of:
+            self._task_of[caller] = task
+            return
+        turn = _Turn(task, loop.create_future())
+        self._waiting.setdefault(caller, deque()).append(turn)
+        await turn.given
+
+    def _begin_iteration(self) -> None:
+        self._task_of.clear()
+        for caller in tuple(self._waiting):
+            turns = self._waiting[caller]
+            while turns and turns[0].given.done():
+                # Its request was cancelled.
+                turns.popleft()
+            if turns:
+                turn = turns.popleft()
+                turn.given.set_result(None)
+                self._task_of[caller] = turn.task
+            if not turns:
+                del self._waiting[caller]
+        again = self._waiting or self._task_of
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_soon(self._begin_iteration) if again else None
+
+
+class OneEach:
+    """Lets one task of each caller into a block at a time, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        """The lock of each caller with tasks here, and their number."""
+
+    @asynccontextmanager
+    async def of(self, caller: str) -> AsyncIterator[None]:
+        """A block that other tasks of the caller wait for."""
+        lock, users = self._turns.get(caller, (asyncio.Lock(), 0))
+        self._turns[caller] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            _, users = self._turns[caller]
+            if users > 1:
+                self._turns[caller] = (lock, users - 1)
+            else:
+                del self._turns[caller]
+
 
 REFUSED_CALLS: Final = "calls in flight"
 REFUSED_BODY: Final = "late request"
@@ -47,7 +197,7 @@ class CallerBounds:
         self._calls: Counter[str] = Counter()
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
-        self._turns = FairTurns(lambda: self._calls.total() <= 1)
+        self._turns = CallerTurns(lambda: self._calls.total() <= 1)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""

@@ -11,9 +11,14 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from headrace_common.callers.hosts import host_of
-from headrace_common.http.bounds import HEAD_BYTES_MAX, HEADERS_MAX, PIPELINED_MAX, HttpBounds
-from headrace_common.http.input_memory import UNREAD_INPUT
+from headrace_common.callers.bounds import host_of
+from headrace_common.http.bounds import (
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    PIPELINED_MAX,
+    UNREAD_INPUT,
+    HttpBounds,
+)
 
 PEER_NAMES_EXTENSION: Final = "headrace_peer_names"
 """The URIs in the client's certificate, as bytes, among the extensions of an ASGI scope."""
@@ -87,6 +92,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._release_input()
         self._listener.forget(self)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        # Each scope refers to this object. Without its scopes it is freed now, and not by a later garbage collection.
+        self.pipeline.clear()
+        self.scope = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         self._pieces = (data,)
@@ -233,9 +242,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._unanswered() is None:
+        newest: Any = self.cycle
+        if newest is not None and newest.response_complete:
             # No handler reads what it has left.
-            self.cycle.body.clear()
+            newest.body.clear()
         self._hold_input()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return

@@ -1,11 +1,11 @@
-"""Which members of the registry compute prompts for others, and which generate. A worker of both roles does both."""
+"""All members of the registry, and which of them compute prompts for others, and which generate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from headrace.registry.v1 import registry_pb2
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 
 _BOTH: Final = registry_pb2.Member.ROLE_BOTH
 COMPUTE_PROMPTS: Final = (registry_pb2.Member.ROLE_PREFILL, _BOTH)
@@ -25,3 +25,18 @@ def role_by_policy(
     if member.role != _BOTH:
         return registry_pb2.WORKER_ROLE_BOTH
     return worker_roles.get(member.worker_id, registry_pb2.WORKER_ROLE_BOTH)
+
+
+async def all_members(
+    stub: registry_pb2_grpc.RegistryServiceAsyncStub, timeout_s: float
+) -> list[registry_pb2.Member]:
+    """The live members, by worker id. Each page has `timeout_s`. Raises AioRpcError."""
+    members: list[registry_pb2.Member] = []
+    page_token = ""
+    while True:
+        request = registry_pb2.ListMembersRequest(page_token=page_token)
+        page = await stub.ListMembers(request, timeout=timeout_s)
+        members += page.members
+        page_token = page.next_page_token
+        if not page_token:
+            return members

@@ -11,8 +11,8 @@ import grpc.aio
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import HeadraceError, WatchExpired
+from headrace_common.registry.duties import all_members
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
-from headrace_common.registry.listing import all_members
 from headrace_common.tasks import end_task, run_forever
 
 DEFAULT_RETRY_BUDGET: Final = 2

@@ -1,11 +1,12 @@
-"""Refuses RPCs of another listener, and callers without the role that an RPC needs, before its handler runs."""
+"""Refuses RPCs of another listener, callers without the role that an RPC needs, and callers beyond their bounds."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -13,13 +14,17 @@ import grpc.aio
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer, rechecked
 from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
 from headrace_common.access.table import Listener, is_served
-from headrace_common.errors import HeadraceError
+from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds, host_of_peer
+from headrace_common.errors import DeadlineExceeded, HeadraceError, InvalidRequest
+from headrace_common.http.bounds import BODY_WAIT_S
 from headrace_common.rpc.handlers import (
     Context,
     Continuation,
     Handler,
     WrappingInterceptor,
+    behaviour_of,
     guarded,
+    is_generator,
     reading_inside,
     rejecting,
 )
@@ -117,3 +122,74 @@ class InternalAccess(grpc.aio.ServerInterceptor):
 async def _calling(caller: Caller) -> AsyncIterator[None]:
     set_current_caller(caller)
     yield
+
+
+TenantOf: TypeAlias = Callable[[Iterable[tuple[str, Any]]], str]
+"""The tenant of an RPC's metadata. Empty for a caller without a known key."""
+
+
+def caller_name(tenant: str, host: str) -> str:
+    """The name of a caller in the bounds: its tenant, or else its host."""
+    return f"tenant:{tenant}" if tenant else host
+
+
+class CallerInterceptor(WrappingInterceptor):
+    """Counts the calls of each caller, and lets its requests be parsed in turns.
+
+    gRPC receives a request only once its call is within the bounds: it sees handlers of streams, which it calls before
+    a request has come. Use it inside the interceptor that converts errors, and outside all that reject calls.
+    """
+
+    def __init__(self, bounds: CallerBounds, tenant_of: TenantOf) -> None:
+        super().__init__()
+        self._bounds = bounds
+        self._tenant_of = tenant_of
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        if handler.request_streaming:
+            return guarded(handler, self._bounded)
+        behaviour, bounds = behaviour_of(handler), self._bounds
+        parse = parser(handler.request_deserializer or bytes, method)
+        generates = is_generator(handler)
+
+        async def answer(_: Any, context: Context) -> Any:
+            async with self._bounded(context):
+                data = await _first(context, bounds)
+                await bounds.wait_turn()
+                request = parse(data)
+                if not generates:
+                    return await behaviour(request, context)
+                async for response in behaviour(request, context):
+                    await context.write(response)
+                return None
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+    @asynccontextmanager
+    async def _bounded(self, context: Context) -> AsyncIterator[None]:
+        host = host_of_peer(context.peer())
+        metadata = context.invocation_metadata() or ()
+        tenant = self._tenant_of(metadata)
+        caller = caller_name(tenant, host)
+        with self._bounds.call(caller):
+            async with self._bounds.rechecked(lambda: self._tenant_of(metadata), tenant):
+                yield
+
+
+async def _first(context: Context, bounds: CallerBounds) -> bytes:
+    """The bytes of a unary request. Raises InvalidRequest when it has none, and DeadlineExceeded when it is late."""
+    try:
+        async with asyncio.timeout(BODY_WAIT_S):
+            data = await context.read()
+    except TimeoutError:
+        bounds.count_refused(REFUSED_BODY, 1)
+        raise DeadlineExceeded(
+            f"the request did not arrive within {BODY_WAIT_S:g} s; send it at once",
+            metadata={"waited_for": "the request"},
+        ) from None
+    if data is grpc.aio.EOF:
+        raise InvalidRequest({"request": "is missing: send one message"})
+    assert isinstance(data, bytes)
+    return data

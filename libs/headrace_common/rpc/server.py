@@ -19,20 +19,22 @@ from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import Listener
 from headrace_common.callers.bounds import CallerBounds
-from headrace_common.client_config import ClientAccessConfig, ClientFacingConfig
+from headrace_common.client_config import (
+    ClientAccessConfig,
+    ClientFacingConfig,
+    reserve_descriptors,
+)
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.process.health import HealthListener
-from headrace_common.process.open_files import reserve_descriptors
-from headrace_common.rpc.access import ClientAccess, InternalAccess
-from headrace_common.rpc.callers import CallerInterceptor, TenantOf
+from headrace_common.rpc.access import CallerInterceptor, ClientAccess, InternalAccess, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
-from headrace_common.rpc.in_flight import EndlessStreams, InFlightInterceptor
+from headrace_common.rpc.handlers import EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import (
     CLIENT_CONNECTION_AGE_S,
     INTERNAL_CONNECTION_AGE_S,
     Address,
+    HealthListener,
     RpcListener,
     client_options,
     internal_options,
@@ -185,11 +187,6 @@ class GrpcServer:
         if self._config.port_file:
             write_port_file(self._config.port_file, self.port_line)
         return self._endpoint
-
-    @property
-    def health_endpoint(self) -> str:
-        """The "host:port" of health_listen, once it has started. Empty without one."""
-        return "" if self._probes is None else self._probes.endpoint
 
     @property
     def port_line(self) -> str:

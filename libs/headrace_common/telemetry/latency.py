@@ -1,4 +1,4 @@
-"""The sums of a request as attributes of spans."""
+"""Attributes of spans: the sums of a request, and the call that is served."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from headrace_common.telemetry import schema
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
+from headrace_common.rpc.trace_context import SERVED
 
 PART_ATTRIBUTES: Final = {
     Part.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,
@@ -65,3 +66,16 @@ def breakdown_attributes(one: Breakdown) -> dict[str, AttributeValue]:
     if one.clock_error_us:
         attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] = one.clock_error_us / 1e3
     return attributes
+
+
+def server_attributes() -> dict[str, str]:
+    """The call that the current task serves, by the conventions' names. Empty outside of calls."""
+    call = SERVED.get()
+    if call is None:
+        return {}
+    if call.http_method:
+        return {
+            schema.ATTRIBUTE_HTTP_METHOD: call.http_method,
+            schema.ATTRIBUTE_HTTP_ROUTE: call.name,
+        }
+    return {schema.ATTRIBUTE_RPC_SYSTEM: "grpc", schema.ATTRIBUTE_RPC_METHOD: call.name}

@@ -31,8 +31,8 @@ from headrace_common.registry.adapters import (
     is_adapter_name,
     runtime_adapter_from_proto,
 )
+from headrace_common.registry.duties import all_members
 from headrace_common.registry.link import CALL_TIMEOUT_S
-from headrace_common.registry.listing import all_members
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout import WorkerRef
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ from headrace_common.limits import (
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.registry.place import place_of, place_to_proto
 from headrace_common.version import version
-from headrace_engine.config import CONSTRAINT_CPU_S, TRANSPORT, EngineConfig, WorkerRole
+from headrace_engine.config import TRANSPORT, EngineConfig, WorkerRole
 from headrace_engine.interface import Engine
 from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout import WorkerRef, layout_to_proto
@@ -181,11 +182,9 @@ class WorkerConfig(ServiceConfig):
     kv_disk_gib: float = Field(
         0.0,
         ge=0,
-        description="Space on disk for KV blocks that leave this main memory, in GiB on each rank; needs kv_host_gib.",
-    )
-    kv_disk_folder: str = Field(
-        "/var/tmp",
-        description="Folder of the file with these blocks, which has no name and ends with the worker.",
+        description="Space on disk for KV blocks that leave this main memory, in GiB on each rank; needs kv_host_gib. "
+        "Their file has no name and ends with the worker. It is in the folder that the variable TMPDIR names, "
+        "otherwise in /var/tmp.",
     )
     kv_promised_share: float = Field(
         0.5,
@@ -200,9 +199,10 @@ class WorkerConfig(ServiceConfig):
         "needs kv_host_gib. Prefill workers store their blocks there, and all workers load them. Its ports check no "
         "caller: open them to the hosts of workers only. Empty means no pool.",
     )
-    kv_pool_timeout_s: PositiveSeconds = Field(
-        1.0,
-        description="Most seconds that a request waits for blocks of this pool. What has not come is computed.",
+    kv_fetch_timeout_s: PositiveSeconds = Field(
+        2.0,
+        description="Most seconds that a prompt waits for its KV blocks from a pool or from another worker. What has "
+        "not come is computed.",
     )
     rdma_devices: DeviceList = Field(
         (),
@@ -242,11 +242,6 @@ class WorkerConfig(ServiceConfig):
     member_ttl_s: PositiveSeconds = Field(
         10.0, description="Seconds after which a silent worker is removed from the registry."
     )
-
-    @property
-    def constraint_bound_s(self) -> float:
-        """Most processor time for the constraint of an answer. Only decode workers configure it."""
-        return CONSTRAINT_CPU_S
 
     @property
     def write_quiet_s(self) -> float:
@@ -352,16 +347,15 @@ def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> 
         rdma_devices=config.rdma_devices,
         engine_args=config.engine_args,
         credentials=Credentials.from_config(config),
-        constraint_cpu_s=config.constraint_bound_s,
         # A decode worker adds the hosts of prefill workers when these open handoff streams.
         admitted=parse_networks(config.transfer_peer_networks),
         write_quiet_s=config.write_quiet_s,
         tiers=TierSettings(
             host_gib=config.kv_host_gib,
             disk_gib=config.kv_disk_gib,
-            disk_folder=config.kv_disk_folder,
+            disk_folder=os.environ.get("TMPDIR") or "/var/tmp",
             pool_address=config.kv_pool_address,
-            pool_timeout_s=config.kv_pool_timeout_s,
+            pool_timeout_s=config.kv_fetch_timeout_s,
             publishes=role != "decode",
             promised_share=config.kv_promised_share,
         ),

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
-from headrace_common.callers.hosts import host_of_peer
+from headrace_common.callers.bounds import host_of_peer
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import (
@@ -31,8 +31,7 @@ from headrace_common.limits import (
     STATUS_STREAMS_OF_CALLER_MAX,
 )
 from headrace_common.tickets import TicketKeys
-from headrace_common.time_model.model import TimeModel
-from headrace_common.time_model.proto import time_model_to_proto
+from headrace_common.time_model.model import TimeModel, time_model_to_proto
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import Stall, StepWatch
 from headrace_engine.worker.adapters import ChangeAdapter

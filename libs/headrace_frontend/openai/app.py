@@ -15,7 +15,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest
 from headrace_common.http.server import Receive, Scope, Send
-from headrace_common.rpc.callers import caller_name
+from headrace_common.rpc.access import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
 from headrace_common.version import version
 from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS

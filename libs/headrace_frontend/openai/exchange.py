@@ -11,10 +11,9 @@ import types
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping
 from typing import Any, TypeVar
 
-from headrace_common.callers.hosts import host_of
+from headrace_common.callers.bounds import host_of
 from headrace_common.errors import Cancelled, HeadraceError
-from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S
-from headrace_common.http.input_memory import READ_BODIES
+from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S, READ_BODIES
 from headrace_common.http.protocol import BODY_TAKEN_EXTENSION
 from headrace_common.http.server import Message, Receive, Scope, Send
 from headrace_frontend.openai.errors import (

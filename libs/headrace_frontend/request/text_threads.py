@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from headrace_common.callers.turns import OneEach
+from headrace_common.callers.bounds import OneEach
 from headrace_common.tasks import lower_priority
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.

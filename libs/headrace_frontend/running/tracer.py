@@ -15,8 +15,8 @@ from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import server_attributes
 from headrace_common.telemetry.later import PendingSpan
-from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord

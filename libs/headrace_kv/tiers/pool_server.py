@@ -22,7 +22,7 @@ from typing import Final
 
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
-from headrace_common.process.free_port import free_port
+from headrace_common.ports import free_port
 from headrace_common.rpc.server import write_port_file
 from headrace_kv.tiers.pool_process import MooncakeStore, SharedArena
 from headrace_kv.transport.guard import parse_networks

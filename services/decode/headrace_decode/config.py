@@ -14,7 +14,6 @@ from headrace_common.config import (
     split_host_port,
     wildcard_problems,
 )
-from headrace_engine.config import CONSTRAINT_CPU_S
 from headrace_engine.worker.config import WorkerConfig, served_name
 from headrace_frontend.config import FrontendConfig
 from headrace_kv.checksum import DigestMode
@@ -41,18 +40,9 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
         "idle, and compares them with what it received. 0: of none. Engine vllm, for models in which all layers "
         "keep all tokens.",
     )
-    constraint_cpu_s: PositiveSeconds = Field(
-        CONSTRAINT_CPU_S,
-        description="Seconds of processor time for compiling the constraint of an answer, such as a JSON Schema. A "
-        "costlier one is refused. Engine vllm.",
-    )
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Seconds until the deadline of requests that have none."
     )
-
-    @property
-    def constraint_bound_s(self) -> float:
-        return self.constraint_cpu_s
 
     @property
     def model_names(self) -> Collection[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.served import server_attributes
+from headrace_common.telemetry.latency import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary import Comparison

@@ -26,9 +26,8 @@ from headrace_common.telemetry.setup import init_telemetry
 from headrace_planner.settings import read_settings
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.kubernetes_connector import KubernetesConnector, open_scaler
-from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.observer import Observer
-from headrace_planner_service.service import PlannerServicer
+from headrace_planner_service.service import PlannerServicer, PlanningLoop
 from headrace_planner_service.steering import (
     DecisionLog,
     PlannerMetrics,

@@ -18,7 +18,7 @@ from headrace_common.process.pacing import heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task, run_forever
-from headrace_common.time_model.proto import time_model_from_proto
+from headrace_common.time_model.model import time_model_from_proto
 from headrace_planner.observation import ClassCounts, DecodeLoad, LoadSample, RequestStatistics
 from headrace_planner.settings import WorkerProfile, learned_profile
 

@@ -8,7 +8,6 @@ from headrace_common.access.roles import Role
 from headrace_common.config import (
     NonNegativeCount,
     PositiveCount,
-    PositiveSeconds,
 )
 from headrace_engine.worker.config import WorkerConfig
 
@@ -21,10 +20,6 @@ class FetchingConfig(WorkerConfig):
         description="Fewest tokens of a prompt that are fetched from its decode worker, which has them from an earlier "
         "turn, instead of being computed. Only where the learned times do not say that this is slower. 0 fetches none. "
         "Decode workers then reach this worker's ports of KV transfers. For models without states.",
-    )
-    prefix_fetch_timeout_s: PositiveSeconds = Field(
-        2.0,
-        description="Most seconds that a prompt waits for such tokens. What has not come is computed.",
     )
 
 

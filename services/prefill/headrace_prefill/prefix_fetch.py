@@ -325,7 +325,7 @@ def open_fetcher(
         engine=engine,
         receiver=receiver,
         rule=FetchRule(config.prefix_fetch_min_tokens, lambda: engine.step_times),
-        timeout_s=config.prefix_fetch_timeout_s,
+        timeout_s=config.kv_fetch_timeout_s,
         on_ended=count,
     )
     return PrefixFetcher(context, lambda endpoint: open_channel(endpoint, config))

@@ -23,7 +23,7 @@ from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import BoundedQueue
-from headrace_common.time_model.proto import time_model_to_proto
+from headrace_common.time_model.model import time_model_to_proto
 from headrace_prefill.worker import STALL_POLL_S, PrefillWorker
 
 log = logging.getLogger(__name__)

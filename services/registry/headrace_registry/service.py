@@ -13,7 +13,7 @@ import grpc.aio
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.access.roles import Role, current_caller, require_own_name
-from headrace_common.callers.hosts import RateByCaller, host_of_peer
+from headrace_common.callers.bounds import RateByCaller, host_of_peer
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id

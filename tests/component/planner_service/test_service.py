@@ -21,10 +21,9 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_planner.settings import PlannerSettings
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.main import SERVICE
 from headrace_planner_service.observer import Observer
-from headrace_planner_service.service import PlannerServicer
+from headrace_planner_service.service import PlannerServicer, PlanningLoop
 from headrace_planner_service.steering import DecisionLog, Rules, Steering, TargetBoard
 from tests.channels import operator_channel
 from tests.unit.planner.samples import interval, sample

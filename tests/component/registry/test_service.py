@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_cli.client import list_members
 from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.durations import duration_from_seconds
@@ -23,7 +24,9 @@ from headrace_common.errors import (
     WatchExpired,
 )
 from headrace_common.limits import LEASES_PER_RENEWAL_MAX
+from headrace_registry import service
 from tests.component.registry.harness import (
+    Registry,
     kv_descriptor,
     ordered,
     reference,
@@ -130,7 +133,9 @@ async def test_wrong_renewals_are_refused(
     assert list(error.metadata) == [field]
 
 
-async def test_members_are_listed_by_page_and_role(stub: Stub) -> None:
+async def test_members_are_listed_by_page_and_role(
+    registry: Registry, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(5):
         await stub.Register(register(worker(f"decode-{number}")))
     router = registry_pb2.Member.ROLE_ROUTER
@@ -151,6 +156,9 @@ async def test_members_are_listed_by_page_and_role(stub: Stub) -> None:
     wrong = registry_pb2.ListMembersRequest(page_size=1001, page_token="No!")
     error = await error_of(InvalidRequest, stub.ListMembers(wrong))
     assert set(error.violations) == {"page_size", "page_token"}
+    # Commands read every page.
+    monkeypatch.setattr(service, "PAGE_SIZE_MAX", 2)
+    assert [member.worker_id for member in await list_members(registry.endpoint)] == seen
 
 
 async def test_the_policy_rpcs(stub: Stub) -> None:

@@ -11,9 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace_cli.addressed import AddressedCommand
 from headrace_cli.app import app as headrace
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
+from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
 
 VARIABLES = (
     "HEADRACE_ENDPOINT", "HEADRACE_REGISTRY", "HEADRACE_CONTEXT", "HEADRACE_CONFIG", "HEADRACE_TOKEN_FILE",

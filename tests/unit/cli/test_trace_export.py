@@ -13,9 +13,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.trace import trace_object, write_otlp
+from headrace_cli.commands.trace import otlp_object, trace_object, write_otlp
 from headrace_cli.output import json_text
-from headrace_cli.trace_export import otlp_object
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
 

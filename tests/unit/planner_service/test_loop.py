@@ -13,8 +13,8 @@ from headrace_common.errors import WorkerGone
 from headrace_planner.observation import Interval
 from headrace_planner.settings import PlannerSettings
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.observer import Observer, Reading
+from headrace_planner_service.service import PlanningLoop
 from headrace_planner_service.steering import (
     DecisionEntry,
     DecisionLog,

@@ -136,16 +136,6 @@ def test_a_listing_is_applied_as_changes(before: Edits, after: Edits) -> None:
     run_virtually(scenario)
 
 
-async def test_the_history_is_bounded() -> None:
-    feed = ChangeFeed(history_size=3, revision=1)
-    for revision in range(2, 8):
-        feed.apply(revision, {"a": member("a", revision)})
-    assert len((await anext(feed.watch(4))).changes) == 6
-    with pytest.raises(WatchExpired) as caught:
-        await anext(feed.watch(3))
-    assert caught.value.metadata == {"start_revision": "3", "kept_since_revision": "4"}
-
-
 async def test_revisions_without_a_change_use_up_no_history() -> None:
     feed = ChangeFeed(history_size=2, revision=1)
     feed.apply(2, {"a": member("a", 1)})

@@ -11,8 +11,12 @@ from typing import Any
 from headrace.engine.v1 import link_pb2
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, from_reason
-from headrace_common.time_model.model import NO_STEPS, StepTimes
-from headrace_common.time_model.proto import step_times_from_proto, step_times_to_proto
+from headrace_common.time_model.model import (
+    NO_STEPS,
+    StepTimes,
+    step_times_from_proto,
+    step_times_to_proto,
+)
 from headrace_engine.steps import EngineSteps
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier

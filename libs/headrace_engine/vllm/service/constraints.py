@@ -14,7 +14,7 @@ from contextlib import suppress
 from subprocess import PIPE, Popen
 from typing import Final, TypeAlias
 
-from headrace_common.callers.turns import OneEach
+from headrace_common.callers.bounds import OneEach
 from headrace_common.errors import DecodeFull, InvalidRequest
 from headrace_engine.interface import StructuredOutputs
 from headrace_engine.vllm.service.sampling import closed_schema
@@ -127,7 +127,7 @@ class ConstraintCheck:
     def _remedy(self, bound: str) -> str:
         if bound == "memory":
             return f"takes more than {MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
-        return f"takes more than {self._cpu_s:g} s to compile, the bound of constraint_cpu_s; simplify it"
+        return f"takes more than {self._cpu_s:g} s to compile; simplify it"
 
 
 def _start(cpu_s: float) -> Process:

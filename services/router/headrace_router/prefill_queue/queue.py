@@ -33,7 +33,7 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.adapters import Adapter, adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
-from headrace_common.time_model.proto import time_model_from_proto
+from headrace_common.time_model.model import time_model_from_proto
 from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint

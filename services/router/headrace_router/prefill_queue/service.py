@@ -12,9 +12,9 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.access.roles import require_own_name
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest, ProtocolViolation, WorkerGone
-from headrace_common.process.silence import wait_silent
 from headrace_common.registry.adapters import adapters_from_proto, announced_violations
 from headrace_common.rpc.channel import ping_timeout_s
+from headrace_common.tasks import wait_silent
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream

@@ -18,10 +18,9 @@ from headrace_common.durations import duration_from_seconds, seconds_from_durati
 from headrace_common.errors import WorkerGone
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_common.process.pacing import SHORTEST_S, LoopLoad, must_change
-from headrace_common.process.silence import wait_silent
 from headrace_common.rpc.channel import ping_timeout_s
-from headrace_common.tasks import run_forever
-from headrace_common.time_model.proto import time_model_from_proto
+from headrace_common.tasks import run_forever, wait_silent
+from headrace_common.time_model.model import time_model_from_proto
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from headrace_common.process.loop_watch import loop_watched
+from headrace_common.telemetry.metrics.listener import loop_watched
 from tests.waiting import until
 
 STUCK_S = 1.0

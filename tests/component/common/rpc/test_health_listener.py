@@ -11,12 +11,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace_common.access.table import Listener, methods_of
+from headrace_common.access.table import ROLES, Listener
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process import probe
 from headrace_common.rpc.server import GrpcServer
+from tests.ports import free_port
 
 CALL_TIMEOUT_S = 10.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -24,11 +25,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[GrpcServer]:
-    server = GrpcServer(ServiceConfig(health_listen="127.0.0.1:0", drain_grace_s=30.0), ())
+async def started() -> AsyncIterator[tuple[GrpcServer, str]]:
+    endpoint = f"127.0.0.1:{free_port()}"
+    server = GrpcServer(ServiceConfig(health_listen=endpoint, drain_grace_s=30.0), ())
     await server.start()
     try:
-        yield server
+        yield server, endpoint
     finally:
         await server.stop(None)
 
@@ -41,8 +43,7 @@ async def checked(endpoint: str, name: str = "") -> health_pb2.HealthCheckRespon
 
 
 async def test_readiness_follows_the_service_and_liveness_the_process() -> None:
-    async with started() as server:
-        endpoint = server.health_endpoint
+    async with started() as (server, endpoint):
         assert await checked(endpoint) == SERVING
         server.set_serving(False)
         assert (await checked(endpoint), await checked(endpoint, "live")) == (NOT_SERVING, SERVING)
@@ -66,47 +67,36 @@ async def test_readiness_follows_the_service_and_liveness_the_process() -> None:
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_name_of_a_service_is_not_found() -> None:
-    async with started() as server:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await checked(server.health_endpoint, "headrace.registry.v1.RegistryService")
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_every_other_rpc_is_unimplemented() -> None:
-    every = {method for listener in Listener for method in methods_of(listener)}
-    others = sorted(every - methods_of(Listener.HEALTH))
+async def test_it_serves_nothing_else_and_refuses_a_large_check_unparsed() -> None:
+    every = {method for listener in Listener for method in ROLES[listener]}
+    others = every - ROLES[Listener.HEALTH].keys()
     assert "/grpc.health.v1.Health/Watch" in others
-    async with (
-        started() as server,
-        grpc.aio.insecure_channel(server.health_endpoint) as channel,
+    large = health_pb2.HealthCheckRequest(service="a" * 2_000).SerializeToString()
+    named = health_pb2.HealthCheckRequest(service="headrace.registry.v1.RegistryService")
+    calls = [(method, b"", grpc.StatusCode.UNIMPLEMENTED) for method in sorted(others)]
+    for data, code in (
+        (large, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (named.SerializeToString(), grpc.StatusCode.NOT_FOUND),
     ):
-        for method in others:
+        calls.append(("/grpc.health.v1.Health/Check", data, code))
+    async with started() as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        for method, data, code in calls:
             call: Any = channel.unary_unary(method)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(b"", timeout=CALL_TIMEOUT_S)
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, method
+                await call(data, timeout=CALL_TIMEOUT_S)
+            assert refused.value.code() is code, method
 
 
-async def test_a_large_check_is_refused_before_it_is_parsed() -> None:
-    async with started() as server:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await checked(server.health_endpoint, "a" * 2_000)
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_it_is_closed_unless_it_is_set_and_a_taken_port_is_named() -> None:
-    assert GrpcServer(ServiceConfig(), ()).health_endpoint == ""
-    async with started() as server:
-        second = GrpcServer(ServiceConfig(health_listen=server.health_endpoint), ())
+async def test_a_taken_port_is_named() -> None:
+    async with started() as (_, endpoint):
+        second = GrpcServer(ServiceConfig(health_listen=endpoint), ())
         with pytest.raises(ConfigError, match="set health_listen"):
             await second.start()
         await second.stop(None)
 
 
 async def test_the_probe_exits_as_the_service_is(capfd: pytest.CaptureFixture[str]) -> None:
-    async with started() as server:
-        endpoint = server.health_endpoint
+    async with started() as (server, endpoint):
         asked = ["--timeout-s", "10", endpoint]
         assert await asyncio.to_thread(probe.main, asked) == 0
         server.set_serving(False)

@@ -72,15 +72,6 @@ def test_keys_are_private_and_certificates_are_not(folder: Path) -> None:
     assert not (folder / "prefill" / "authority_key.pem").exists()
 
 
-def test_a_further_certificate_may_name_a_member(folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "decode-1"
-    made = run("create", folder, "decode", "--name", "decode-1", "--host", "h", "--output", output)
-    assert made.exit_code == 0, made.output
-    assert caller_of(output) == (frozenset({Role.DECODE}), "decode-1")
-    pem, authority = ((output / name).read_bytes() for name in ("certificate.pem", "authority.pem"))
-    assert valid_until(pem, b"", authority) is not None
-
-
 def test_nothing_is_replaced(folder: Path) -> None:
     before = (folder / "authority_key.pem").read_bytes()
     again = run("init", folder, "--host", "h")
@@ -107,17 +98,3 @@ def test_wrong_words_are_named_and_nothing_is_written(
     assert made.exit_code == 2
     assert named in made.output
     assert not (tmp_path / "c").exists()
-
-
-def test_an_authority_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
-    words = ("create", folder, "decode", "--host", "h", "--output", tmp_path / "o")
-    key = folder / "authority_key.pem"
-    other = run("init", tmp_path / "d", "--host", "h")
-    assert other.exit_code == 0
-    key.write_bytes((tmp_path / "d" / "authority_key.pem").read_bytes())
-    assert "does not belong" in " ".join(run(*words).output.split())
-    key.write_bytes(b"x")
-    assert "cannot be read" in " ".join(run(*words).output.split())
-    key.unlink()
-    assert "headrace certs init" in " ".join(run(*words).output.split())
-    assert not (tmp_path / "o").exists()

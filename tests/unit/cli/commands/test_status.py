@@ -8,7 +8,6 @@ import pytest
 
 from headrace_cli.commands.status import page_url
 from headrace_common.access.credentials import Credentials, TlsFiles
-from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
 
 
@@ -18,12 +17,6 @@ def test_the_token_is_in_the_part_that_browsers_do_not_send(tmp_path: Path) -> N
     assert page_url("host:7057", Credentials(token_file=str(token))) == (
         "http://host:7057/#token=abc.def.ghi"
     )
-
-
-def test_the_local_token_stays_on_loopback() -> None:
-    credentials = Credentials(role=Role.OPERATOR)
-    assert page_url("127.0.0.1:7057", credentials).startswith("http://127.0.0.1:7057/#token=ey")
-    assert page_url("router-0.example:7057", credentials) == "http://router-0.example:7057/"
 
 
 def test_tls_and_a_wrong_address() -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from headrace_cli.app import app
 from headrace_cli.commands.credentials import PRIVATE_KEY_FILE, PUBLIC_KEYS_FILE
-from headrace_common.access.roles import Caller, Role, caller_with
+from headrace_common.access.roles import Caller, Role
 from headrace_common.access.tokens import TokenVerifier
 
 
@@ -27,15 +27,6 @@ def test_a_created_token_proves_its_role(tmp_path: Path) -> None:
     caller = verifier.verify(token.read_text().strip())
     assert caller == Caller(frozenset({Role.DECODE}), "decode-0")
     assert [path.stat().st_mode & 0o077 for path in (private_key, token)] == [0, 0]
-
-
-def test_a_token_of_a_worker_of_both_roles(tmp_path: Path) -> None:
-    token = tmp_path / "worker.token"
-    run("keygen", str(tmp_path))
-    key = str(tmp_path / PRIVATE_KEY_FILE)
-    assert run("create", "worker", "--key", key, "--output", str(token)) == (0, "")
-    verifier = TokenVerifier.from_pem((tmp_path / PUBLIC_KEYS_FILE).read_bytes())
-    assert verifier.verify(token.read_text().strip()) == caller_with(Role.WORKER)
 
 
 @pytest.mark.parametrize(

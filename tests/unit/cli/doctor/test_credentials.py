@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.doctor.checks import Finding, Verdict, check_credentials
+from headrace_cli.checks import Finding, Verdict, check_credentials
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key
 

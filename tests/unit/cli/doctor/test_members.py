@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.doctor import checks
-from headrace_cli.doctor.checks import clock_findings
+from headrace_cli import checks
+from headrace_cli.checks import clock_findings
 
 _Role = registry_pb2.Member.Role
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.doctor import rdma
-from headrace_cli.doctor.checks import Finding, Verdict
-from headrace_cli.doctor.rdma import check_rdma
+from headrace_cli.checks import Finding, Verdict
+from headrace_cli.commands import doctor
+from headrace_cli.commands.doctor import check_rdma
 
 _LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
 _MAPPED = "0000:0000:0000:0000:0000:ffff:0a00:0007"
@@ -28,11 +28,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write(port / "gid_attrs" / "types" / str(index), kind)
     write(tmp_path / "dev" / "uverbs0", "")
     write(tmp_path / "huge", "[always] madvise never")
-    monkeypatch.setattr(rdma, "_CLASS", tmp_path / "infiniband")
-    monkeypatch.setattr(rdma, "_DEVICES", tmp_path / "dev")
-    monkeypatch.setattr(rdma, "_HUGE_PAGES", tmp_path / "huge")
-    monkeypatch.setattr(rdma, "_NVIDIA", tmp_path / "nvidia")
-    monkeypatch.setattr(rdma, "_PEER_MEMORY", tmp_path / "nvidia_peermem")
+    monkeypatch.setattr(doctor, "_CLASS", tmp_path / "infiniband")
+    monkeypatch.setattr(doctor, "_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(doctor, "_HUGE_PAGES", tmp_path / "huge")
+    monkeypatch.setattr(doctor, "_NVIDIA", tmp_path / "nvidia")
+    monkeypatch.setattr(doctor, "_PEER_MEMORY", tmp_path / "nvidia_peermem")
     limit_locked_memory(monkeypatch, resource.RLIM_INFINITY)
     return tmp_path
 

@@ -7,8 +7,8 @@ from importlib import metadata
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.doctor import checks
-from headrace_cli.doctor.checks import Finding, Verdict, check_software, check_versions
+from headrace_cli import checks
+from headrace_cli.checks import Finding, Verdict, check_software, check_versions
 from headrace_cli.members import UNKNOWN_VERSION
 
 

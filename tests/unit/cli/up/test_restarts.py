@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-import io
 import signal
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from headrace_cli.up.keeping import RestartPolicy, Restarts
-from headrace_cli.up.supervisor import ChildProcess, Supervisor
 from headrace_cli.up.topology import ProcessSpec
+from tests.unit.cli.up.fake_processes import FakeProcess, FakeSupervisor
 
 KILLED = -int(signal.SIGKILL)
-# No process has this id, so that no signal reaches one.
-PID = 2**22 + 1
 POLICY = RestartPolicy(count_max=2, first_delay_s=1.0, delay_max_s=1.5)
 
 
-@dataclass
-class FakeProcess:
-    returncode: int | None = None
-    pid: int = PID
+class Bench(FakeSupervisor):
+    """A decode worker, a clock, and what the terminal shows."""
 
-    def send_signal(self, signal: int) -> None:
-        self.returncode = 0
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.now_s = 0.0
+        self.restarts = Restarts(self.supervisor, self.console, POLICY, lambda: self.now_s)
 
-    async def wait(self) -> int:
-        return self.returncode or 0
-
-
-@dataclass
-class Bench:
-    """A supervisor of fake processes, a clock, and what the terminal shows."""
-
-    folder: Path
-    policy: RestartPolicy = POLICY
-    started: list[ProcessSpec] = field(default_factory=list)
-    processes: list[FakeProcess] = field(default_factory=list)
-    now_s: float = 0.0
-    terminal: io.StringIO = field(default_factory=io.StringIO)
-
-    def __post_init__(self) -> None:
-        self.supervisor = Supervisor(spawn=self.spawn)
-        console = Console(file=self.terminal, width=200)
-        self.restarts = Restarts(self.supervisor, console, self.policy, lambda: self.now_s)
-
-    async def spawn(self, spec: ProcessSpec) -> ChildProcess:
-        self.started.append(spec)
-        self.processes.append(FakeProcess())
-        return self.processes[-1]
-
-    async def start(self, service: str = "decode") -> ProcessSpec:
-        name = f"{service}-0"
-        port, log = self.folder / f"{name}.port", self.folder / f"{name}.log"
-        spec = ProcessSpec(name, service, (), port, log, {})
+    async def start(self) -> ProcessSpec:
+        spec = self.spec("decode", "decode-0")
         child = await self.supervisor.start(spec)
-        log.write_text("the log of before\n")
+        spec.log_file.write_text("the log of before\n")
         child.mark_ready("127.0.0.1:1")
         return spec
+
+    def end(self, status: int) -> None:
+        self.bad["decode-0"] = FakeProcess(serves=False)
+        self.processes["decode-0"].returncode = status
 
     async def step_at(self, now_s: float) -> None:
         self.now_s = now_s
@@ -77,7 +49,7 @@ async def bench(tmp_path: Path) -> Bench:
 
 async def test_a_killed_worker_starts_again_after_a_delay_and_says_so(bench: Bench) -> None:
     spec = await bench.start()
-    bench.processes[0].returncode = KILLED
+    bench.end(KILLED)
     await bench.step_at(10.0)
     (line,) = bench.shown()
     assert line == ("decode-0 was killed by signal 9; it starts again in 1 s (restart 1 of 2)")
@@ -100,7 +72,7 @@ async def test_a_killed_worker_starts_again_after_a_delay_and_says_so(bench: Ben
 async def test_old_restarts_do_not_count(bench: Bench) -> None:
     await bench.start()
     for at_s in (0.0, 1_000.0, 2_000.0, 3_000.0):
-        bench.processes[-1].returncode = KILLED
+        bench.end(KILLED)
         await bench.step_at(at_s)
         await bench.step_at(at_s + 1.0)
     assert len(bench.started) == 5
@@ -109,7 +81,7 @@ async def test_old_restarts_do_not_count(bench: Bench) -> None:
 
 async def test_a_drained_worker_stays_away(bench: Bench) -> None:
     await bench.start()
-    bench.processes[0].returncode = 0
+    bench.end(0)
     await bench.step_at(0.0)
     await bench.step_at(100.0)
     assert len(bench.started) == 1
@@ -118,5 +90,5 @@ async def test_a_drained_worker_stays_away(bench: Bench) -> None:
 
 async def test_a_worker_that_served_must_end_with_status_0(bench: Bench) -> None:
     await bench.start()
-    bench.processes[0].returncode = 128 + signal.SIGTERM
+    bench.end(128 + signal.SIGTERM)
     assert [child.spec.name for child in await bench.supervisor.stop()] == ["decode-0"]

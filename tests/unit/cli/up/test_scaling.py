@@ -3,85 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import signal
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from headrace_cli.up import supervisor
 from headrace_cli.up.keeping import NO_RESTARTS, Restarts, Scaler, drain_timeout_s
-from headrace_cli.up.supervisor import ChildProcess, Supervisor
-from headrace_cli.up.topology import ProcessSpec, Topology
+from headrace_cli.up.topology import Topology
 from headrace_common.errors import ConfigError, DeadlineExceeded, WorkerGone
+from tests.unit.cli.up.fake_processes import FakeProcess, FakeSupervisor
 from tests.waiting import until
 
-# No process has these ids, so that no signal reaches one.
-PID = 2**22 + 1
 LIMIT_S = 20.0
 
 
-@dataclass
-class FakeProcess:
-    """A worker that serves at once, unless `ends` is its exit status. SIGTERM ends it with `drains`."""
-
-    spec: ProcessSpec
-    ends: int | None = None
-    drains: int | None = 0
-    serves: bool = True
-    pid: int = PID
-    returncode: int | None = None
-    signals: list[int] = field(default_factory=list)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def begin(self) -> None:
-        self.returncode = self.ends
-        if self.ends is None and self.serves:
-            self.spec.port_file.write_text("127.0.0.1:1\n")
-
-    def send_signal(self, signal: int) -> None:
-        self.signals.append(signal)
-        self.returncode = self.drains
-        if self.drains is not None:
-            self.ended.set()
-
-    async def wait(self) -> int:
-        if self.returncode is None:
-            await self.ended.wait()
-        return self.returncode or 0
-
-
-@dataclass
-class Bench:
-    folder: Path
-    bad: dict[str, FakeProcess] = field(default_factory=dict)
-    processes: dict[str, FakeProcess] = field(default_factory=dict)
-    terminal: io.StringIO = field(default_factory=io.StringIO)
-    start_timeout_s: float = LIMIT_S
-
-    def __post_init__(self) -> None:
-        self.supervisor = Supervisor(spawn=self.spawn)
-        self.console = Console(file=self.terminal, width=200)
+class Bench(FakeSupervisor):
+    def __init__(self, folder: Path, start_timeout_s: float = LIMIT_S) -> None:
+        super().__init__(folder)
         self.scaler = Scaler(
             supervisor=self.supervisor,
             make_spec=self.spec,
             console=self.console,
             drain_timeout_s=lambda _: LIMIT_S,
-            start_timeout_s=self.start_timeout_s,
+            start_timeout_s=start_timeout_s,
         )
-
-    def spec(self, service: str, name: str) -> ProcessSpec:
-        port, log = self.folder / f"{name}.port", self.folder / f"{name}.log"
-        return ProcessSpec(name, service, (), port, log, {})
-
-    async def spawn(self, spec: ProcessSpec) -> ChildProcess:
-        process = self.bad.get(spec.name) or FakeProcess(spec)
-        process.spec = spec
-        self.processes[spec.name] = process
-        process.begin()
-        return process
 
     def running(self) -> list[str]:
         return sorted(child.spec.name for child in self.supervisor.children if child.running)
@@ -133,8 +79,7 @@ async def test_workers_of_both_roles_are_scaled(tmp_path: Path) -> None:
 async def test_a_worker_that_does_not_start_fails_the_target_and_nothing_else(
     bench: Bench, status: int, error: type[Exception]
 ) -> None:
-    bad = bench.spec("decode", "decode-1")
-    bench.bad["decode-1"] = FakeProcess(bad, ends=status)
+    bench.bad["decode-1"] = FakeProcess(ends=status)
     with pytest.raises(error):
         await bench.scaler.apply(2, 2)
     assert bench.running() == ["decode-0", "prefill-0", "prefill-1"]
@@ -149,14 +94,14 @@ async def test_a_start_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # No signal reaches the process of the test.
     monkeypatch.setattr(supervisor, "KILL_WAIT_S", 0.01)
     bench = Bench(tmp_path, start_timeout_s=0.01)
-    bench.bad["prefill-0"] = FakeProcess(bench.spec("prefill", "prefill-0"), serves=False)
+    bench.bad["prefill-0"] = FakeProcess(serves=False)
     with pytest.raises(DeadlineExceeded, match="prefill-0 did not serve within"):
         await bench.scaler.apply(1, 0)
     assert bench.supervisor.children == []
 
 
 async def test_a_worker_that_does_not_drain_is_named(bench: Bench) -> None:
-    bench.bad["decode-1"] = FakeProcess(bench.spec("decode", "decode-1"), drains=3)
+    bench.bad["decode-1"] = FakeProcess(drains=3)
     await bench.scaler.apply(1, 2)
     with pytest.raises(WorkerGone, match="decode-1 ended with 3"):
         await bench.scaler.apply(1, 1)
@@ -176,7 +121,7 @@ async def test_a_worker_that_starts_again_counts_and_is_not_drained(bench: Bench
 
 
 async def test_an_end_before_a_worker_serves_concerns_its_target_only(bench: Bench) -> None:
-    bench.bad["decode-1"] = FakeProcess(bench.spec("decode", "decode-1"), serves=False)
+    bench.bad["decode-1"] = FakeProcess(serves=False)
     applying = asyncio.create_task(bench.scaler.apply(1, 2))
     await until(lambda: "decode-1" in bench.processes, LIMIT_S, "a start")
     bench.processes["decode-1"].returncode = 1

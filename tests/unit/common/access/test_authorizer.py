@@ -15,7 +15,6 @@ from headrace_common.access.tokens import (
     create_token,
     load_local_key,
     new_private_key,
-    public_key_of,
 )
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import ConfigError, HeadraceError, PermissionDenied, Unauthenticated
@@ -102,23 +101,6 @@ def test_a_certificate_decides_where_no_token_is_sent() -> None:
         authorizer.caller_of_certificate(SET_POLICY, router)
     with pytest.raises(Unauthenticated):
         authorizer.caller_of_certificate(SET_POLICY, {})
-
-
-def test_keys_are_read_again_when_their_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reloading, "CHECK_INTERVAL_S", 0.0)
-    old, new = new_private_key(), new_private_key()
-    path = tmp_path / "keys.pem"
-    path.write_bytes(public_key_of(old))
-    authorizer = Authorizer.from_config(ServiceConfig(token_keys_file=str(path)))
-    metadata = [(TOKEN_KEY, create_token(new, Role.OPERATOR, "", 60))]
-    with pytest.raises(Unauthenticated):
-        authorizer.caller_of_metadata(SET_POLICY, metadata)
-    path.write_bytes(public_key_of(old) + public_key_of(new))
-    authorizer.caller_of_metadata(SET_POLICY, metadata)
-    path.write_text("nonsense")
-    authorizer.caller_of_metadata(SET_POLICY, metadata)
 
 
 def test_a_key_file_without_keys_ends_the_start(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_common.callers.hosts import CALLERS_MAX, RateByCaller
+from headrace_common.callers.bounds import CALLERS_MAX, RateByCaller
 
 CALLS_MAX = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace_common.http.input_memory import InputMemory
+from headrace_common.http.bounds import InputMemory
 
 
 @dataclass(eq=False)

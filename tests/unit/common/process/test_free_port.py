@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
+from headrace_common import ports as module
 from headrace_common.errors import ConfigError
-from headrace_common.process import free_port as module
-from headrace_common.process.free_port import (
+from headrace_common.ports import (
     END_PORT,
     FIRST_PORT,
     PORTS_PER_PROCESS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_common.process.silence import wait_silent
+from headrace_common.tasks import wait_silent
 from tests.virtually import stand_still
 
 LIMIT_S = 6.0

@@ -15,8 +15,9 @@ from headrace_common.time_model.model import (
     StepTimes,
     TimeModel,
     mean_model,
+    time_model_from_proto,
+    time_model_to_proto,
 )
-from headrace_common.time_model.proto import time_model_from_proto, time_model_to_proto
 
 FIXED_S, PROMPT_S, TOKEN_S, ATTENDED_S, ANSWER_S, CONTEXT_S = 0.01, 2e-3, 3e-4, 2e-8, 6e-4, 1e-7
 

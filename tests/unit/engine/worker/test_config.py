@@ -71,11 +71,13 @@ def test_a_member_has_its_place() -> None:
         assert member.HasField("place") == bool(labels)
 
 
-def test_blocks_on_disk_have_a_folder() -> None:
+@pytest.mark.parametrize("folder", ["", "/nvme"])
+def test_blocks_on_disk_have_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", folder)
     alone = WorkerConfig.model_validate({"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2})
     ref = WorkerRef("w", "1")
     tiers = engine_config(alone, role="decode", ref=ref).tiers
-    assert tiers == TierSettings(1, 2, "/var/tmp")
+    assert tiers == TierSettings(1, 2, folder or "/var/tmp", pool_timeout_s=2)
 
 
 def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() -> None:
@@ -84,7 +86,7 @@ def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() ->
             "worker_id": "w",
             "kv_host_gib": 1,
             "kv_pool_address": "10.0.0.1:2",
-            "kv_pool_timeout_s": 3,
+            "kv_fetch_timeout_s": 3,
         }
     )
     ref = WorkerRef("w", "1")

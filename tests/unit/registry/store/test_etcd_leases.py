@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_registry.store.etcd_leases import MemberLeases
+from headrace_registry.store.etcd_store import MemberLeases
 
 _CHANGES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=20)
 

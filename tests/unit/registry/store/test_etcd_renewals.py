@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from headrace_common.errors import RegistryUnavailable
-from headrace_registry.store.etcd_leases import BatchedRenewals
+from headrace_registry.store.etcd_store import BatchedRenewals
 
 
 class Etcd:

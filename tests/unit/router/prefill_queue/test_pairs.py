@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
-from headrace_common.time_model.proto import time_model_to_proto
+from headrace_common.time_model.model import (
+    HandoverTimes,
+    StepTimes,
+    TimeModel,
+    time_model_to_proto,
+)
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy

@@ -20,8 +20,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
-from headrace_common.time_model.model import StepTimes, TimeModel
-from headrace_common.time_model.proto import time_model_to_proto
+from headrace_common.time_model.model import StepTimes, TimeModel, time_model_to_proto
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.queue import PrefillQueue

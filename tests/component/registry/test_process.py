@@ -1,4 +1,4 @@
-"""The registry runs without an engine, a transport or numpy installed."""
+"""The process of the registry: its end, and a start without its store."""
 
 from __future__ import annotations
 
@@ -15,26 +15,11 @@ from headrace.registry.v1 import registry_pb2
 from tests.component.registry.harness import EtcdServer, registry_stub
 from tests.ports import free_port
 
-_PROGRAM = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class RejectImports(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "vllm", "mooncake", "numpy", "transformers"}:
-            raise ModuleNotFoundError(f"{name} is not installed")
-        return None
-
-sys.meta_path.insert(0, RejectImports())
-from headrace_registry.main import main
-main()
-"""
-
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, *arguments],
+        [sys.executable, "-m", "headrace_registry", *arguments],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
