@@ -188,7 +188,7 @@ def test_the_service_config_names_calls_that_may_be_repeated() -> None:
     service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
     assert {name["service"] for name in method["name"]} == {service.full_name}
     named = {name["method"] for name in method["name"]}
-    # Only operators call Route.
+    # Only operators call Route. Keep sets a time, so a second call changes nothing.
     assert named == set(service.methods_by_name) - {"Route"}
     codes = {grpc.StatusCode[name] for name in method["retryPolicy"]["retryableStatusCodes"]}
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
