@@ -21,8 +21,9 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.rpc.channel import open_channel
 from tests.clients.commands import run
 from tests.clients.router import KEY, full_at_first, secured_listen
-from tests.component.router.fakes import FakeDecode, Rig, finished, reserved, tokens
 from tests.documented import blocks_of
+from tests.kit.router import Rig
+from tests.kit.workers import FakeDecode, finished, reserved, tokens
 from tests.suite.certificates import Authority
 from tests.suite.secured import deployed, joined
 from tests.waiting import until

@@ -18,10 +18,18 @@ from headrace_common.errors import Cancelled, ProtocolViolation
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_router.decode_link.links import DecodeLinks, LinkedCall
-from tests.component.router.dispatch.recitation import TEXT, recite, sampling
-from tests.component.router.fakes import FakeDecode, Rig, hang, reply, text_of
-from tests.component.router.fakes.decode import reserved, tokens
-from tests.component.router.fakes.handoff import Handoff
+from tests.kit.router import Rig, text_of
+from tests.kit.workers import (
+    TEXT,
+    FakeDecode,
+    Handoff,
+    hang,
+    recite,
+    reply,
+    reserved,
+    sampling,
+    tokens,
+)
 from tests.waiting import PATIENCE_S, forever, until
 
 

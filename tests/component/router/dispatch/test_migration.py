@@ -20,15 +20,8 @@ from headrace_common.errors import (
 )
 from headrace_common.telemetry import schema
 from headrace_kv.layout import WorkerRef
-from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
-from tests.component.router.fakes import (
-    FakeDecode,
-    Rig,
-    full,
-    hand_over,
-    text_of,
-    with_settings,
-)
+from tests.kit.router import Rig, text_of, with_settings
+from tests.kit.workers import TEXT, TOKENS, FakeDecode, full, hand_over, raising, recite, sampling
 from tests.waiting import forever, let_a_wrong_step_show, until
 
 

@@ -10,7 +10,7 @@ import pytest
 from headrace_common.limits import CLIENT_SALT_CHARACTERS_MAX
 from headrace_common.telemetry import schema
 from headrace_kv.prefix.cache_salt import is_cache_salt
-from tests.unit.frontend.openai.local_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp
+from tests.kit.openai_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp
 
 USER = {"role": "user", "content": "hi"}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
