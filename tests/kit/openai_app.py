@@ -18,14 +18,12 @@ from headrace_common.deadlines import Deadline
 from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
-from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.intake import OpenAiParts
 from headrace_frontend.promises import no_promise
-from headrace_frontend.request.preparation import RequestPreparer
+from headrace_frontend.request.preparation import RequestPreparer, Result, TextThreads
 from headrace_frontend.request.size import RequestSizeCheck
-from headrace_frontend.request.text_threads import Result, TextThreads
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.tenants import Tenants
 from headrace_text.codec import TextCodec

@@ -20,19 +20,16 @@ from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.conversations import ConversationStore, new_conversation_store
 from headrace_frontend.openai.answers import ModelParsers
-from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.intake import OpenAiParts
 from headrace_frontend.promises import Keep
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner, RunnerTraits
-from headrace_frontend.salts import CacheSalts
-from headrace_frontend.tenants import Tenants, load_tenants
+from headrace_frontend.tenants import CacheSalts, Tenants, load_tenants
 from headrace_kv.layout import WorkerRef
-from headrace_router.adapters.changes import AdapterChanges, ListMembers, no_registry
-from headrace_router.client_gate import ClientGate
+from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.conversations import OtherRouters
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
@@ -40,16 +37,15 @@ from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal import EarlyRefusal
 from headrace_router.load import LoadReader
 from headrace_router.metrics import RouterMetrics
-from headrace_router.models import ModelCatalog
 from headrace_router.picker.picker import EndpointPicker
 from headrace_router.placement import KvAware, Placement
-from headrace_router.prefill_queue.pairs import Pairing
+from headrace_router.prefill_queue.pairs import Pairing, PairReporter
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.rpc_services import RouterServices
-from headrace_router.service import InferenceService, PromiseKeeper
+from headrace_router.rpc_services import ClientGate, RouterServices
+from headrace_router.service import InferenceService, ModelCatalog, PromiseKeeper
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusParts, StatusReader
 from headrace_router.tracing.store import TraceLimits, TraceStore
@@ -58,8 +54,7 @@ from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
-from headrace_router.workers.pairs import PairReporter
-from headrace_router.workers.slots import DecodeSlots
+from headrace_router.workers.table import DecodeSlots
 from headrace_text.codec import TextCodec
 
 # Gateways wait about a second for a decision by default.

@@ -18,7 +18,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.request import ArrivedRequest
+from headrace_frontend.running.completion import ArrivedRequest
 from headrace_router.dispatch.attempt import RoutedRequest
 from headrace_router.dispatch.dispatcher import PolicySource, PrefixSource
 from headrace_router.placement import Decision

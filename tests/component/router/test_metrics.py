@@ -10,7 +10,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
-from headrace_router.tracing.batches import SpanBatch
+from headrace_router.tracing.record import SpanBatch
 from headrace_router.tracing.store import DROPPED_SPAN
 from tests.collector import Collector, collecting
 from tests.kit.router import Rig

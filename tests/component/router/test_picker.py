@@ -21,8 +21,7 @@ from headrace_common.access.credentials import Credentials, TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.access.table import PICKER_METHOD
 from headrace_common.rpc.channel import open_channel
-from headrace_router.picker.messages import DESTINATION, SUBSET
-from headrace_router.picker.service import PickerServer
+from headrace_router.picker.service import DESTINATION, SUBSET, PickerServer
 from tests.kit.router import Rig, with_settings
 from tests.kit.workers import FakeDecode, hang
 from tests.suite.certificates import Authority

@@ -24,14 +24,19 @@ from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.promises import kept_of
-from headrace_frontend.running.completion import AttemptOutcome
-from headrace_frontend.running.request import AdmittedRequest
+from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
-from headrace_router.decode_link.links import DecodeLinks
+from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.dispatch.decode_call import DecodeCall
-from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_HIDDEN_STATE, Policy
-from headrace_router.dispatch.messages import decode_request, prefill_task
+from headrace_router.dispatch.messages import (
+    BY_DECODE,
+    BY_PREFILL,
+    FROM_HIDDEN_STATE,
+    Policy,
+    decode_request,
+    prefill_task,
+)
 from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue

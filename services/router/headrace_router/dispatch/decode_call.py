@@ -22,7 +22,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import metadata_with_trace
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent, LinkedAnswer, TokenSink
-from headrace_router.decode_link.links import DecodeLinks
+from headrace_router.decode_link.link import DecodeLinks
 
 
 class DecodeCall:

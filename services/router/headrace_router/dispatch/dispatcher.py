@@ -21,14 +21,14 @@ from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.links import DecodeLinks
+from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.dispatch.attempt import (
     Attempt,
     AttemptContext,
     AttemptPlan,
     RoutedRequest,
 )
-from headrace_router.dispatch.first_token import first_token_maker
+from headrace_router.dispatch.messages import first_token_maker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import (
     Candidates,

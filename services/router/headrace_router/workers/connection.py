@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -23,11 +24,40 @@ from headrace_common.rpc.channel import ping_timeout_s
 from headrace_common.tasks import run_forever
 from headrace_common.time_model.proto import time_model_from_proto
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.links import DecodeLinks
-from headrace_router.workers.clock import WorkerClock
+from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.workers.dials import Dials, RetryDelay
-from headrace_router.workers.prompt_work import PromptQueue
-from headrace_router.workers.table import NO_TIMES, Load, Worker
+from headrace_router.workers.table import NO_TIMES, Load, PromptQueue, Worker
+
+# A clock that is set back is known after as many messages. A worker with requests sends at least one a second.
+_MESSAGES: Final = 8
+
+
+class WorkerClock:
+    """Relates a worker's wall clock to this process's monotonic clock: setting the router's clock has no effect.
+
+    Each message shows that the worker's clock is at least as far ahead as the difference of two times: the sending, by
+    the worker's clock, and the receipt, by ours. The greatest difference of the last messages is the estimate. So the
+    estimate is never ahead of the worker's clock, and behind by the delay of the fastest message.
+    """
+
+    def __init__(self) -> None:
+        self._differences_ns: deque[int] = deque(maxlen=_MESSAGES)
+
+    @property
+    def known(self) -> bool:
+        """Whether the worker has sent its time."""
+        return bool(self._differences_ns)
+
+    def received(self, sent_unix_ns: int, *, received_ns: int) -> None:
+        """A message arrived at `received_ns` of the monotonic clock."""
+        self._differences_ns.append(sent_unix_ns - received_ns)
+
+    def offset_s(self) -> float:
+        """How far the worker's clock is ahead of this process's; negative when it is behind. 0 while it is unknown."""
+        if not self.known:
+            return 0.0
+        return (max(self._differences_ns) + time.monotonic_ns() - time.time_ns()) / 1e9
+
 
 _LOG = logging.getLogger(__name__)
 

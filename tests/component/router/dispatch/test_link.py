@@ -17,7 +17,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ProtocolViolation
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
-from headrace_router.decode_link.links import DecodeLinks, LinkedCall
+from headrace_router.decode_link.link import DecodeLinks, LinkedCall
 from tests.kit.router import Rig, text_of
 from tests.kit.workers import (
     TEXT,

@@ -14,10 +14,9 @@ from headrace_common import reloading
 from headrace_common.callers.bounds import CallerBounds
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai import exchange
-from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.intake import OpenAiParts
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.tenants import Tenants, load_tenants

@@ -14,8 +14,11 @@ from pydantic import TypeAdapter
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest, QueueFull
 from headrace_frontend.openai.answers import AnswerRules
-from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS, MessagesFormat
-from headrace_frontend.openai.block_apis.anthropic_bodies import MessagesBody
+from headrace_frontend.openai.block_apis.anthropic import (
+    MESSAGES_ERRORS,
+    MessagesBody,
+    MessagesFormat,
+)
 from headrace_frontend.openai.block_apis.blocks import BlockFormat
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
 from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody

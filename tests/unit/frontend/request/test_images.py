@@ -10,8 +10,7 @@ import pytest
 from headrace.inference.v1 import image_pb2, inference_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.request import images
-from headrace_frontend.request.decode_request import decode_request
-from headrace_frontend.request.validation import PreparedRequest, prepare
+from headrace_frontend.request.validation import PreparedRequest, decode_request, prepare
 from headrace_kv.prefix.images import content_hash, hashed_token_ids
 from headrace_text.codec import TextCodec
 from headrace_text.hugging_face import HuggingFaceCodec

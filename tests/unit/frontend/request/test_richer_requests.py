@@ -24,8 +24,7 @@ from headrace_frontend.request.chat import (
 from headrace_frontend.request.schema import schema_problem
 from headrace_frontend.request.validation import prepare
 from headrace_kv.layout import WorkerRef
-from headrace_router.dispatch.first_token import BY_PREFILL
-from headrace_router.dispatch.messages import prefill_task
+from headrace_router.dispatch.messages import BY_PREFILL, prefill_task
 from headrace_text.load import ByteCodec
 
 Mode = tools_pb2.ToolChoice.Mode

@@ -11,8 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.request.decode_request import decode_request
-from headrace_frontend.request.validation import PreparedRequest, prepare
+from headrace_frontend.request.validation import PreparedRequest, decode_request, prepare
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
 

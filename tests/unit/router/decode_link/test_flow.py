@@ -16,7 +16,7 @@ from headrace_common.rpc.status import status_of
 from headrace_decode.link.outgoing import Outgoing
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
-from headrace_router.decode_link.outgoing import OutgoingRequests
+from headrace_router.decode_link.link import OutgoingRequests
 
 _STREAMS = (1, 2, 3, 4)
 # Requests of which each token has logprobs.

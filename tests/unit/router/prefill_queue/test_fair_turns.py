@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_common.callers.priority import Priority
-from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
+from headrace_router.prefill_queue.waiting import FairTurns, amount_ahead
 
 _TOKENS_MAX = 1_000
 _CLASSES = st.sampled_from(list(Priority))

@@ -6,7 +6,7 @@ import pytest
 
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.layout import WorkerRef
-from headrace_router.prefill_queue.prefill_times import PrefillTimes
+from headrace_router.prefill_queue.group import PrefillTimes
 
 _HANDOVERS = HandoverTimes(fixed_s=0.002, s_per_byte=1e-9, count=9)
 FAST = TimeModel(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_router.workers.clock import WorkerClock
+from headrace_router.workers.connection import WorkerClock
 
 SECOND = 10**9
 HOUR = 3600 * SECOND
