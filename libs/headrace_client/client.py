@@ -41,7 +41,7 @@ def complete_latency(
     latency.first_token.CopyFrom(sum_to_proto(Sum(known.total_us + missing_us, parts)))
 
 
-class Progress:
+class AnswerProgress:
     """A request and the tokens received so far."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
@@ -189,7 +189,7 @@ class Client:
         Raises HeadraceError. The end of the iteration cancels the request.
         """
         deadline = Deadline.after(timeout_s)
-        progress = Progress(request)
+        progress = AnswerProgress(request)
         for retries_left in range(self._retries_max, -1, -1):
             try:
                 async for response in self._attempt(progress, deadline):
@@ -218,7 +218,7 @@ class Client:
             )
 
     async def _attempt(
-        self, progress: Progress, deadline: Deadline
+        self, progress: AnswerProgress, deadline: Deadline
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams the rest of the answer."""
         with rpc_errors(f"the router on {self._endpoint}", self._hint):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +23,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout import WorkerRef
-from headrace_router.app import Router, assemble
+from headrace_router.app import Router
 from headrace_router.config import RouterConfig
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
@@ -34,13 +33,6 @@ from tests.router_key import RouterKey
 from tests.waiting import until
 
 PREFIX_KEY = 1
-
-
-@dataclass
-class FixedPolicy:
-    """A run-time policy that a test changes."""
-
-    policy: registry_pb2.Policy = field(default_factory=registry_pb2.Policy)
 
 
 class Rig:
@@ -74,7 +66,8 @@ class Rig:
         self._counting = mock.patch.object(
             decode_pb2_grpc, "DecodeServiceStub", self.read_tokens.stub
         )
-        self.policy = FixedPolicy()
+        self.policy = registry_pb2.Policy()
+        """The run-time policy, which tests change."""
         self.router_key = RouterKey()
         self.decodes: list[FakeDecode] = []
         self.prefills: list[FakePrefill] = []
@@ -82,11 +75,11 @@ class Rig:
     async def start(self) -> Rig:
         self._counting.start()
         self.telemetry: Telemetry = init_telemetry("router", "router-0", self.config)
-        self.router: Router = assemble(
+        self.router = Router(
             self.config,
             {"sim": self.codec},
             self.telemetry,
-            self.policy,
+            lambda: self.policy,
             lambda: PREFIX_KEY,
             self.router_key.key,
         )

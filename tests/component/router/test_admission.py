@@ -44,7 +44,7 @@ async def test_with_a_keys_file_a_key_is_required_and_never_logged(
 
 @with_settings(tenants=_TENANTS, max_concurrent_requests=4)
 async def test_a_tenant_gets_the_share_of_its_weight(rig: Rig) -> None:
-    rig.policy.policy.tenant_weights["late"] = 3.0
+    rig.policy.tenant_weights["late"] = 3.0
     decode = await rig.add_decode(hang)
     greedy = [asyncio.create_task(rig.text(key="key-greedy", timeout_s=10.0)) for _ in range(4)]
     await until(lambda: len(decode.requests) == 4)

@@ -64,7 +64,7 @@ async def test_a_request_beyond_its_target_is_refused_with_the_excess_as_its_hin
 async def test_the_policy_has_a_target_for_requests_without_one(waiting_rig: Rig) -> None:
     rig = waiting_rig
     assert await rig.text(timeout_s=_LONG_S) == "ok"
-    rig.policy.policy.ttft_target.CopyFrom(duration_from_seconds(_SHORT_S))
+    rig.policy.ttft_target.CopyFrom(duration_from_seconds(_SHORT_S))
     error = await rig.error_of(timeout_s=_LONG_S)
     assert isinstance(error, FirstTokenLate)
     assert error.metadata["bound"] == "policy"
@@ -75,10 +75,10 @@ async def test_prompts_that_stay_on_decode_do_not_wait_for_prefill_workers(
     waiting_rig: Rig,
 ) -> None:
     rig = waiting_rig
-    rig.policy.policy.max_queue_wait.CopyFrom(duration_from_seconds(0.5))
+    rig.policy.max_queue_wait.CopyFrom(duration_from_seconds(0.5))
     assert await rig.text(ttft_target=duration_from_seconds(_SHORT_S), timeout_s=_LONG_S) == "ok"
-    rig.policy.policy.ClearField("max_queue_wait")
-    rig.policy.policy.local_prefill_max_tokens = 1_000
+    rig.policy.ClearField("max_queue_wait")
+    rig.policy.local_prefill_max_tokens = 1_000
     assert await rig.text(ttft_target=duration_from_seconds(_SHORT_S), timeout_s=_LONG_S) == "ok"
     assert not rig.prefills[0].tasks
 

@@ -42,7 +42,7 @@ async def test_a_required_zone_decides_which_worker_prefills(
             *(_prefill_member(one.worker_id, one.incarnation, where) for one, where in zones),
         ]
     )
-    rig.policy.policy = registry_pb2.Policy(
+    rig.policy = registry_pb2.Policy(
         pair_level=registry_pb2.PAIR_LEVEL_ZONE, pair_rule=registry_pb2.PAIR_RULE_REQUIRE
     )
     for _ in range(3):
@@ -64,7 +64,7 @@ async def test_a_worker_of_both_roles_that_is_restricted_to_decode_pulls_no_prom
     other = await rig.add_prefill(hand_over)
     rig.refresh()
     await until(lambda: rig.pulling() == {own.worker_id, other.worker_id})
-    rig.policy.policy.worker_roles[own.worker_id] = registry_pb2.WORKER_ROLE_DECODE
+    rig.policy.worker_roles[own.worker_id] = registry_pb2.WORKER_ROLE_DECODE
     rig.refresh()
     assert rig.router.workers.table("sim").decode_only.all()
     assert rig.pulling() == {other.worker_id}

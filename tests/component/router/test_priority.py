@@ -19,8 +19,8 @@ _HIGH, _LOW = priority_pb2.PRIORITY_HIGH, priority_pb2.PRIORITY_LOW
 @with_settings(tenants={tenant: tenant for tenant in ("chat", "plain", "batch")})
 async def test_a_class_above_the_granted_one_is_refused_by_name(rig: Rig) -> None:
     """Tenant "chat" may use every class, and "batch" the low one."""
-    rig.policy.policy.tenant_priorities["chat"] = _HIGH
-    rig.policy.policy.tenant_priorities["batch"] = _LOW
+    rig.policy.tenant_priorities["chat"] = _HIGH
+    rig.policy.tenant_priorities["batch"] = _LOW
     decode = await rig.add_decode(reply("ok"))
     for tenant, priority in (("plain", _HIGH), ("batch", _HIGH), ("batch", 2)):
         error = await rig.error_of(priority=priority, key=tenant)
@@ -42,7 +42,7 @@ async def test_a_class_above_the_granted_one_is_refused_by_name(rig: Rig) -> Non
         assert decode.requests[-1].priority == sent
     assert (await rig.root_of("batch-0"))[schema.ATTRIBUTE_PRIORITY] == "low"
     # A change of the policy holds for the next request.
-    del rig.policy.policy.tenant_priorities["chat"]
+    del rig.policy.tenant_priorities["chat"]
     again = await rig.error_of(priority=_HIGH, key="chat")
     assert isinstance(again, PermissionDenied)
 
@@ -57,13 +57,13 @@ async def test_over_http_the_class_is_the_number_of_vllm(rig: Rig) -> None:
     assert (status, body["error"]["code"]) == (403, "permission_denied")
     status, _, body = await rig.post({"prompt": "a prompt", "priority": 7})
     assert (status, body["error"]["param"]) == (400, "priority")
-    rig.policy.policy.tenant_priorities["default"] = _HIGH
+    rig.policy.tenant_priorities["default"] = _HIGH
     status, _, _ = await rig.post({"prompt": "a prompt", "priority": -1})
     assert (status, decode.requests[-1].priority) == (200, _HIGH)
 
 
 async def test_prompts_of_a_higher_class_are_computed_first(rig: Rig) -> None:
-    rig.policy.policy.tenant_priorities["default"] = _HIGH
+    rig.policy.tenant_priorities["default"] = _HIGH
     await rig.add_decode(reply("ok"))
     worker = await rig.add_prefill(hand_over, credit=0)
     classes = {"low": _LOW, "normal": 0, "high": _HIGH}

@@ -28,7 +28,7 @@ from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
-from headrace_router.decode_link.answer import AnswerEvent, LinkedAnswer, LinkedAnswers, TokenSink
+from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 
 # Most bytes of a credit or a cancel.
 _ENTRY_BYTES = 24
@@ -307,27 +307,6 @@ def _bug() -> HeadraceError:
 _AGE_MAX_S: Final = 600.0
 
 
-class LinkedCall:
-    """One request on a link."""
-
-    def __init__(self, link: DecodeLink, answer: LinkedAnswer) -> None:
-        self._link = link
-        self.answer = answer
-        """What has arrived."""
-
-    async def read(self) -> AnswerEvent:
-        """See LinkedAnswer."""
-        return await self.answer.read()
-
-    def forward(self, sink: TokenSink) -> None:
-        """See LinkedAnswer."""
-        self.answer.forward(sink)
-
-    def close(self) -> None:
-        """Cancels the request unless it has ended."""
-        self._link.release(self.answer)
-
-
 class DecodeLinks:
     """Opens requests on the current link. `channel` returns the channel to the worker.
 
@@ -367,10 +346,10 @@ class DecodeLinks:
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
         context: Context,
-    ) -> LinkedCall:
-        """Sends a request, with these tokens. Close the call when its attempt ends."""
+    ) -> tuple[DecodeLink, LinkedAnswer]:
+        """Sends a request, with these tokens. Its link must release the answer when the attempt ends."""
         link = self._usable()
-        return LinkedCall(link, link.open(request, token_ids, deadline, context))
+        return link, link.open(request, token_ids, deadline, context)
 
     def _usable(self) -> DecodeLink:
         link = self._current

@@ -13,14 +13,19 @@ from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask
-from headrace_router.prefill_queue.waiting import AffinityWaits, ClassTasks, FairTurns, amount_ahead
+from headrace_router.prefill_queue.waiting import (
+    AffinityWaits,
+    ClassTasks,
+    WeightedTurns,
+    amount_ahead,
+)
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512
 
 
-class PrefillTimes:
+class LearnedTimes:
     """What the prefill workers of one layout have learned.
 
     The mean of hundreds of workers is computed again at an interval, and not for each placement.
@@ -107,7 +112,7 @@ class QueueGroup:
         """KV of one token, over all ranks."""
         self.worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         """The workers that take tasks."""
-        self.times = PrefillTimes()
+        self.times = LearnedTimes()
         """What they have learned."""
         self.expected_tasks = 0
         self._running_tasks = 0
@@ -116,7 +121,7 @@ class QueueGroup:
         self._unrestricted_count = 0
         self._prefix_wait_s = prefix_wait_s
         self._waiting = {priority: ClassTasks(tenant_weight) for priority in Priority}
-        self._turns = FairTurns[Priority](lambda priority: priority.weight)
+        self._turns = WeightedTurns[Priority](lambda priority: priority.weight)
         self._affinity_waits = AffinityWaits()
         self._with_credits = WorkersWithCredits()
         self._timer: asyncio.TimerHandle | None = None

@@ -17,7 +17,7 @@ from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
 Claimant = TypeVar("Claimant", bound=Hashable)
 
 
-class FairTurns(Generic[Claimant]):
+class WeightedTurns(Generic[Claimant]):
     """The start tags of the claimants of one queue. `weight` returns the current weight of a claimant."""
 
     def __init__(self, weight: Callable[[Claimant], float]) -> None:
@@ -289,7 +289,7 @@ class ClassTasks(WaitingTasks):
         super().__init__()
         self.lanes = TaskLanes(self._turn)
         self._tenant_weight = tenant_weight
-        self._turns = FairTurns(tenant_weight)
+        self._turns = WeightedTurns(tenant_weight)
         self._tenants: dict[str, TenantTasks] = {}
         self._expected: Counter[str] = Counter()
         self._numbers = itertools.count()

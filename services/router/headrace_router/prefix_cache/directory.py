@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -20,11 +20,10 @@ from headrace_common.process.pacing import SHORTEST_S, heartbeat_interval_s, mus
 from headrace_common.registry.duties import WORKERS
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_kv.prefix.events import Tier, event_from_proto, load_time_from_proto
-from headrace_kv.prefix.hashing import TokenIds, key_fingerprint
+from headrace_kv.prefix.hashing import key_fingerprint
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts, TierPrices
 from headrace_router.prefix_cache.index import SLOTS_MAX, ApplyResult, PrefixIndex
 from headrace_router.workers.dials import Dials, RetryDelay
-from headrace_router.workers.table import LoadTable, Numbers
 
 # A worker that should send every second loses the credit for its cache without an event for this long.
 EVENT_TIMEOUT_S: Final = 5.0
@@ -242,7 +241,8 @@ class PrefixCacheDirectory:
         self._open_channel = open_channel
         self._prefix_hash_key = prefix_hash_key
         self._prices = TierPrices(compute_s_per_token)
-        self._cached = CachedPrompts(prefix_hash_key, self._prices)
+        self.cached = CachedPrompts(prefix_hash_key, self._prices)
+        """What the workers have of prompts."""
         self._event_timeout_s = event_timeout_s
         self._feeds: dict[_FeedKey, KvEventFeed] = {}
         self._faults: dict[WorkerRef, str] = {}
@@ -289,25 +289,9 @@ class PrefixCacheDirectory:
                 interval_s=interval_s,
             )
         used = {(key.model, key.block_tokens) for key in wanted}
-        self._cached.keep(used)
+        self.cached.keep(used)
         if self._upkeep is None:
             self._upkeep = asyncio.create_task(self._run_upkeep(), name="prefix-index-upkeep")
-
-    def cached_tokens(
-        self, table: LoadTable, token_ids: TokenIds | Sequence[int], cache_salt: str
-    ) -> Numbers:
-        """See CachedPrompts."""
-        return self._cached.cached_tokens(table, token_ids, cache_salt)
-
-    def cached_refs(
-        self,
-        model: str,
-        token_ids: TokenIds | Sequence[int],
-        cache_salt: str,
-        refs: Collection[WorkerRef],
-    ) -> dict[WorkerRef, int]:
-        """See CachedPrompts."""
-        return self._cached.cached_refs(model, token_ids, cache_salt, refs)
 
     async def close(self) -> None:
         """Ends every stream."""
@@ -346,7 +330,7 @@ class PrefixCacheDirectory:
 
     def _find_index(self, key: _FeedKey) -> PrefixIndex | None:
         """The index for a worker that sends events. None when it has no room for another worker."""
-        index = self._cached.model_index(key.model, key.block_tokens).index
+        index = self.cached.model_index(key.model, key.block_tokens).index
         if sum(feed.index is index for feed in self._feeds.values()) < _WORKERS_MAX:
             return index
         _LOG.warning("%s gets no credit for its cache: too many workers", key.ref)
@@ -372,7 +356,7 @@ class PrefixCacheDirectory:
                 # An event, and a new feed, make it later.
                 due = [feed.check_timeout(now_s) for feed in self._feeds.values()]
                 check_s = min((now_s + self._event_timeout_s, *due))
-            for index in self._cached.all():
+            for index in self.cached.all():
                 await index.sweep()
 
 

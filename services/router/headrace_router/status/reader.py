@@ -104,7 +104,7 @@ class StatusReader:
                 "queued_tokens": admission.queued_tokens,
                 "max_queued_tokens": admission.max_queued_tokens,
             },
-            policy=policy_object(self._parts.policy.policy),
+            policy=policy_object(self._parts.policy()),
             traffic=self._traffic.sample(),
             requests=requests,
             links=sum_links(requests),

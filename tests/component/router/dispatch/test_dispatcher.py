@@ -77,7 +77,7 @@ async def test_a_decode_worker_that_rejects_is_asked_once(
     rig: Rig, error: HeadraceError, retry_budget: int
 ) -> None:
     """A worker that leaves costs no retry. When all reject, the error has the retry delay."""
-    rig.policy.policy.retry_budget = retry_budget
+    rig.policy.retry_budget = retry_budget
     rejecting, other = await rig.add_decodes(reject(error), reply("ok"))
     prefill = await rig.add_prefill(hand_over)
     responses = await rig.ask()

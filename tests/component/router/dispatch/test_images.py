@@ -70,7 +70,7 @@ async def test_retries_migration_and_several_answers_keep_the_images(rig: Rig) -
 
 async def test_prefixes_are_looked_up_by_the_content_of_images(rig: Rig) -> None:
     decode = await rig.add_decode(recite(99))
-    prefixes = rig.router.prefixes
+    prefixes = rig.router.prefixes.cached
     with mock.patch.object(
         type(prefixes), "cached_tokens", autospec=True, side_effect=type(prefixes).cached_tokens
     ) as looked_up:

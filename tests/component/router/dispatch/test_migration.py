@@ -159,7 +159,7 @@ async def test_a_response_leaves_a_worker_that_only_its_connection_shows_to_live
 
 
 async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
-    rig.policy.policy.retry_budget = 1
+    rig.policy.retry_budget = 1
     for _ in range(4):
         await rig.add_decode(recite(2, FakeDecode.die))
     error = await rig.error_of(sampling=sampling())

@@ -141,7 +141,7 @@ async def test_a_worker_without_a_reservation_may_queue_no_further_prompts_for_a
 async def test_a_slow_queue_is_left_by_the_policy(rig: Rig) -> None:
     worker = await rig.add_decode(hang)
     await rig.add_prefill(stall)
-    rig.policy.policy.max_queue_wait.CopyFrom(Duration(nanos=1))
+    rig.policy.max_queue_wait.CopyFrom(Duration(nanos=1))
     rig.router.queue.wait_s = lambda *_: 3.0  # type: ignore[method-assign]
     error = await error_of(rig, request_of(worker))
     assert isinstance(error, QueueFull)
