@@ -128,7 +128,7 @@ async def test_the_commands_of_the_page_chat_over_tls_with_a_key(
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     rig = await Rig().start()
-    rig.policy.policy.retry_budget = 0
+    rig.policy.retry_budget = 0
     yield rig
     await rig.close()
 

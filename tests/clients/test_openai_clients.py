@@ -33,7 +33,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str, FakeDecode]]:
     authority = Authority(folder / "authority")
     listen = secured_listen(folder, authority)
     rig = await Rig(http_listen="127.0.0.1:0", **listen).start()
-    rig.policy.policy.retry_budget = 0
+    rig.policy.retry_budget = 0
     config = rig.config
     server = HttpServer(
         rig.router.openai,

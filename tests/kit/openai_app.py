@@ -141,6 +141,44 @@ class Reply:
         return found
 
 
+class Request:
+    """A request with a body in parts; endless, the first one again and again. Headers may have underscores."""
+
+    PARTS_MAX = 32
+
+    def __init__(
+        self,
+        *parts: bytes,
+        path: str = "/v1/completions",
+        method: str = "POST",
+        endless: bool = False,
+        **headers: str,
+    ) -> None:
+        named = {"content_type": "application/json", **headers}
+        self._parts = list(parts)
+        self._endless = endless
+        self.scope = {
+            "method": method,
+            "path": path,
+            "headers": [
+                (name.replace("_", "-").encode(), value.encode("latin-1"))
+                for name, value in named.items()
+            ],
+        }
+        self.received = 0
+        self.sent: list[Any] = []
+
+    async def receive(self) -> Any:
+        if not self._parts or self.received == self.PARTS_MAX:
+            await asyncio.Event().wait()
+        self.received += 1
+        part = self._parts[0] if self._endless else self._parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": self._endless}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
 class LocalApp:
     """The API of one model, "sim". `reasoning` names the parser of its reasoning."""
 
@@ -151,6 +189,11 @@ class LocalApp:
         reasoning: str = "qwen3",
         codec: TextCodec | None = None,
         image_hosts: Sequence[str] = (),
+        callers: CallerBounds | None = None,
+        tenants: Tenants | None = None,
+        metrics: MetricsPage | None = None,
+        body_bytes_max: int = 2**20,
+        context: int = CONTEXT,
     ) -> None:
         codecs: dict[str, TextCodec] = {"sim": codec or ByteCodec()}
         preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
@@ -160,20 +203,19 @@ class LocalApp:
             codecs=codecs,
             parsers={"sim": ModelParsers("hermes", reasoning)},
             models=Mock(system_fingerprint=lambda choice: FINGERPRINT),
-            tenants=Tenants(None),
+            tenants=tenants or Tenants(None),
             runner=cast("Any", self.runner),
             preparer=preparer,
-            size=RequestSizeCheck(lambda: {"sim": CONTEXT}),
+            size=RequestSizeCheck(lambda: {"sim": context}),
             count_failures=contextlib.nullcontext,
-            callers=CallerBounds(1_024, check_s=0.05),
+            callers=callers or CallerBounds(1_024, check_s=0.05),
             conversations=ConversationStore(2**20, 60.0),
             keep=self._keep,
             images=ImageFetcher(image_hosts),
             rejects_unknown_fields=rejects_unknown_fields,
         )
-        self._app = OpenAiApp(
-            parts, MetricsPage(Tenants(None), str, ""), deadline_s=60.0, body_bytes_max=2**20
-        )
+        page = metrics or MetricsPage(Tenants(None), str, "")
+        self._app = OpenAiApp(parts, page, deadline_s=60.0, body_bytes_max=body_bytes_max)
 
     async def _keep(
         self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline
@@ -188,35 +230,26 @@ class LocalApp:
     async def post(self, path: str, body: Any, **headers: str) -> Reply:
         """The response to a body, a JSON value or bytes. Underscores in `headers` stand for hyphens."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        named = {"content-type": "application/json", **headers}
-        parts = [{"type": "http.request", "body": data, "more_body": False}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            if not parts:
-                await asyncio.Event().wait()
-            return parts.pop()
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {
-            "method": "POST",
-            "path": path,
-            "headers": [
-                (name.replace("_", "-").encode(), value.encode("latin-1"))
-                for name, value in named.items()
-            ],
+        request, runner = Request(data, path=path, **headers), self.runner
+        before = len(runner.requests)
+        status = await self.status(request)
+        answered = {
+            name.decode(): value.decode("latin-1") for name, value in request.sent[0]["headers"]
         }
-        before = len(self.runner.requests)
-        await self._app(scope, receive, send)
-        answered = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
-        content = b"".join(message.get("body", b"") for message in sent[1:])
-        runner = self.runner
         return Reply(
-            *(sent[0]["status"], answered, content),
-            *(runner.requests[before:], runner.prepared[before:], runner.timeouts_s[before:]),
+            status=status,
+            headers=answered,
+            body=b"".join(message.get("body", b"") for message in request.sent[1:]),
+            requests=runner.requests[before:],
+            prepared=runner.prepared[before:],
+            timeouts_s=runner.timeouts_s[before:],
         )
+
+    async def status(self, request: Request) -> int:
+        """The status of the response to a request."""
+        await self._app(request.scope, request.receive, request.send)
+        status: int = request.sent[0]["status"]
+        return status
 
     async def chat(self, **fields: Any) -> Reply:
         """The response to a chat."""
