@@ -230,7 +230,8 @@ class LocalApp:
     async def post(self, path: str, body: Any, **headers: str) -> Reply:
         """The response to a body, a JSON value or bytes. Underscores in `headers` stand for hyphens."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request, runner = Request(data, path=path, **headers), self.runner
+        given: dict[str, Any] = {"path": path, **headers}
+        request, runner = Request(data, **given), self.runner
         before = len(runner.requests)
         status = await self.status(request)
         answered = {

@@ -167,8 +167,8 @@ class WorkerDirectory:
             connection = self._connections.get(ref)
             if connection is not None and connection.worker.endpoint == worker.endpoint:
                 changed = changed or connection.worker != worker
-                connection.replace_worker(worker)
-                connection.set_interval(interval_s)
+                connection.worker = worker
+                connection.wanted_interval_s = interval_s
                 continue
             if connection is not None:
                 connection.retire()
