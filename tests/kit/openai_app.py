@@ -55,10 +55,12 @@ class NoThreads(TextThreads):
 
 
 class Runner:
-    """Answers each request with ANSWER. `prepared` has the requests in their order."""
+    """Answers each request with `texts`, a message for each. `prepared` has the requests in their order."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
+        self.texts: Sequence[str] = (ANSWER,)
+        self.finish_reason = sampling_pb2.FINISH_REASON_STOP
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.prepared: list[PreparedRequest] = []
         self.timeouts_s: list[float] = []
@@ -87,23 +89,31 @@ class Runner:
         for choice in range(request.n):
             if request.sampling.HasField("prompt_logprobs"):
                 await write(_prompt_message(prepared, choice))
-            message = inference_pb2.GenerateResponse(
-                text=ANSWER,
-                token_ids=ANSWER.encode(),
-                finish_reason=sampling_pb2.FINISH_REASON_STOP,
-                choice=choice,
-            )
-            if request.sampling.HasField("logprobs"):
-                message.logprobs.extend(sampling_pb2.TokenLogprobs() for _ in ANSWER)
-            if request.include_latency:
-                message.timing.latency.first_token.total_us = 1
-            message.usage.prompt_tokens = len(prepared.token_ids)
-            message.usage.completion_tokens = len(ANSWER)
-            if request.HasField("keep"):
-                message.usage.kept.MergeFrom(
-                    keep_pb2.Kept(id="known", tokens=96, tier="host", duration=request.keep)
+            for number, text in enumerate(self.texts, 1):
+                message = inference_pb2.GenerateResponse(
+                    text=text, token_ids=text.encode(), choice=choice
                 )
-            await write(message)
+                if request.sampling.HasField("logprobs"):
+                    message.logprobs.extend(sampling_pb2.TokenLogprobs() for _ in text.encode())
+                if number == len(self.texts):
+                    self._finish(message, request, prepared)
+                await write(message)
+
+    def _finish(
+        self,
+        message: inference_pb2.GenerateResponse,
+        request: inference_pb2.GenerateRequest,
+        prepared: PreparedRequest,
+    ) -> None:
+        message.finish_reason = self.finish_reason
+        if request.include_latency:
+            message.timing.latency.first_token.total_us = 1
+        message.usage.prompt_tokens = len(prepared.token_ids)
+        message.usage.completion_tokens = len("".join(self.texts).encode())
+        if request.HasField("keep"):
+            message.usage.kept.MergeFrom(
+                keep_pb2.Kept(id="known", tokens=96, tier="host", duration=request.keep)
+            )
 
     @contextlib.asynccontextmanager
     async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
@@ -135,9 +145,22 @@ class Reply:
     """The time until the deadline of each."""
 
     @property
+    def json(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        found: dict[str, Any] = json.loads(self.body)
+        return found
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Those of a streamed answer, without the last one, which is no JSON."""
+        lines = [line.removeprefix(b"data: ") for line in self.body.split(b"\n\n") if line]
+        assert lines[-1] == b"[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    @property
     def error(self) -> dict[str, Any]:
         """The error that it is."""
-        found: dict[str, Any] = json.loads(self.body)["error"]
+        found: dict[str, Any] = self.json["error"]
         return found
 
 
@@ -180,13 +203,15 @@ class Request:
 
 
 class LocalApp:
-    """The API of one model, "sim". `reasoning` names the parser of its reasoning."""
+    """The API of one model, "sim", which answers with `texts`. `reasoning` and `tool_calls` name its parsers."""
 
     def __init__(
         self,
         *,
         rejects_unknown_fields: bool = False,
         reasoning: str = "qwen3",
+        tool_calls: str = "hermes",
+        texts: Sequence[str] = (ANSWER,),
         codec: TextCodec | None = None,
         image_hosts: Sequence[str] = (),
         callers: CallerBounds | None = None,
@@ -199,9 +224,10 @@ class LocalApp:
         preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
         preparer._threads = NoThreads()
         self.runner = Runner(preparer)
+        self.runner.texts = texts
         parts = OpenAiParts(
             codecs=codecs,
-            parsers={"sim": ModelParsers("hermes", reasoning)},
+            parsers={"sim": ModelParsers(tool_calls, reasoning)},
             models=Mock(system_fingerprint=lambda choice: FINGERPRINT),
             tenants=tenants or Tenants(None),
             runner=cast("Any", self.runner),
