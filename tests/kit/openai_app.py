@@ -15,6 +15,7 @@ from opentelemetry import trace
 from headrace.inference.v1 import inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError
 from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
@@ -60,7 +61,10 @@ class Runner:
     def __init__(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
         self.texts: Sequence[str] = (ANSWER,)
-        self.finish_reason = sampling_pb2.FINISH_REASON_STOP
+        self.last = inference_pb2.GenerateResponse(finish_reason=sampling_pb2.FINISH_REASON_STOP)
+        """Joins the last message of each answer."""
+        self.error: HeadraceError | None = None
+        """Raised after the first text."""
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.prepared: list[PreparedRequest] = []
         self.timeouts_s: list[float] = []
@@ -98,6 +102,10 @@ class Runner:
                 if number == len(self.texts):
                     self._finish(message, request, prepared)
                 await write(message)
+                if self.error is not None:
+                    # The event before it has been sent.
+                    await asyncio.sleep(1.0)
+                    raise self.error
 
     def _finish(
         self,
@@ -105,7 +113,7 @@ class Runner:
         request: inference_pb2.GenerateRequest,
         prepared: PreparedRequest,
     ) -> None:
-        message.finish_reason = self.finish_reason
+        message.MergeFrom(self.last)
         if request.include_latency:
             message.timing.latency.first_token.total_us = 1
         message.usage.prompt_tokens = len(prepared.token_ids)
@@ -149,6 +157,16 @@ class Reply:
         """The body of an answer that is not streamed."""
         found: dict[str, Any] = json.loads(self.body)
         return found
+
+    @property
+    def named_events(self) -> list[dict[str, Any]]:
+        """Those of a streamed answer in which each event has its type as its name."""
+        events: list[dict[str, Any]] = []
+        for part in self.body.decode().removesuffix("\n\n").split("\n\n"):
+            name, content = part.split("\ndata: ")
+            events.append(json.loads(content))
+            assert name == f"event: {events[-1]['type']}"
+        return events
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ async def answered(
 ) -> Reply:
     """The answer to a chat by a model that generates these texts."""
     app = LocalApp(reasoning=reasoning, tool_calls=tool_calls, texts=texts)
-    app.runner.finish_reason = reason
+    app.runner.last.finish_reason = reason
     return await app.chat(**{"tools": TOOLS, **fields})
 
 
