@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Final
 
-from headrace_frontend.openai.block_apis.anthropic_bodies import BlockBody, MessagesBody
+from headrace_frontend.openai.block_apis.anthropic import BlockBody, MessagesBody
 from headrace_frontend.openai.block_apis.responses_bodies import ItemBody, ResponsesBody
 from headrace_frontend.openai.body import Body
 from headrace_frontend.openai.messages import MessageBody

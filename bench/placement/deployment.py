@@ -23,7 +23,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets import SigningKey
-from headrace_router.app import Router, assemble
+from headrace_router.app import Router
 from headrace_router.config import RouterConfig
 from headrace_router.placement import Placement
 from headrace_text.load import ByteCodec
@@ -85,11 +85,11 @@ async def router_of(
         view = RegistryView(channel, on_change=lambda view: router.update(view.members.values()))
         membership: Membership | None = None
         ticket_key = SigningKey()
-        router = assemble(
+        router = Router(
             config,
             {"sim": ByteCodec()},
             telemetry,
-            view,
+            lambda: view.policy,
             lambda: membership.prefix_hash_key if membership else 0,
             ticket_key,
             placement,

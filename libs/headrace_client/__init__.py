@@ -12,9 +12,8 @@ The client retries a request that the router rejects with a retry delay. Service
 `tls=TlsFiles(...)`. Every failure is a HeadraceError, of the class for its reason.
 """
 
-from headrace_client.client import Client, rpc_errors
+from headrace_client.client import Client, SyncClient, rpc_errors
 from headrace_client.requests import Message, Sampling, build_request
-from headrace_client.sync_client import SyncClient
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import (
     Cancelled,

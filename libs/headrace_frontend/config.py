@@ -19,7 +19,7 @@ from headrace_common.config import (
     split_list,
 )
 from headrace_common.ports import is_loopback
-from headrace_frontend.salts import PrefixCacheScope
+from headrace_frontend.tenants import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 

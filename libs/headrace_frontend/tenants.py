@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Literal, TypeAlias
 
 from headrace_common.access.key_file import key_digest, key_in, load_keys
 from headrace_common.errors import Unauthenticated
 from headrace_common.reloading import ReloadedFiles
+from headrace_kv.prefix.cache_salt import tenant_salt
 
 DEFAULT_TENANT: Final = "default"
 _NO_KEYS: Final[Mapping[str, str]] = {}
@@ -67,3 +69,25 @@ def load_tenants(path: str, setting: str = "api_keys_file") -> Tenants:
     may be `sha256:HEX`, the digest of a key. Raises ConfigError, which names file and line but never a key.
     """
     return Tenants(load_keys(path, setting) if path else None)
+
+
+PrefixCacheScope: TypeAlias = Literal["auto", "shared", "tenant"]
+
+
+class CacheSalts:
+    """Gives each tenant its own salt, or all tenants the empty one.
+
+    `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Until then the salts are this process's
+    own, so tenants are separated from the first request on.
+    """
+
+    def __init__(self, *, by_tenant: bool, prefix_hash_key: Callable[[], int]) -> None:
+        self._by_tenant = by_tenant
+        self._prefix_hash_key = prefix_hash_key
+        self._own_key = secrets.randbits(64)
+
+    def salt_of(self, tenant: str) -> str:
+        """The salt of a tenant's requests."""
+        if not self._by_tenant:
+            return ""
+        return tenant_salt(self._prefix_hash_key() or self._own_key, tenant)

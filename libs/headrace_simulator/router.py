@@ -31,9 +31,8 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
-from headrace_router.prefix_cache.cached_prompts import CachedPrompts
+from headrace_router.prefix_cache.cached_prompts import CachedPrompts, TierPrices
 from headrace_router.prefix_cache.index import PrefixIndex
-from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.timed_placement import AnswerLengths, TokenTargets
 from headrace_router.workers.table import LoadTable
 from headrace_simulator.job import Job

@@ -23,8 +23,7 @@ from headrace_kv.prefix.events import KvEvent, Tier
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import WorkerProfile
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.workers.prompt_work import PromptQueue
-from headrace_router.workers.table import Load, Worker
+from headrace_router.workers.table import Load, PromptQueue, Worker
 from headrace_simulator.engine import EnginePrompt, SimulatedEngine
 from headrace_simulator.job import Job
 from headrace_simulator.trace import BLOCK_TOKENS

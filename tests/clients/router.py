@@ -8,13 +8,13 @@ from typing import Any
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.errors import DecodeFull
-from tests.component.router.fakes import FakeDecode, reply
+from tests.kit.workers import FakeDecode, reply
 from tests.suite.certificates import Authority
 
 KEY = "the-key-of-a-tenant"
 
 
-def secured_listen(folder: Path, authority: Authority) -> dict[str, str]:
+def secured_listen(folder: Path, authority: Authority) -> dict[str, Any]:
     """Settings of a router for clients with an API key and without a certificate.
 
     Writes the files "key" and "wrong" into `folder`, each with one key.

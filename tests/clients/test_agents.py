@@ -19,8 +19,9 @@ from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
 from tests.clients.commands import run
 from tests.clients.installed import NODE_LISTS, ROOT, tools
-from tests.component.router.fakes import FakeDecode, Rig, reply
 from tests.documented import blocks_of
+from tests.kit.router import Rig
+from tests.kit.workers import FakeDecode, reply
 
 FOLDER, installed = tools("agents", NODE_LISTS / "package-lock.json")
 PROGRAMS = FOLDER / "node_modules/.bin"
@@ -58,8 +59,9 @@ async def served(
                 event.reason = sampling_pb2.FINISH_REASON_STOP
             yield event
 
-    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
-    rig = await Rig(http_listen="127.0.0.1:0", **parsers).start()
+    rig = await Rig(
+        http_listen="127.0.0.1:0", tool_call_parser="hermes", reasoning_parser="deepseek_r1"
+    ).start()
     config = rig.config
     server = HttpServer(
         rig.router.openai,

@@ -21,8 +21,9 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.rpc.channel import open_channel
 from tests.clients.commands import run
 from tests.clients.router import KEY, full_at_first, secured_listen
-from tests.component.router.fakes import FakeDecode, Rig, finished, reserved, tokens
 from tests.documented import blocks_of
+from tests.kit.router import Rig
+from tests.kit.workers import FakeDecode, finished, reserved, tokens
 from tests.suite.certificates import Authority
 from tests.suite.secured import deployed, joined
 from tests.waiting import until
@@ -127,7 +128,7 @@ async def test_the_commands_of_the_page_chat_over_tls_with_a_key(
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     rig = await Rig().start()
-    rig.policy.policy.retry_budget = 0
+    rig.policy.retry_budget = 0
     yield rig
     await rig.close()
 
@@ -188,7 +189,7 @@ def test_the_service_config_names_calls_that_may_be_repeated() -> None:
     service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
     assert {name["service"] for name in method["name"]} == {service.full_name}
     named = {name["method"] for name in method["name"]}
-    # Only operators call Route.
+    # Only operators call Route. Keep sets a time, so a second call changes nothing.
     assert named == set(service.methods_by_name) - {"Route"}
     codes = {grpc.StatusCode[name] for name in method["retryPolicy"]["retryableStatusCodes"]}
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}

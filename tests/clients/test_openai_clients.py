@@ -17,8 +17,9 @@ from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
 from tests.clients.commands import run
 from tests.clients.router import KEY, full_at_first, secured_listen
-from tests.component.router.fakes import FakeDecode, Rig
 from tests.documented import blocks_of
+from tests.kit.router import Rig
+from tests.kit.workers import FakeDecode
 from tests.suite.certificates import Authority
 
 PAGE = ROOT / "docs" / "clients.md"
@@ -32,7 +33,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str, FakeDecode]]:
     authority = Authority(folder / "authority")
     listen = secured_listen(folder, authority)
     rig = await Rig(http_listen="127.0.0.1:0", **listen).start()
-    rig.policy.policy.retry_budget = 0
+    rig.policy.retry_budget = 0
     config = rig.config
     server = HttpServer(
         rig.router.openai,

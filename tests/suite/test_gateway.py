@@ -14,7 +14,7 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.telemetry import schema
-from headrace_router.picker.messages import DESTINATION
+from headrace_router.picker.service import DESTINATION
 from headrace_text.codec import ChatMessage
 from headrace_text.load import ByteCodec
 from tests.channels import operator_channel

@@ -13,23 +13,57 @@ from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import HeadraceError, InternalError, InvalidRequest
+from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
 from headrace_common.http.server import Receive, Scope, Send
+from headrace_common.ports import is_loopback
 from headrace_common.rpc.access import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
+from headrace_common.telemetry.metrics.prometheus import content_type
 from headrace_common.version import version
-from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS
+from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
 from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError, unknown_path
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.intake import Intake, OpenAiParts
 from headrace_frontend.openai.requests import KeepBody
-from headrace_frontend.openai.routes.generate import GenerateRoutes
-from headrace_frontend.openai.routes.intake import Intake
-from headrace_frontend.openai.routes.tokenize import TokenizeRoutes
+from headrace_frontend.openai.routes import GenerateRoutes, TokenizeRoutes
 from headrace_frontend.promises import kept_object
-from headrace_frontend.tenants import tenant_or_none
+from headrace_frontend.tenants import Tenants, tenant_or_none
+
+
+class MetricsPage:
+    """Serves /metrics to callers with a key of its own. Without such keys it is open on loopback only."""
+
+    def __init__(self, readers: Tenants, read: Callable[[str], str], listen: str) -> None:
+        """`readers` has the keys, `read` returns the metrics as text of a content type.
+
+        `listen` is the host:port that serves the page.
+        """
+        self._readers = readers
+        self._read = read
+        self._is_open = is_loopback(listen) and not readers.keyed
+
+    async def respond(self, exchange: HttpExchange) -> None:
+        """Raises HttpError while the page is closed, and Unauthenticated without a valid key."""
+        if not self._is_open:
+            self._check_key(exchange)
+        kind = content_type(exchange.headers.get("accept", ""))
+        await exchange.respond(200, self._read(kind).encode(), {"content-type": kind})
+
+    def _check_key(self, exchange: HttpExchange) -> None:
+        if not self._readers.keyed:
+            raise HttpError(
+                403,
+                "metrics_closed",
+                "/metrics is closed, because other hosts may reach it: set metrics_keys_file",
+            )
+        try:
+            self._readers.tenant_of(exchange.headers.items())
+        except Unauthenticated as error:
+            raise Unauthenticated(
+                "a key of metrics_keys_file is required; send it as header 'Authorization: Bearer KEY'"
+            ) from error
+
 
 _LOG = logging.getLogger(__name__)
 

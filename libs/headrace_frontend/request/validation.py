@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
@@ -18,7 +19,9 @@ from headrace_common.limits import (
     KEEP_MAX_S,
     TOKEN_TARGET_MAX_S,
 )
-from headrace_common.registry.adapters import Adapter
+from headrace_common.registry.adapters import Adapter, adapter_to_proto
+from headrace_common.rpc.token_ids import token_ids_message
+from headrace_frontend.promises import terms_to_proto
 from headrace_frontend.request.chat import (
     chat_violations,
     forced_call_schema,
@@ -349,3 +352,37 @@ def _vocabulary_violations(
         # A longer list is rejected for its length.
         violations.update(beyond_vocabulary(path, ids, context, vocabulary_size))
     return violations
+
+
+def decode_request(
+    request: PreparedRequest,
+    transfer_id: str,
+    generated: tuple[int, ...] = (),
+    *,
+    incarnation: str,
+    remote_prefill: bool,
+) -> decode_pb2.GenerateRequest:
+    """The request to one incarnation of a decode worker, without a ticket, for a first token from decode.
+
+    `generated` is the completion so far.
+    """
+    call = decode_pb2.GenerateRequest(
+        request_id=request.request_id,
+        transfer_id=transfer_id,
+        incarnation=incarnation,
+        token_ids=token_ids_message(request.token_ids + array("I", generated)).ids,
+        generated_token_count=len(generated),
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        remote_prefill=remote_prefill,
+        cache_salt=request.cache_salt,
+        tenant_salt=request.tenant_salt,
+        adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
+        priority=request.priority.to_proto(),
+        keep=None if request.keep_s is None else terms_to_proto(request.tenant, request.keep_s),
+        images=request.images,
+    )
+    if generated:
+        # They came with the first token.
+        call.sampling.ClearField("prompt_logprobs")
+    return call

@@ -32,8 +32,7 @@ from headrace_frontend.answers import (
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import finish_reason_name
-from headrace_frontend.running.request import AdmittedRequest, ArrivedRequest
+from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest, finish_reason_name
 from headrace_frontend.running.timeline import AttemptT, RequestTimeline
 from headrace_frontend.running.tracer import RequestTracer, trace_id_of
 

@@ -16,7 +16,7 @@ REPORT_WAIT_S: Final = 1.0
 """Longest wait: a report comes at about the time of the first token."""
 
 
-class AttemptTimeline(Protocol):
+class TimedAttempt(Protocol):
     """The steps of one attempt."""
 
     @property
@@ -34,7 +34,7 @@ class AttemptTimeline(Protocol):
         ...
 
 
-AttemptT = TypeVar("AttemptT", bound=AttemptTimeline)
+AttemptT = TypeVar("AttemptT", bound=TimedAttempt)
 
 
 class RequestTimeline(Generic[AttemptT]):

@@ -1,11 +1,12 @@
-"""Assembles the parts of a router."""
+"""A router: all of its parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from random import Random
+
+import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -18,21 +19,17 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
-from headrace_frontend.conversations import ConversationStore, new_conversation_store
+from headrace_frontend.conversations import new_conversation_store
 from headrace_frontend.openai.answers import ModelParsers
-from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts
-from headrace_frontend.promises import Keep
+from headrace_frontend.openai.intake import OpenAiParts
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner, RunnerTraits
-from headrace_frontend.salts import CacheSalts
-from headrace_frontend.tenants import Tenants, load_tenants
+from headrace_frontend.tenants import CacheSalts, load_tenants
 from headrace_kv.layout import WorkerRef
-from headrace_router.adapters.changes import AdapterChanges, ListMembers, no_registry
-from headrace_router.client_gate import ClientGate
+from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.conversations import OtherRouters
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
@@ -40,16 +37,15 @@ from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal import EarlyRefusal
 from headrace_router.load import LoadReader
 from headrace_router.metrics import RouterMetrics
-from headrace_router.models import ModelCatalog
 from headrace_router.picker.picker import EndpointPicker
 from headrace_router.placement import KvAware, Placement
-from headrace_router.prefill_queue.pairs import Pairing
+from headrace_router.prefill_queue.pairs import Pairing, PairReporter
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.rpc_services import RouterServices
-from headrace_router.service import InferenceService, PromiseKeeper
+from headrace_router.rpc_services import ClientGate, RouterServices
+from headrace_router.service import InferenceService, ModelCatalog, PromiseKeeper
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusParts, StatusReader
 from headrace_router.tracing.store import TraceLimits, TraceStore
@@ -58,90 +54,129 @@ from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
-from headrace_router.workers.pairs import PairReporter
-from headrace_router.workers.slots import DecodeSlots
+from headrace_router.workers.table import DecodeSlots
 from headrace_text.codec import TextCodec
 
 # Gateways wait about a second for a decision by default.
 _PICK_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Basis:
-    """What a router is made of: see `assemble`."""
-
-    config: RouterConfig
-    codecs: Mapping[str, TextCodec]
-    telemetry: Telemetry
-    policy: PolicySource
-    prefix_hash_key: Callable[[], int]
-    ticket_key: SigningKey
-    adapters: AdapterChanges
-    other_routers: OtherRouters
-
-
-@dataclass(frozen=True, slots=True)
-class _Fleet:
-    """The workers as this router sees them, and the requests that wait for them."""
-
-    admission: Admission
-    workers: WorkerDirectory
-    pairing: Pairing
-    queue: PrefillQueue
-    prefixes: PrefixCacheDirectory
-    load: LoopLoad
-
-
-@dataclass(frozen=True, slots=True)
-class _Records:
-    """What the router records of its requests."""
-
-    metrics: RouterMetrics
-    traces: TraceStore
-    clocks: WorkerClocks
-    tracer: StoringTracer
-
-
-@dataclass(frozen=True, slots=True)
-class _Requests:
-    """The way of a request from any door to the workers."""
-
-    tenants: Tenants
-    callers: CallerBounds
-    """Of every listener for clients."""
-    size: RequestSizeCheck
-    bytes_max: int
-    preparer: RequestPreparer
-    dispatcher: RequestDispatcher
-    runner: RequestRunner[AttemptTimeline]
-    models: ModelCatalog
-    conversations: ConversationStore
-    keep: Keep
-
-
-@dataclass(frozen=True, slots=True)
 class Router:
     """The parts of one router. `update` must be called with every change of the registry's members."""
 
-    admission: Admission
-    workers: WorkerDirectory
-    prefixes: PrefixCacheDirectory
-    queue: PrefillQueue
-    traces: TraceStore
-    metrics: RouterMetrics
-    preparer: RequestPreparer
-    runner: RequestRunner[AttemptTimeline]
-    services: RouterServices
-    openai: OpenAiApp
-    picker: EndpointPicker
-    status: StatusApp | None
-    """None without the setting status_listen."""
-    followers: tuple[Callable[[Collection[registry_pb2.Member]], None], ...]
-    """Get the members at every change."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        codecs: Mapping[str, TextCodec],
+        telemetry: Telemetry,
+        policy: PolicySource,
+        prefix_hash_key: Callable[[], int],
+        ticket_key: SigningKey,
+        placement: Placement | None = None,
+        list_members: ListMembers = no_registry,
+    ) -> None:
+        """Builds the parts, on the event loop that will own them. The default placement is KvAware.
+
+        `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. `ticket_key` is the router's own.
+        `list_members` asks the registry.
+        """
+        self._config, self._codecs, self._policy = config, codecs, policy
+        self._ticket_key = ticket_key
+        load = LoopLoad()
+        self.admission = _admission(config, policy)
+        self._pairing = Pairing(policy)
+        # Each request has one prompt in the queue at most.
+        self.queue = PrefillQueue(
+            config.max_concurrent_requests,
+            sign=_task_signer(ticket_key),
+            pairs=self._pairing,
+            tenant_weights=lambda: policy().tenant_weights,
+        )
+        dials = Dials()
+        self.workers = WorkerDirectory(
+            self._open_channel,
+            ticket_key.public.public_key,
+            config.worker_wait_s,
+            self._resize_slots,
+            dials,
+            load,
+            lambda: policy().worker_roles,
+        )
+        self.prefixes = PrefixCacheDirectory(
+            self._open_channel,
+            prefix_hash_key,
+            compute_s_per_token=self.queue.compute_s_per_token,
+            dials=dials,
+        )
+        self.metrics = RouterMetrics(
+            telemetry.metrics, self.queue, self.admission, self.prefixes, self.workers
+        )
+        self.traces = TraceStore(TraceLimits(config.trace_count), self.metrics.count_dropped_spans)
+        self._clocks = WorkerClocks()
+        self._tracer = StoringTracer(
+            telemetry,
+            self.traces,
+            slow_s=config.slow_trace_s,
+            on_latency=self.metrics.count_latency,
+            on_regret=self.metrics.count_regret,
+        )
+        self._tenants = load_tenants(config.api_keys_file)
+        self._callers = CallerBounds(config.calls_per_caller_max, self.metrics.count_refused)
+        salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
+        self.preparer = RequestPreparer(codecs, self.workers, salts.salt_of)
+        refusal = EarlyRefusal(
+            queue=self.queue,
+            workers=self.workers,
+            prefixes=self.prefixes.cached,
+            policy=policy,
+            by_deadline=config.early_refusal,
+            on_prediction=self.metrics.record_prediction,
+            on_refusal=self.metrics.count_early_refusal,
+        )
+        self._dispatcher = self._new_dispatcher(placement or KvAware(Random()), refusal)
+        self.runner = self._new_runner(refusal, load)
+        images = any(codec.images is not None for codec in codecs.values())
+        self._size = RequestSizeCheck(self._max_model_len, images=images)
+        self._bytes_max = request_bytes_max(
+            (one.max_model_len for one in codecs.values()), images=images
+        )
+        self._models = ModelCatalog(codecs, self.workers, self.queue)
+        others = OtherRouters(self._open_channel)
+        self._conversations = new_conversation_store(config, others.find)
+        self._keep = PromiseKeeper(self.workers).keep
+        adapters = AdapterChanges(list_members, self._open_channel, codecs)
+        self.services = self._new_services(adapters)
+        self.openai = self._new_openai(telemetry)
+        self.picker = self._new_picker()
+        status = StatusReader(
+            StatusParts(
+                workers=self.workers,
+                queue=self.queue,
+                admission=self.admission,
+                policy=policy,
+                traces=self.traces,
+                traffic=self.metrics.traffic,
+            ),
+            config.router_id or config.listen,
+        )
+        self.status: StatusApp | None = None
+        """None without the setting status_listen."""
+        if config.status_listen:
+            self.status = StatusApp(status, Authorizer.from_config(config), adapters)
+        self._followers: tuple[Callable[[Collection[registry_pb2.Member]], None], ...] = (
+            self.workers.update,
+            self.queue.update_adapters,
+            lambda _: self.queue.restrict(self.workers.decode_only),
+            self.prefixes.update,
+            self._pairing.update,
+            PairReporter().update,
+            status.update,
+            others.update,
+        )
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
         """Replaces the members that the registry lists."""
-        for follow in self.followers:
+        for follow in self._followers:
             follow(members)
 
     async def close(self) -> None:
@@ -151,290 +186,143 @@ class Router:
         await self.prefixes.close()
         await self.workers.close()
 
+    def _open_channel(self, endpoint: str) -> grpc.aio.Channel:
+        return open_channel(endpoint, self._config)
 
-def assemble(
-    config: RouterConfig,
-    codecs: Mapping[str, TextCodec],
-    telemetry: Telemetry,
-    policy: PolicySource,
-    prefix_hash_key: Callable[[], int],
-    ticket_key: SigningKey,
-    placement: Placement | None = None,
-    list_members: ListMembers = no_registry,
-) -> Router:
-    """Builds the parts, on the event loop that will own them. The default placement is KvAware.
+    def _resize_slots(self, model: str, slots: DecodeSlots) -> None:
+        # Requests for other models are rejected.
+        if model in self._codecs:
+            self.admission.resize_slots(model, slots.available())
 
-    `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. `ticket_key` is the router's own.
-    `list_members` asks the registry.
-    """
-    adapters = AdapterChanges(list_members, lambda endpoint: open_channel(endpoint, config), codecs)
-    others = OtherRouters(lambda endpoint: open_channel(endpoint, config))
-    basis = _Basis(config, codecs, telemetry, policy, prefix_hash_key, ticket_key, adapters, others)
-    fleet = _build_fleet(basis)
-    records = _build_records(basis, fleet)
-    requests = _build_requests(basis, fleet, records, placement or KvAware(Random()))
-    status = StatusReader(
-        StatusParts(
-            fleet.workers,
-            fleet.queue,
-            fleet.admission,
-            policy,
-            records.traces,
-            traffic=records.metrics.traffic,
-        ),
-        config.router_id or config.listen,
-    )
-    return Router(
-        admission=fleet.admission,
-        workers=fleet.workers,
-        prefixes=fleet.prefixes,
-        queue=fleet.queue,
-        traces=records.traces,
-        metrics=records.metrics,
-        preparer=requests.preparer,
-        runner=requests.runner,
-        services=_build_services(basis, fleet, records, requests),
-        openai=_build_openai(basis, records, requests),
-        picker=_build_picker(basis, fleet, records, requests),
-        status=StatusApp(status, Authorizer.from_config(config), adapters)
-        if config.status_listen
-        else None,
-        followers=(
-            fleet.workers.update,
-            fleet.queue.update_adapters,
-            lambda _: fleet.queue.restrict(fleet.workers.decode_only),
-            fleet.prefixes.update,
-            fleet.pairing.update,
-            PairReporter().update,
-            status.update,
-            others.update,
-        ),
-    )
+    def _max_model_len(self) -> dict[str, int]:
+        live = self.workers.max_model_len()
+        return {name: live.get(name) or one.max_model_len for name, one in self._codecs.items()}
+
+    def _new_dispatcher(self, placement: Placement, refusal: EarlyRefusal) -> RequestDispatcher:
+        return RequestDispatcher(
+            workers=self.workers,
+            queue=self.queue,
+            placement=placement,
+            prefixes=self.prefixes.cached,
+            policy=self._policy,
+            ticket_key_id=self._ticket_key.public.key_id,
+            migration_wait_s=self._config.worker_wait_s,
+            on_migration=self.metrics.count_migration,
+            clocks=self._clocks,
+            check_placed=refusal.check_placed,
+        )
+
+    def _new_runner(self, refusal: EarlyRefusal, load: LoopLoad) -> RequestRunner[AttemptTimeline]:
+        return RequestRunner(
+            callers=self._callers,
+            admission=self.admission,
+            policy=self._policy,
+            preparer=self.preparer,
+            dispatcher=self._dispatcher,
+            tracer=self._tracer,
+            traits=RunnerTraits(
+                drain_error=_draining,
+                check_arrival=refusal.check_arrival,
+                load=load,
+                paced=True,
+            ),
+            counter=self.metrics,
+        )
+
+    def _new_services(self, adapters: AdapterChanges) -> RouterServices:
+        config = self._config
+        inference = InferenceService(
+            models=self._models,
+            prefixes=self.prefixes,
+            tenants=self._tenants,
+            runner=self.runner,
+            preparer=self.preparer,
+            dispatcher=self._dispatcher,
+            tracer=self._tracer,
+            conversations=self._conversations,
+            keep=self._keep,
+            default_deadline_s=config.default_deadline_s,
+            endpoints={
+                "registry_endpoint": config.registry,
+                "status_endpoint": config.status_listen,
+            },
+        )
+        own_prompts = OwnPrompts(
+            workers=self.workers,
+            queue=self.queue,
+            dispatcher=self._dispatcher,
+            policy=self._policy,
+            codecs=self._codecs,
+            start_trace=self.traces.start_trace,
+            clocks=self._clocks,
+            default_deadline_s=config.default_deadline_s,
+        )
+        return RouterServices(
+            inference=inference,
+            queue=QueueService(self.queue, own_prompts.hand_over, self.runner.reject_when_draining),
+            load=LoadReader(self._codecs, self.queue, self.admission, self.metrics.totals),
+            traces=self.traces,
+            adapters=adapters,
+            conversations=self._conversations,
+            callers=self._callers,
+            tenants=self._tenants,
+            gate=ClientGate(self._tenants, self.metrics, self._size),
+            bytes_max=self._bytes_max,
+        )
+
+    def _new_openai(self, telemetry: Telemetry) -> OpenAiApp:
+        config = self._config
+        parts = OpenAiParts(
+            codecs=self._codecs,
+            parsers={name: ModelParsers(*names) for name, names in config.parsers.items()},
+            models=self._models,
+            tenants=self._tenants,
+            runner=self.runner,
+            preparer=self.preparer,
+            size=self._size,
+            count_failures=self.metrics.count_failures,
+            callers=self._callers,
+            conversations=self._conversations,
+            keep=self._keep,
+            images=ImageFetcher(config.image_hosts),
+            rejects_unknown_fields=config.reject_unknown_fields,
+        )
+        readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
+        return OpenAiApp(
+            parts,
+            MetricsPage(readers, telemetry.metrics.text, config.http_listen),
+            deadline_s=config.default_deadline_s,
+            body_bytes_max=self._bytes_max,
+        )
+
+    def _new_picker(self) -> EndpointPicker:
+        return EndpointPicker(
+            tenants=self._tenants,
+            runner=self.runner,
+            preparer=self.preparer,
+            size=self._size,
+            dispatcher=self._dispatcher,
+            workers=self.workers,
+            queue=self.queue,
+            tracer=self._tracer,
+            count_pick=self.metrics.count_pick,
+            deadline_s=min(_PICK_S, self._config.default_deadline_s),
+            body_bytes_max=self._bytes_max,
+        )
 
 
-def _build_fleet(basis: _Basis) -> _Fleet:
-    config = basis.config
+def _admission(config: RouterConfig, policy: PolicySource) -> Admission:
     limits = AdmissionLimits(
         max_num_seqs=config.max_concurrent_requests,
         max_queued_tokens=config.max_queued_tokens,
         image_bytes=config.images_mib * 1024**2,
         wait_s=config.admission_wait_s or math.inf,
     )
-
-    def tenant_weights() -> Mapping[str, float]:
-        return basis.policy.policy.tenant_weights
-
-    admission = Admission(limits, tenant_weights)
-
-    def resize_slots(model: str, slots: DecodeSlots) -> None:
-        # Requests for other models are rejected.
-        if model in basis.codecs:
-            admission.resize_slots(model, slots.available())
-
-    dials, load = Dials(), LoopLoad()
-    workers = WorkerDirectory(
-        lambda endpoint: open_channel(endpoint, config),
-        basis.ticket_key.public.public_key,
-        config.worker_wait_s,
-        resize_slots,
-        dials,
-        load,
-        lambda: basis.policy.policy.worker_roles,
-    )
-    pairing = Pairing(lambda: basis.policy.policy)
-    # Each request has one prompt in the queue at most.
-    queue = PrefillQueue(
-        config.max_concurrent_requests,
-        sign=_task_signer(basis.ticket_key),
-        pairs=pairing,
-        tenant_weights=tenant_weights,
-    )
-    prefixes = PrefixCacheDirectory(
-        lambda endpoint: open_channel(endpoint, config),
-        basis.prefix_hash_key,
-        compute_s_per_token=queue.compute_s_per_token,
-        dials=dials,
-    )
-    return _Fleet(admission, workers, pairing, queue, prefixes, load)
-
-
-def _build_records(basis: _Basis, fleet: _Fleet) -> _Records:
-    config, telemetry = basis.config, basis.telemetry
-    metrics = RouterMetrics(
-        telemetry.metrics, fleet.queue, fleet.admission, fleet.prefixes, fleet.workers
-    )
-    traces = TraceStore(TraceLimits(config.trace_count), metrics.count_dropped_spans)
-    clocks = WorkerClocks()
-    tracer = StoringTracer(
-        telemetry,
-        traces,
-        slow_s=config.slow_trace_s,
-        on_latency=metrics.count_latency,
-        on_regret=metrics.count_regret,
-    )
-    return _Records(metrics, traces, clocks, tracer)
-
-
-def _build_requests(
-    basis: _Basis, fleet: _Fleet, records: _Records, placement: Placement
-) -> _Requests:
-    config, metrics, workers = basis.config, records.metrics, fleet.workers
-    refusal = _build_early_refusal(basis, fleet, records)
-    dispatcher = RequestDispatcher(
-        workers=workers,
-        queue=fleet.queue,
-        placement=placement,
-        prefixes=fleet.prefixes,
-        policy=basis.policy,
-        ticket_key_id=basis.ticket_key.public.key_id,
-        migration_wait_s=config.worker_wait_s,
-        on_migration=metrics.count_migration,
-        clocks=records.clocks,
-        check_placed=refusal.check_placed,
-    )
-    salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=basis.prefix_hash_key)
-    preparer = RequestPreparer(basis.codecs, workers, salts.salt_of)
-    callers = CallerBounds(config.calls_per_caller_max, metrics.count_refused)
-    runner = RequestRunner(
-        callers=callers,
-        admission=fleet.admission,
-        policy=lambda: basis.policy.policy,
-        preparer=preparer,
-        dispatcher=dispatcher,
-        tracer=records.tracer,
-        traits=RunnerTraits(
-            drain_error=_draining,
-            check_arrival=refusal.check_arrival,
-            load=fleet.load,
-            paced=True,
-        ),
-        counter=metrics,
-    )
-
-    def max_model_len() -> dict[str, int]:
-        live = workers.max_model_len()
-        return {name: live.get(name) or one.max_model_len for name, one in basis.codecs.items()}
-
-    tenants = load_tenants(config.api_keys_file)
-    images = any(codec.images is not None for codec in basis.codecs.values())
-    return _Requests(
-        tenants=tenants,
-        callers=callers,
-        size=RequestSizeCheck(max_model_len, images=images),
-        bytes_max=request_bytes_max(
-            (one.max_model_len for one in basis.codecs.values()), images=images
-        ),
-        preparer=preparer,
-        dispatcher=dispatcher,
-        runner=runner,
-        models=ModelCatalog(basis.codecs, workers, fleet.queue),
-        conversations=new_conversation_store(config, basis.other_routers.find),
-        keep=PromiseKeeper(workers).keep,
-    )
+    return Admission(limits, lambda: policy().tenant_weights)
 
 
 def _draining() -> Draining:
     return Draining("the router is shutting down; use another router, or retry in a moment")
-
-
-def _build_early_refusal(basis: _Basis, fleet: _Fleet, records: _Records) -> EarlyRefusal:
-    return EarlyRefusal(
-        queue=fleet.queue,
-        workers=fleet.workers,
-        prefixes=fleet.prefixes,
-        policy=basis.policy,
-        by_deadline=basis.config.early_refusal,
-        on_prediction=records.metrics.record_prediction,
-        on_refusal=records.metrics.count_early_refusal,
-    )
-
-
-def _build_services(
-    basis: _Basis, fleet: _Fleet, records: _Records, requests: _Requests
-) -> RouterServices:
-    deadline_s = basis.config.default_deadline_s
-    inference = InferenceService(
-        models=requests.models,
-        prefixes=fleet.prefixes,
-        tenants=requests.tenants,
-        runner=requests.runner,
-        preparer=requests.preparer,
-        dispatcher=requests.dispatcher,
-        tracer=records.tracer,
-        conversations=requests.conversations,
-        keep=requests.keep,
-        default_deadline_s=deadline_s,
-        endpoints={
-            "registry_endpoint": basis.config.registry,
-            "status_endpoint": basis.config.status_listen,
-        },
-    )
-    own_prompts = OwnPrompts(
-        workers=fleet.workers,
-        queue=fleet.queue,
-        dispatcher=requests.dispatcher,
-        policy=basis.policy,
-        codecs=basis.codecs,
-        start_trace=records.traces.start_trace,
-        clocks=records.clocks,
-        default_deadline_s=deadline_s,
-    )
-    return RouterServices(
-        inference=inference,
-        queue=QueueService(fleet.queue, own_prompts, requests.runner.reject_when_draining),
-        load=LoadReader(basis.codecs, fleet.queue, fleet.admission, records.metrics.totals),
-        traces=records.traces,
-        adapters=basis.adapters,
-        conversations=requests.conversations,
-        callers=requests.callers,
-        tenants=requests.tenants,
-        gate=ClientGate(requests.tenants, records.metrics, requests.size),
-        bytes_max=requests.bytes_max,
-    )
-
-
-def _build_openai(basis: _Basis, records: _Records, requests: _Requests) -> OpenAiApp:
-    config = basis.config
-    parts = OpenAiParts(
-        codecs=basis.codecs,
-        parsers={name: ModelParsers(*names) for name, names in config.parsers.items()},
-        models=requests.models,
-        tenants=requests.tenants,
-        runner=requests.runner,
-        preparer=requests.preparer,
-        size=requests.size,
-        count_failures=records.metrics.count_failures,
-        callers=requests.callers,
-        conversations=requests.conversations,
-        keep=requests.keep,
-        images=ImageFetcher(config.image_hosts),
-        rejects_unknown_fields=config.reject_unknown_fields,
-    )
-    readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
-    return OpenAiApp(
-        parts,
-        MetricsPage(readers, basis.telemetry.metrics.text, config.http_listen),
-        deadline_s=config.default_deadline_s,
-        body_bytes_max=requests.bytes_max,
-    )
-
-
-def _build_picker(
-    basis: _Basis, fleet: _Fleet, records: _Records, requests: _Requests
-) -> EndpointPicker:
-    return EndpointPicker(
-        tenants=requests.tenants,
-        runner=requests.runner,
-        preparer=requests.preparer,
-        size=requests.size,
-        dispatcher=requests.dispatcher,
-        workers=fleet.workers,
-        queue=fleet.queue,
-        tracer=records.tracer,
-        count_pick=records.metrics.count_pick,
-        deadline_s=min(_PICK_S, basis.config.default_deadline_s),
-        body_bytes_max=requests.bytes_max,
-    )
 
 
 def _task_signer(key: SigningKey) -> SignTask:

@@ -18,11 +18,12 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.request import ArrivedRequest
+from headrace_frontend.running.completion import ArrivedRequest
 from headrace_router.dispatch.attempt import RoutedRequest
-from headrace_router.dispatch.dispatcher import PolicySource, PrefixSource
+from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefix_cache.cached_prompts import CachedPrompts
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import NO_TIMES
 
@@ -121,7 +122,7 @@ class EarlyRefusal:
 
     queue: PrefillQueue
     workers: WorkerDirectory
-    prefixes: PrefixSource
+    prefixes: CachedPrompts
     policy: PolicySource
     by_deadline: bool
     on_prediction: Callable[[str, float], None]
@@ -213,7 +214,7 @@ class EarlyRefusal:
         if request.prepared.generated or request.prepared.cached_on is not None:
             return None
         bounds: list[FirstTokenBound] = []
-        policy = self.policy.policy
+        policy = self.policy()
         own_s = request.prepared.ttft_target_s
         if own_s is not None:
             bounds.append(FirstTokenBound(own_s, REQUEST_TARGET))

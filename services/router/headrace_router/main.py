@@ -27,7 +27,7 @@ from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets import SigningKey
 from headrace_common.version import version
-from headrace_router.app import Router, assemble
+from headrace_router.app import Router
 from headrace_router.config import RouterConfig
 from headrace_router.picker.service import PickerServer
 from headrace_text.load import load_codecs
@@ -84,11 +84,11 @@ async def serve_router(config: RouterConfig) -> None:
         members = RegistryView(
             registry, on_change=lambda view: router.update(view.members.values())
         )
-        router = assemble(
+        router = Router(
             config,
             codecs,
             telemetry,
-            members,
+            lambda: members.policy,
             lambda: membership.prefix_hash_key if membership is not None else 0,
             ticket_key,
             list_members=members.list_now,

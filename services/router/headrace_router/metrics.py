@@ -34,7 +34,7 @@ from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.status.traffic import BucketSums, TrafficCounts
-from headrace_router.tracing.regret import Regret
+from headrace_router.tracing.request_record import Regret
 from headrace_router.workers.directory import WorkerDirectory
 
 _SAMPLE_INTERVAL_S: Final = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,7 +21,9 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.openai.intake import system_fingerprint
 from headrace_frontend.promises import Keep, no_promise, worker_request
+from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
@@ -29,12 +31,61 @@ from headrace_frontend.tenants import DEFAULT_TENANT, Tenants
 from headrace_kv.layout import WorkerRef
 from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
-from headrace_router.models import ModelCatalog
 from headrace_router.placement import CandidateCost
+from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.workers.directory import WorkerDirectory
+
+
+class ModelCatalog:
+    """Joins the names that this router serves with the live workers."""
+
+    def __init__(
+        self, names: Collection[str], workers: WorkerDirectory, queue: PrefillQueue
+    ) -> None:
+        self._names = sorted(names)
+        self._workers = workers
+        self._queue = queue
+
+    def list_models(self) -> list[inference_pb2.Model]:
+        """The served models with at least one live decode worker, by name, each followed by its adapters."""
+        contexts = self._workers.max_model_len()
+        decode_counts = self._workers.decode_worker_counts()
+        prefill_counts = self._queue.worker_counts()
+        found: list[inference_pb2.Model] = []
+        for name in self._names:
+            if name in decode_counts:
+                model = inference_pb2.Model(
+                    name=name,
+                    max_model_len=contexts[name],
+                    prefill_worker_count=prefill_counts.get(name, 0),
+                    decode_worker_count=decode_counts[name],
+                )
+                found += [model, *self._adapters_of(model)]
+        return found
+
+    def system_fingerprint(self, choice: ModelChoice) -> str:
+        """As `ModelLister` has it."""
+        return system_fingerprint(self._workers.table(choice.model).engine_hashes, choice.adapter)
+
+    def _adapters_of(self, model: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
+        table = self._workers.table(model.name)
+        if not table.adapters:
+            return
+        prefill_counts = self._queue.adapter_worker_counts()
+        for name, adapter in sorted(table.adapters.items()):
+            # Clients cannot select an adapter by the name of a model.
+            if name not in self._names:
+                yield inference_pb2.Model(
+                    name=name,
+                    max_model_len=model.max_model_len,
+                    prefill_worker_count=prefill_counts.get((model.name, adapter), 0),
+                    decode_worker_count=int(table.serving(adapter).sum()),
+                    parent=model.name,
+                )
+
 
 # The router's error names what was waited for. It must reach the client before the client's own deadline.
 _DEADLINE_MARGIN_S = 0.2

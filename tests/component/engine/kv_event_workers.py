@@ -184,7 +184,7 @@ class EventRig:
 
     def cached(self, table: LoadTable, prompt: list[int], cache_salt: str = "") -> dict[str, int]:
         """Credited tokens by worker id."""
-        found = self.indexes.cached_tokens(table, prompt, cache_salt).tolist()
+        found = self.indexes.cached.cached_tokens(table, prompt, cache_salt).tolist()
         refs = [worker.ref.worker_id for worker in table.workers]
         return dict(zip(refs, map(int, found), strict=True))
 

@@ -102,7 +102,7 @@ async def test_blocks_in_main_memory_count_by_their_measured_load_time(rig: Even
     await until(lambda: rig.cached(table, first)["w-0"] < unmeasured)
     # In the other role, too.
     refs = [worker.ref]
-    credited = rig.indexes.cached_refs(MODEL, first, "", refs)[worker.ref]
+    credited = rig.indexes.cached.cached_refs(MODEL, first, "", refs)[worker.ref]
     assert credited == rig.cached(table, first)["w-0"]
 
 
@@ -119,8 +119,10 @@ async def test_a_lookup_finds_the_blocks_of_its_salt_only(rig: EventRig) -> None
     await until(lambda: salts == {salt: rig.cached(table, prompt, salt)["w-0"] for salt in salts})
     for _ in range(2):
         for salt, tokens in salts.items():
-            assert rig.indexes.cached_tokens(table, fixed, salt).tolist() == [tokens]
-            assert rig.indexes.cached_refs(MODEL, fixed, salt, [worker.ref]) == {worker.ref: tokens}
+            assert rig.indexes.cached.cached_tokens(table, fixed, salt).tolist() == [tokens]
+            assert rig.indexes.cached.cached_refs(MODEL, fixed, salt, [worker.ref]) == {
+                worker.ref: tokens
+            }
     assert rig.cached(table, prompt, "cc") == {"w-0": 0}
     await until(worker.engine.reset_prefix_cache)
     await until(lambda: not any(rig.cached(table, prompt, salt)["w-0"] for salt in salts))
@@ -190,12 +192,12 @@ async def test_members_that_leave_lose_their_streams_and_blocks(rig: EventRig) -
     await rig.until_cached(table, prompt, w_0=40, w_1=40, w_2=40)
     rig.follow(rig.workers[:1])
     assert rig.cached(table, prompt) == {"w-0": 40, "w-1": 0, "w-2": 0}
-    index = next(iter(rig.indexes._cached._indexes[MODEL].values())).index
+    index = next(iter(rig.indexes.cached._indexes[MODEL].values())).index
     await until(lambda: not index._slots.retired)
     assert index.block_count == 40 // BLOCK_TOKENS
     assert len(rig.indexes._feeds) == 1
     rig.follow([])
-    assert rig.indexes._cached._indexes == {}
+    assert rig.indexes.cached._indexes == {}
 
 
 async def test_a_cache_reset_waits_for_requests_and_is_published(

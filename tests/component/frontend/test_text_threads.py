@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from headrace_frontend.request.text_threads import TextThreads
+from headrace_frontend.request.preparation import TextThreads
 from tests.waiting import until
 
 _INLINE, _SHORT, _LONG = 1_000, 10_000, 1_000_000

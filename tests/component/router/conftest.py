@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace_router import service
-from tests.component.router.fakes import Rig
+from tests.kit.router import Rig
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from headrace_common.config import ServiceConfig
 from headrace_common.errors import InvalidRequest, NoDecodeWorker, NotFound, RegistryUnavailable
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
-from headrace_router.adapters.changes import AdapterChanges, AdapterRequest
+from headrace_router.adapters import AdapterChanges, AdapterRequest
 
 POET = AdapterRequest(name="poet", path="/adapters/poet")
 ROLES = registry_pb2.Member

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import adapter_pb2, inference_pb2
-from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
-from headrace_kv.layout import WorkerRef, layout_to_proto
-from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
-from tests.sim_layout import LAYOUT
+from headrace_kv.layout import WorkerRef
+from tests.kit.router import Rig
+from tests.kit.workers import hand_over, reply
 from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -27,31 +26,15 @@ async def rig() -> AsyncIterator[Rig]:
     rig = await Rig().start()
     try:
         idle, busy = await rig.add_decodes(reply("idle"), reply("busy"))
-        busy.announce(POET)
-        idle.announce(adapter_pb2.Adapter(name="coder", digest="0c"))
+        busy.change_member(adapters=[POET])
+        idle.change_member(adapters=[adapter_pb2.Adapter(name="coder", digest="0c")])
         rig.refresh()
         await until(lambda: "poet" in rig.router.workers.adapters().get("sim", {}))
-        await _add_prefill(rig, "p-other", OTHER_POET)
-        await _add_prefill(rig, "p-poet", POET)
+        await rig.add_prefill(hand_over, 4, OTHER_POET)
+        await rig.add_prefill(hand_over, 4, POET)
         yield rig
     finally:
         await rig.close()
-
-
-async def _add_prefill(rig: Rig, name: str, adapter: adapter_pb2.Adapter) -> None:
-    worker = FakePrefill(name, rig.handoff, hand_over)
-    worker.hello.hello.CopyFrom(
-        prefill_pb2.Hello(
-            worker_id=name,
-            incarnation=worker.incarnation,
-            model="sim",
-            layout=layout_to_proto(LAYOUT),
-            adapters=[adapter],
-        )
-    )
-    await worker.start(rig.internal_endpoint)
-    rig.prefills.append(worker)
-    await until(lambda: name in rig.pulling())
 
 
 async def test_only_workers_with_the_adapter_get_its_requests(rig: Rig) -> None:
@@ -80,7 +63,7 @@ async def test_without_a_prefill_worker_that_has_it_decode_prefills(rig: Rig) ->
 
 
 async def test_models_are_listed_with_their_adapters(rig: Rig) -> None:
-    listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    listed = await rig.models()
     found = [
         (one.name, one.parent, one.prefill_worker_count, one.decode_worker_count)
         for one in listed.models
@@ -98,11 +81,7 @@ async def test_models_are_listed_with_their_adapters(rig: Rig) -> None:
 async def test_what_a_worker_announced_before_serves_the_requests_that_named_it(rig: Rig) -> None:
     _, busy = rig.decodes
     poet = Adapter("poet", "0a")
-    without = registry_pb2.Member()
-    without.CopyFrom(busy.member)
-    del without.adapters[:]
-    busy.member = without
-    busy.announce(OTHER_POET)
+    busy.change_member(adapters=[OTHER_POET])
     rig.refresh()
     await until(lambda: rig.router.workers.adapters()["sim"]["poet"].digest == "0b")
     workers = rig.router.workers.table("sim")

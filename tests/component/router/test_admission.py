@@ -5,56 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import DecodeFull, QueueFull, Unauthenticated
-from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import (
-    FakeDecode,
-    Rig,
-    Script,
-    finished,
-    hang,
-    reject,
-    reply,
-    reserved,
-    tokens,
-    with_settings,
-)
+from tests.kit.router import Rig, with_settings
+from tests.kit.workers import FakeDecode, Script, finished, hang, reject, reply, reserved, tokens
 from tests.waiting import until
 
-_KEYS = {"greedy": "key-greedy", "late": "key-late"}
-
-
-@pytest.fixture
-async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
-    path = tmp_path / "keys"
-    path.write_text("".join(f"{key} {tenant}\n" for tenant, key in _KEYS.items()))
-    rig = await Rig(api_keys_file=str(path), **getattr(request, "param", {})).start()
-    yield rig
-    await rig.close()
-
-
-async def _ask(rig: Rig, tenant: str, timeout_s: float = 10.0, text: str = "x") -> str:
-    """Returns the text or raises the error. A tenant without a key sends its name as the key."""
-    call = rig.stub.Generate(
-        inference_pb2.GenerateRequest(text=text),
-        timeout=timeout_s,
-        metadata=(("authorization", f"Bearer {_KEYS.get(tenant, tenant)}"),),
-    )
-    try:
-        return "".join([response.text async for response in call])
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from error
-    finally:
-        call.cancel()
+_TENANTS = {"key-greedy": "greedy", "key-late": "late"}
+keyed = with_settings(tenants=_TENANTS)
 
 
 async def _errors(tasks: Sequence[asyncio.Task[str]]) -> list[object]:
@@ -63,30 +26,29 @@ async def _errors(tasks: Sequence[asyncio.Task[str]]) -> list[object]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@keyed
 async def test_with_a_keys_file_a_key_is_required_and_never_logged(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     decode = await rig.add_decode(reply("ok"))
     with pytest.raises(Unauthenticated, match="not known here"):
-        await _ask(rig, "wrong-key")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.ask("x")
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert "x-api-key" in (caught.value.details() or "")
+        await rig.text(key="wrong-key")
+    with pytest.raises(Unauthenticated, match="x-api-key"):
+        await rig.text()
     assert not decode.requests
-    assert await _ask(rig, "late") == "ok"
+    assert await rig.text(key="key-late", timeout_s=10.0) == "ok"
     assert "wrong-key" not in caplog.text
     assert "key-late" not in caplog.text
 
 
-@with_settings(max_concurrent_requests=4)
+@with_settings(tenants=_TENANTS, max_concurrent_requests=4)
 async def test_a_tenant_gets_the_share_of_its_weight(rig: Rig) -> None:
-    rig.policy.policy.tenant_weights["late"] = 3.0
+    rig.policy.tenant_weights["late"] = 3.0
     decode = await rig.add_decode(hang)
-    greedy = [asyncio.create_task(_ask(rig, "greedy")) for _ in range(4)]
+    greedy = [asyncio.create_task(rig.text(key="key-greedy", timeout_s=10.0)) for _ in range(4)]
     await until(lambda: len(decode.requests) == 4)
-    late = [asyncio.create_task(_ask(rig, "late")) for _ in range(4)]
+    late = [asyncio.create_task(rig.text(key="key-late", timeout_s=10.0)) for _ in range(4)]
     # The last is above its share of three.
     await until(lambda: sum(task.done() for task in late) == 1)
     for task in greedy[:3]:
@@ -109,15 +71,15 @@ def _finish_when(event: asyncio.Event) -> Script:
     return script
 
 
-@with_settings(admission_wait_s=0.2)
+@with_settings(tenants=_TENANTS, admission_wait_s=0.2)
 async def test_the_slots_of_decode_workers_are_shared_and_a_tenant_below_its_share_waits(
     rig: Rig,
 ) -> None:
     end = asyncio.Event()
     decode = await rig.add_decode(_finish_when(end))
-    greedy = [asyncio.create_task(_ask(rig, "greedy")) for _ in range(12)]
+    greedy = [asyncio.create_task(rig.text(key="key-greedy", timeout_s=10.0)) for _ in range(12)]
     await until(lambda: len(decode.requests) == decode.member.max_num_seqs)
-    late = asyncio.create_task(_ask(rig, "late"))
+    late = asyncio.create_task(rig.text(key="key-late", timeout_s=10.0))
     # The requests beyond the slots are rejected after the wait. The other tenant's waits on.
     await until(lambda: sum(task.done() for task in greedy) == 4)
     assert not late.done()
@@ -131,6 +93,7 @@ async def test_the_slots_of_decode_workers_are_shared_and_a_tenant_below_its_sha
     assert results.count("ok") == 8
 
 
+@keyed
 async def test_slots_that_other_routers_use_are_not_divided_again(rig: Rig) -> None:
     decode = await rig.add_decode(reply("ok"))
     router = registry_pb2.Member(role=registry_pb2.Member.ROLE_ROUTER)
@@ -144,10 +107,11 @@ async def test_slots_that_other_routers_use_are_not_divided_again(rig: Rig) -> N
     assert rig.router.admission.slots == 8
 
 
+@keyed
 async def test_a_taken_slot_is_asked_for_again(rig: Rig) -> None:
     taken = DecodeFull("slots", metadata={"resource": DecodeFull.SLOTS})
     decode = await rig.add_decode(reject(taken))
-    asking = asyncio.create_task(_ask(rig, "late"))
+    asking = asyncio.create_task(rig.text(key="key-late", timeout_s=10.0))
     # More often than the budget of retries allows.
     await until(lambda: len(decode.requests) > 4)
     decode.script = reply("ok")

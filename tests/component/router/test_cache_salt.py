@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-
 from headrace.inference.v1 import inference_pb2
 from headrace_kv.prefix.cache_salt import is_cache_salt
-from tests.component.router.dispatch.recitation import TEXT, recite, sampling
-from tests.component.router.fakes import (
-    FakeDecode,
-    Rig,
-    fail,
-    hand_over,
-    reply,
-    text_of,
-)
+from tests.kit.router import Rig, text_of, with_settings
+from tests.kit.workers import TEXT, FakeDecode, fail, hand_over, recite, reply, sampling
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
-TENANTS = ("tenant-a", "tenant-b")
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    """A router with API keys: each tenant's name and a number is one."""
-    path = tmp_path / "keys"
-    path.write_text("".join(f"{tenant}-{n} {tenant}\n" for tenant in TENANTS for n in (1, 2)))
-    rig = await Rig(api_keys_file=str(path)).start()
-    yield rig
-    await rig.close()
+pytestmark = with_settings(
+    tenants={f"{tenant}-{n}": tenant for tenant in ("tenant-a", "tenant-b") for n in (1, 2)}
+)
 
 
 async def test_tenants_have_opaque_salts_of_their_own(rig: Rig) -> None:

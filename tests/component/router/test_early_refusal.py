@@ -7,26 +7,21 @@ from typing import Any, cast
 
 import grpc.aio
 import pytest
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate
-from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_router.placement import Decision, KvAware
 from headrace_router.workers.table import TimeColumns
-from tests.component.router.fakes import Rig, hand_over, reply, text_of, with_settings
+from tests.kit.router import Rig, text_of, with_settings
+from tests.kit.workers import hand_over, reply
 
 _WAIT_S = 100.0
 _SHORT_S = 60.0
 _LONG_S = 600.0
 _TTFT_S = 1.0
-
-
-def _seconds(value: float) -> Duration:
-    return duration_from_seconds(value)
 
 
 @pytest.fixture
@@ -42,56 +37,56 @@ async def test_a_request_beyond_its_target_is_refused_with_the_excess_as_its_hin
     waiting_rig: Rig,
 ) -> None:
     rig = waiting_rig
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.ask(ttft_target=_seconds(_SHORT_S), request_id="late", timeout_s=_LONG_S)
-    error = error_from_rpc(caught.value)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = await rig.error_of(
+        ttft_target=duration_from_seconds(_SHORT_S), request_id="late", timeout_s=_LONG_S
+    )
+    caught = error.__cause__
+    assert isinstance(caught, grpc.aio.AioRpcError)
+    assert caught.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert isinstance(error, FirstTokenLate)
     assert error.retry_after_s is not None
     assert error.metadata["bound"] == "ttft_target"
     assert error.retry_after_s == pytest.approx(
         float(error.metadata["predicted_s"]) - _SHORT_S, abs=0.01
     )
-    trailers = dict(cast("Any", caught.value.trailing_metadata()))
+    trailers = dict(cast("Any", caught.trailing_metadata()))
     pushback_ms = int(trailers["grpc-retry-pushback-ms"])
     assert pushback_ms == pytest.approx(1e3 * error.retry_after_s, abs=2)
     # Neither worker has work of it.
     assert not rig.decodes[0].requests
     assert not rig.prefills[0].tasks
-    (root,) = [
-        span for span in (await rig.trace_of("late")).spans if span.name == schema.SPAN_REQUEST
-    ]
-    assert root.attributes[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] == "ttft_target"
-    assert float(root.attributes[schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S]) >= _WAIT_S
-    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+    root = await rig.root_of("late")
+    assert root[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] == "ttft_target"
+    assert float(root[schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S]) >= _WAIT_S
+    assert await rig.text(ttft_target=duration_from_seconds(_LONG_S), timeout_s=_LONG_S) == "ok"
 
 
 async def test_the_policy_has_a_target_for_requests_without_one(waiting_rig: Rig) -> None:
     rig = waiting_rig
-    assert text_of(await rig.ask(timeout_s=_LONG_S)) == "ok"
-    rig.policy.policy.ttft_target.CopyFrom(_seconds(_SHORT_S))
+    assert await rig.text(timeout_s=_LONG_S) == "ok"
+    rig.policy.ttft_target.CopyFrom(duration_from_seconds(_SHORT_S))
     error = await rig.error_of(timeout_s=_LONG_S)
     assert isinstance(error, FirstTokenLate)
     assert error.metadata["bound"] == "policy"
-    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+    assert await rig.text(ttft_target=duration_from_seconds(_LONG_S), timeout_s=_LONG_S) == "ok"
 
 
 async def test_prompts_that_stay_on_decode_do_not_wait_for_prefill_workers(
     waiting_rig: Rig,
 ) -> None:
     rig = waiting_rig
-    rig.policy.policy.max_queue_wait.CopyFrom(_seconds(0.5))
-    assert text_of(await rig.ask(ttft_target=_seconds(_SHORT_S), timeout_s=_LONG_S)) == "ok"
-    rig.policy.policy.ClearField("max_queue_wait")
-    rig.policy.policy.local_prefill_max_tokens = 1_000
-    assert text_of(await rig.ask(ttft_target=_seconds(_SHORT_S), timeout_s=_LONG_S)) == "ok"
+    rig.policy.max_queue_wait.CopyFrom(duration_from_seconds(0.5))
+    assert await rig.text(ttft_target=duration_from_seconds(_SHORT_S), timeout_s=_LONG_S) == "ok"
+    rig.policy.ClearField("max_queue_wait")
+    rig.policy.local_prefill_max_tokens = 1_000
+    assert await rig.text(ttft_target=duration_from_seconds(_SHORT_S), timeout_s=_LONG_S) == "ok"
     assert not rig.prefills[0].tasks
 
 
 async def test_a_deadline_refuses_only_where_the_setting_says_so(waiting_rig: Rig) -> None:
     rig = waiting_rig
     remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
-    assert text_of(await rig.ask(timeout_s=_SHORT_S, prefill_placement=remote)) == "ok"
+    assert await rig.text(timeout_s=_SHORT_S, prefill_placement=remote) == "ok"
 
 
 @with_settings(early_refusal=True)
@@ -101,7 +96,7 @@ async def test_a_deadline_that_the_prefill_queue_would_miss_refuses(waiting_rig:
     error = await rig.error_of(timeout_s=_SHORT_S, prefill_placement=remote)
     assert isinstance(error, FirstTokenLate)
     assert error.metadata["bound"] == "deadline"
-    assert text_of(await rig.ask(timeout_s=_LONG_S, prefill_placement=remote)) == "ok"
+    assert await rig.text(timeout_s=_LONG_S, prefill_placement=remote) == "ok"
     # An answer that has begun is worth more than its deadline.
     tokens = inference_pb2.TokenIds(ids=[1, 2])
     assert text_of(
@@ -115,7 +110,7 @@ async def test_where_no_wait_helps_there_is_no_hint(
     await rig.add_decode(reply("ok"))
     # "a prompt" misses seven tokens.
     monkeypatch.setattr(rig.router.queue, "prefill_s", lambda *_: 2 * _TTFT_S)
-    error = await rig.error_of(ttft_target=_seconds(_TTFT_S))
+    error = await rig.error_of(ttft_target=duration_from_seconds(_TTFT_S))
     assert isinstance(error, FirstTokenLate)
     assert error.retry_after_s is None
     assert error.metadata["prefill_s"] == "2.000"
@@ -126,10 +121,10 @@ async def test_a_request_waits_for_no_slot_that_comes_too_late(
 ) -> None:
     await rig.add_decode(reply("ok"))
     monkeypatch.setattr(AdmissionPermit, "expected_slot_wait_s", lambda *_: _WAIT_S)
-    error = await rig.error_of(ttft_target=_seconds(_SHORT_S), timeout_s=_LONG_S)
+    error = await rig.error_of(ttft_target=duration_from_seconds(_SHORT_S), timeout_s=_LONG_S)
     assert isinstance(error, FirstTokenLate)
     assert error.metadata["slot_wait_s"] == "100.000"
-    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+    assert await rig.text(ttft_target=duration_from_seconds(_LONG_S), timeout_s=_LONG_S) == "ok"
 
 
 async def test_a_request_with_a_target_is_placed_once(
@@ -142,7 +137,7 @@ async def test_a_request_with_a_target_is_placed_once(
         return placed[-1]
 
     monkeypatch.setattr(KvAware, "choose", count)
-    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+    assert await rig.text(ttft_target=duration_from_seconds(_LONG_S), timeout_s=_LONG_S) == "ok"
     assert len(placed) == 1
 
 
@@ -152,9 +147,9 @@ async def test_the_prediction_of_placement_decides_while_workers_learn(
     await rig.add_decode(reply("ok"))
     choose = KvAware.choose
     monkeypatch.setattr(KvAware, "choose", lambda *given: replace(choose(*given), first_s=_WAIT_S))
-    ttft_target = _seconds(_SHORT_S)
+    ttft_target = duration_from_seconds(_SHORT_S)
     monkeypatch.setattr(TimeColumns, "age_s", 31.0)
-    assert text_of(await rig.ask(ttft_target=ttft_target, timeout_s=_LONG_S)) == "ok"
+    assert await rig.text(ttft_target=ttft_target, timeout_s=_LONG_S) == "ok"
     monkeypatch.setattr(TimeColumns, "age_s", 29.0)
     error = await rig.error_of(ttft_target=ttft_target, timeout_s=_LONG_S)
     assert isinstance(error, FirstTokenLate)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import grpc.aio
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
-from headrace_router.tracing.batches import SpanBatch
+from headrace_router.tracing.record import SpanBatch
 from headrace_router.tracing.store import DROPPED_SPAN
 from tests.collector import Collector, collecting
-from tests.component.router.fakes import Rig, hand_over, reply
+from tests.kit.router import Rig
+from tests.kit.workers import hand_over, reply
 from tests.waiting import until
 
 
@@ -36,7 +36,7 @@ async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector
     await rig.add_decode(reply("ok"))
     for _ in range(3):
         await rig.ask()
-    with pytest.raises(grpc.aio.AioRpcError):
+    with pytest.raises(InvalidRequest):
         await rig.ask(model="another")
     await _export(rig)
     ended = {schema.ATTRIBUTE_END_REASON: "length"}

@@ -7,7 +7,8 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_kv.layout import layout_to_proto
-from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
+from tests.kit.router import Rig
+from tests.kit.workers import FakePrefill, hand_over, reply
 from tests.sim_layout import LAYOUT
 from tests.waiting import until
 
@@ -41,7 +42,7 @@ async def test_a_required_zone_decides_which_worker_prefills(
             *(_prefill_member(one.worker_id, one.incarnation, where) for one, where in zones),
         ]
     )
-    rig.policy.policy = registry_pb2.Policy(
+    rig.policy = registry_pb2.Policy(
         pair_level=registry_pb2.PAIR_LEVEL_ZONE, pair_rule=registry_pb2.PAIR_RULE_REQUIRE
     )
     for _ in range(3):
@@ -56,13 +57,14 @@ async def test_a_worker_of_both_roles_that_is_restricted_to_decode_pulls_no_prom
 ) -> None:
     both = await rig.add_decode(reply("yes"))
     both.change_member(role=registry_pb2.Member.ROLE_BOTH)
-    own = FakePrefill(both.member.worker_id, rig.handoff, hand_over)
-    own.incarnation = both.member.incarnation
+    own = FakePrefill(
+        both.member.worker_id, rig.handoff, hand_over, incarnation=both.member.incarnation
+    )
     rig.prefills.append(await own.start(rig.internal_endpoint))
     other = await rig.add_prefill(hand_over)
     rig.refresh()
     await until(lambda: rig.pulling() == {own.worker_id, other.worker_id})
-    rig.policy.policy.worker_roles[own.worker_id] = registry_pb2.WORKER_ROLE_DECODE
+    rig.policy.worker_roles[own.worker_id] = registry_pb2.WORKER_ROLE_DECODE
     rig.refresh()
     assert rig.router.workers.table("sim").decode_only.all()
     assert rig.pulling() == {other.worker_id}

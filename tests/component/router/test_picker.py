@@ -17,14 +17,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
-from headrace.registry.v1 import registry_pb2
 from headrace_common.access.credentials import Credentials, TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.access.table import PICKER_METHOD
 from headrace_common.rpc.channel import open_channel
-from headrace_router.picker.messages import DESTINATION, SUBSET
-from headrace_router.picker.service import PickerServer
-from tests.component.router.fakes import FakeDecode, Rig, hang
+from headrace_router.picker.service import DESTINATION, SUBSET, PickerServer
+from tests.kit.router import Rig, with_settings
+from tests.kit.workers import FakeDecode, hang
 from tests.suite.certificates import Authority
 from tests.suite.envoy import MODES, envoy_before, find_envoy
 from tests.waiting import until
@@ -37,16 +36,13 @@ KEY = "the-key-of-a-tenant"
 async def add_worker(rig: Rig, endpoint: str) -> FakeDecode:
     """A decode worker with this HTTP address."""
     worker = await rig.add_decode(hang)
-    member = registry_pb2.Member()
-    member.CopyFrom(worker.member)
-    member.http_endpoint = endpoint
-    worker.member = member
+    worker.change_member(http_endpoint=endpoint)
     rig.refresh()
     return worker
 
 
 @asynccontextmanager
-async def picker_server(rig: Rig, **settings: str) -> AsyncIterator[str]:
+async def picker_server(rig: Rig, **settings: Any) -> AsyncIterator[str]:
     """Serves the picker with roles. Yields its endpoint."""
     listen = {"insecure": False, "endpoint_picker_listen": "127.0.0.1:0"}
     server = PickerServer(rig.router.picker, rig.config.model_copy(update={**listen, **settings}))
@@ -226,19 +222,14 @@ async def test_full_workers_and_a_drain_shed_requests(rig: Rig) -> None:
         assert refusal(await answers(process, parts(body)))[0] == 503
 
 
-async def test_the_key_of_the_client_is_checked(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"{KEY} team\n")
-    rig = await Rig(api_keys_file=str(keys)).start()
-    try:
-        await add_worker(rig, "10.0.0.1:80")
-        body = json.dumps(CHAT).encode()
-        async with gateway(rig) as process:
-            assert refusal(await answers(process, parts(body)))[0] == 401
-            messages = parts(body, authorization=f"Bearer {KEY}")
-            assert destination((await answers(process, messages))[-1]) == "10.0.0.1:80"
-    finally:
-        await rig.close()
+@with_settings(tenants={KEY: "team"})
+async def test_the_key_of_the_client_is_checked(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    body = json.dumps(CHAT).encode()
+    async with gateway(rig) as process:
+        assert refusal(await answers(process, parts(body)))[0] == 401
+        messages = parts(body, authorization=f"Bearer {KEY}")
+        assert destination((await answers(process, messages))[-1]) == "10.0.0.1:80"
 
 
 @pytest.mark.parametrize("role", [None, Role.PREFILL])
@@ -262,13 +253,10 @@ async def test_a_stream_that_breaks_the_protocol_ends_with_an_error(rig: Rig) ->
 
 
 async def test_no_listener_serves_the_rpcs_of_another(rig: Rig) -> None:
-    config = rig.config.model_copy(update={"endpoint_picker_listen": "127.0.0.1:0"})
-    server = PickerServer(rig.router.picker, config)
-    await server.start()
     pull = "/headrace.prefill.v1.PrefillQueueService/Pull"
-    try:
+    async with picker_server(rig, insecure=True) as picker:
         for endpoint, method in (
-            (server.endpoint, pull),
+            (picker, pull),
             (rig.internal_endpoint, PICKER_METHOD),
             (rig.endpoint, PICKER_METHOD),
         ):
@@ -277,30 +265,22 @@ async def test_no_listener_serves_the_rpcs_of_another(rig: Rig) -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as raised:
                     await call(iter(()), timeout=5).read()
             assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED, (endpoint, method)
-    finally:
-        await server.stop()
 
 
 async def test_readiness_is_that_of_the_workers(rig: Rig) -> None:
-    config = rig.config.model_copy(update={"endpoint_picker_listen": "127.0.0.1:0"})
-    server = PickerServer(rig.router.picker, config)
-    await server.start()
     serving = health_pb2.HealthCheckResponse.SERVING
-    try:
-        async with open_channel(server.endpoint) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
+    async with picker_server(rig, insecure=True) as picker, open_channel(picker) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
 
-            async def ready(name: str = "readiness") -> bool:
-                request = health_pb2.HealthCheckRequest(service=name)
-                return bool((await stub.Check(request, timeout=5)).status == serving)
+        async def ready(name: str = "readiness") -> bool:
+            request = health_pb2.HealthCheckRequest(service=name)
+            return bool((await stub.Check(request, timeout=5)).status == serving)
 
-            assert await ready("liveness")
-            assert await ready("envoy.service.ext_proc.v3.ExternalProcessor")
-            assert not await ready()
-            await add_worker(rig, "10.0.0.1:80")
-            await until(ready)
-    finally:
-        await server.stop()
+        assert await ready("liveness")
+        assert await ready("envoy.service.ext_proc.v3.ExternalProcessor")
+        assert not await ready()
+        await add_worker(rig, "10.0.0.1:80")
+        await until(ready)
 
 
 class FakeDoor:

@@ -3,85 +3,70 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
 
 from tests.component.router.dispatch.test_own_prompts import enqueue, request_of
-from tests.component.router.fakes import Rig, hand_over, hang, reply, text_of
+from tests.kit.router import Rig, with_settings
+from tests.kit.workers import hand_over, hang, reply
 from tests.waiting import until
 
-_KEYS = {"batch": "key-batch", "chat": "key-chat"}
+pytestmark = with_settings(tenants={"batch": "batch", "chat": "chat"})
 _DUE_S = 30.0
 # One slot of the decode worker is left.
 _LOOPS = 7
-
-
-@pytest.fixture
-async def keyed(tmp_path: Path) -> AsyncIterator[Rig]:
-    """A router with two tenants."""
-    path = tmp_path / "keys"
-    path.write_text("".join(f"{key} {tenant}\n" for tenant, key in _KEYS.items()))
-    rig = await Rig(api_keys_file=str(path)).start()
-    yield rig
-    await rig.close()
 
 
 async def _until_queued(rig: Rig, count: int) -> None:
     await until(lambda: rig.router.queue.depth == count)
 
 
-async def test_deadlines_of_a_tenant_do_not_delay_another_over_http(keyed: Rig) -> None:
-    await keyed.add_decode(reply("ok"))
-    worker = await keyed.add_prefill(hand_over, credit=0)
+async def test_deadlines_of_a_tenant_do_not_delay_another_over_http(rig: Rig) -> None:
+    await rig.add_decode(reply("ok"))
+    worker = await rig.add_prefill(hand_over, credit=0)
     names = [f"batch-{number}" for number in range(_LOOPS)]
     asking = [
-        asyncio.create_task(keyed.ask(request_id=name, timeout_s=_DUE_S, key=_KEYS["batch"]))
+        asyncio.create_task(rig.text(request_id=name, timeout_s=_DUE_S, key="batch"))
         for name in names
     ]
-    await _until_queued(keyed, _LOOPS)
-    late = asyncio.create_task(
-        keyed.post({"prompt": "a prompt", "request_id": "late"}, _KEYS["chat"])
-    )
-    await _until_queued(keyed, _LOOPS + 1)
+    await _until_queued(rig, _LOOPS)
+    late = asyncio.create_task(rig.post({"prompt": "a prompt", "request_id": "late"}, "chat"))
+    await _until_queued(rig, _LOOPS + 1)
     await worker.give_credit(2)
     status, _, body = await late
     assert (status, body["choices"][0]["text"]) == (200, "ok")
-    assert [text_of(answer) for answer in await asyncio.gather(*asking)] == ["ok"] * _LOOPS
+    assert await asyncio.gather(*asking) == ["ok"] * _LOOPS
     assert "late" in [task.request_id for task in worker.tasks][:2]
 
 
-async def test_a_prompt_of_a_decode_worker_counts_for_the_tenant_of_its_request(keyed: Rig) -> None:
-    decode = await keyed.add_decode(hang)
-    worker = await keyed.add_prefill(hand_over, credit=0)
+async def test_a_prompt_of_a_decode_worker_counts_for_the_tenant_of_its_request(rig: Rig) -> None:
+    decode = await rig.add_decode(hang)
+    worker = await rig.add_prefill(hand_over, credit=0)
     queued = []
     for number, tenant in enumerate(("batch", "batch", "batch", "chat")):
         request = request_of(
             decode, transfer_id=f"own-{number}", request_id=f"{tenant}-{number}", tenant=tenant
         )
-        queued.append(asyncio.create_task(enqueue(keyed, request)))
-        await _until_queued(keyed, number + 1)
+        queued.append(asyncio.create_task(enqueue(rig, request)))
+        await _until_queued(rig, number + 1)
     await worker.give_credit(2)
     await asyncio.gather(*queued)
     assert [task.request_id for task in worker.tasks][:2] == ["batch-0", "chat-3"]
 
 
-async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(keyed: Rig) -> None:
-    await keyed.add_decode(reply("ok"))
-    worker = await keyed.add_prefill(hand_over, credit=0)
+async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(rig: Rig) -> None:
+    await rig.add_decode(reply("ok"))
+    worker = await rig.add_prefill(hand_over, credit=0)
     answers = []
     for name, timeout in (("none", {}), ("long", {"timeout_s": 500}), ("short", {"timeout_s": 60})):
         body = {"prompt": "a prompt", "request_id": name, **timeout}
-        answers.append(asyncio.create_task(keyed.post(body, _KEYS["chat"])))
-        await _until_queued(keyed, len(answers))
+        answers.append(asyncio.create_task(rig.post(body, "chat")))
+        await _until_queued(rig, len(answers))
     await worker.give_credit(1)
     assert [status for status, _, _ in await asyncio.gather(*answers)] == [200] * 3
     assert [task.request_id for task in worker.tasks] == ["short", "long", "none"]
 
 
-async def test_a_timeout_that_is_none_is_rejected_by_name(keyed: Rig) -> None:
+async def test_a_timeout_that_is_none_is_rejected_by_name(rig: Rig) -> None:
     for value in (0, -1, 86_401, "soon", True):
         body = {"prompt": "a prompt", "timeout_s": value}
-        status, _, answer = await keyed.post(body, _KEYS["chat"])
+        status, _, answer = await rig.post(body, "chat")
         assert (status, answer["error"]["param"]) == (400, "timeout_s"), value

@@ -34,9 +34,9 @@ from headrace_worker.config import BothConfig
 from headrace_worker.main import BothServer
 from tests.channels import operator_channel
 from tests.component.registry.harness import joined, running_registry, viewing
-from tests.component.router.fakes import rig as rig_module
-from tests.component.router.fakes.rig import Rig
 from tests.in_memory_transport import KIND
+from tests.kit import router as rig_module
+from tests.kit.router import Rig
 from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.inference.v1 import inference_pb2, latency_pb2
-from headrace_client.client import Progress, complete_latency
+from headrace_client.client import AnswerProgress, complete_latency
 from headrace_common.latency.parts import Part, Sum, sum_from_proto, sum_to_proto
 
 
@@ -41,7 +41,7 @@ def test_the_client_adds_what_the_router_has_not_seen(
 def test_a_call_that_continues_an_answer_changes_nothing() -> None:
     last = inference_pb2.GenerateResponse()
     last.timing.latency.CopyFrom(breakdown(queue=90))
-    progress = Progress(inference_pb2.GenerateRequest(include_latency=True))
+    progress = AnswerProgress(inference_pb2.GenerateRequest(include_latency=True))
     progress.record(inference_pb2.GenerateResponse(token_ids=[1]))
     progress.record_call()
     progress.record(last)
@@ -56,7 +56,7 @@ def test_a_repeated_call_brings_no_prompt_token_twice() -> None:
         progress.record(response)
         return response
 
-    progress = Progress(inference_pb2.GenerateRequest())
+    progress = AnswerProgress(inference_pb2.GenerateRequest())
     progress.record_call()
     part(1, 2, without=1)
     part(3)

@@ -14,9 +14,9 @@ from headrace_common.errors import DecodeFull
 from headrace_common.process.pacing import LoopLoad
 from headrace_frontend.answers import AnswerGroup, Outlets, answer_count, write_response
 from headrace_frontend.request.response_stream import ResponseStream
-from headrace_frontend.request.validation import PreparedRequest, prepare
+from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout import WorkerRef
-from headrace_text.load import ByteCodec
+from tests.kit.requests import prepared
 
 WORKER = WorkerRef("decode-0", "1")
 
@@ -37,12 +37,7 @@ def request_of(**fields: Any) -> inference_pb2.GenerateRequest:
 
 
 def prepared_of(request: inference_pb2.GenerateRequest) -> PreparedRequest:
-    return prepare(
-        request,
-        request_id=request.request_id,
-        codecs={"sim": ByteCodec()},
-        max_model_len={"sim": 512},
-    )
+    return prepared(request, context=512)
 
 
 def message_of(*logprobs: float) -> inference_pb2.GenerateResponse:

@@ -12,8 +12,8 @@ from headrace_common.errors import InvalidRequest, Unauthenticated
 from headrace_common.limits import CHAT_MESSAGES_MAX, REQUEST_FIELDS_MAX, UNKNOWN_CONTEXT_TOKENS
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.tenants import load_tenants
-from headrace_router.client_gate import ClientGate
 from headrace_router.metrics import RouterMetrics
+from headrace_router.rpc_services import ClientGate
 
 _GENERATE, _LIST = (
     f"/headrace.inference.v1.InferenceService/{name}" for name in ("Generate", "ListModels")

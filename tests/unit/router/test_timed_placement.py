@@ -22,8 +22,7 @@ from headrace_router.timed_placement import (
     AnswerLengths,
     TokenTargets,
 )
-from headrace_router.workers.prompt_work import PromptQueue, PromptWork
-from headrace_router.workers.table import NO_TIMES, Load, LoadTable, Worker
+from headrace_router.workers.table import NO_TIMES, Load, LoadTable, PromptQueue, PromptWork, Worker
 from tests.sim_layout import LAYOUT
 
 _TIMES = TimeModel(

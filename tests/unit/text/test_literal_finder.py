@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_text import literal_finder
-from headrace_text.literal_finder import LiteralFinder
+from headrace_text import control_tokens
+from headrace_text.control_tokens import LiteralFinder
 
 _texts = st.text("ab<|>.*(", min_size=1, max_size=5)
 
@@ -26,7 +26,7 @@ def _spans(texts: set[str], text: str) -> list[tuple[int, int]]:
 def test_it_finds_the_longest_at_each_place(texts: set[str], text: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Matches reach over the ends of slices.
-        patch.setattr(literal_finder, "_SLICE_CHARACTERS", size)
+        patch.setattr(control_tokens, "_SLICE_CHARACTERS", size)
         assert list(LiteralFinder(texts).spans(text)) == _spans(texts, text)
 
 

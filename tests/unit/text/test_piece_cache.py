@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from headrace_text.chat_encoder import RunEncoder, cut_texts
+from headrace_text.chat_encoder import PieceCache, RunEncoder, cut_texts
 from headrace_text.codec import ChatMessage, TooManyTokens
 from headrace_text.control_tokens import EscapedChat
 from headrace_text.hugging_face import HuggingFaceCodec
-from headrace_text.piece_cache import PieceCache
 
 _CONTROL = ("<|im_start|>", "<|im_end|>", "<s>")
 _LONG = "the market of the old town, 7 o'clock: " * 8

@@ -31,18 +31,16 @@ from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.conversations import new_conversation_store
 from headrace_frontend.openai.answers import ModelParsers
-from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts, system_fingerprint
+from headrace_frontend.openai.intake import OpenAiParts, system_fingerprint
 from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import Adapters, ModelChoice
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner, RunnerTraits
 from headrace_frontend.running.tracer import RequestTracer
-from headrace_frontend.salts import CacheSalts
-from headrace_frontend.tenants import load_tenants
+from headrace_frontend.tenants import CacheSalts, load_tenants
 from headrace_kv.layout import engine_hash
 from headrace_text.codec import TextCodec
 from headrace_text.load import SIMULATED_MODEL, load_codecs

@@ -20,9 +20,8 @@ from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
 from headrace_frontend.promises import kept_of
-from headrace_frontend.request.decode_request import decode_request
-from headrace_frontend.running.completion import AttemptOutcome
-from headrace_frontend.running.request import AdmittedRequest
+from headrace_frontend.request.validation import decode_request
+from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 
 OwnRequest: TypeAlias = AdmittedRequest[OwnAttemptTimeline]
 

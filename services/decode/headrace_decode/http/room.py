@@ -13,7 +13,7 @@ from headrace_common.errors import DeadlineExceeded, DecodeFull
 from headrace_decode.admission import Capacity
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.attempts import Attempts
-from headrace_frontend.admission.bounded_resource import BoundedResource
+from headrace_frontend.admission.admission import BoundedResource
 from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.request.validation import PreparedRequest
 

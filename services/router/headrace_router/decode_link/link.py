@@ -24,12 +24,84 @@ from headrace_common.errors import (
     ProtocolViolation,
     WorkerGone,
 )
-from headrace_common.limits import LINK_MESSAGE_BYTES_MAX
+from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
-from headrace_router.decode_link.outgoing import OutgoingRequests
+
+# Most bytes of a credit or a cancel.
+_ENTRY_BYTES = 24
+# Most bytes of the lengths around an open and its tokens, and of a token.
+_OPEN_BYTES = 24
+_TOKEN_BYTES = 5
+
+
+class OutgoingRequests:
+    """Opens, credits, cancels and the interval between tokens that wait for the next message."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """`bytes_max`: the size from which messages are split. A single open may be longer."""
+        self._bytes_max = bytes_max
+        self._opens: dict[int, tuple[decode_pb2.LinkOpen, inference_pb2.TokenIds]] = {}
+        self._credits: dict[int, int] = {}
+        self._cancels: list[int] = []
+        self._interval_us = 0
+        self._sent_interval_us = 0
+
+    def set_token_interval(self, interval_us: int) -> bool:
+        """Lets the worker join tokens for so long, from the next message on.
+
+        Returns whether the worker must know soon: it joins them for twice as long now, or for half as long.
+        """
+        self._interval_us = interval_us
+        low, high = sorted((interval_us, self._sent_interval_us))
+        return high >= 2 * low and high > 0
+
+    def open(self, opened: decode_pb2.LinkOpen, token_ids: inference_pb2.TokenIds) -> None:
+        """Adds a request, and its tokens. Ids must increase."""
+        self._opens[opened.stream_id] = opened, token_ids
+
+    def grant(self, stream_id: int, credit_tokens: int) -> None:
+        """Adds to the credit of a request."""
+        self._credits[stream_id] = self._credits.get(stream_id, 0) + credit_tokens
+
+    def cancel(self, stream_id: int) -> None:
+        """Cancels a request. One that was not sent yet is forgotten."""
+        self._credits.pop(stream_id, None)
+        if self._opens.pop(stream_id, None) is None:
+            self._cancels.append(stream_id)
+
+    def next_message(self) -> decode_pb2.LinkRequest | None:
+        """The next message, with as much as fits. None when nothing waits.
+
+        Credits and cancels are for requests that were opened before, so they go first.
+        """
+        message = decode_pb2.LinkRequest()
+        room_bytes = self._bytes_max
+        if self._interval_us != self._sent_interval_us:
+            message.token_interval_us = self._sent_interval_us = self._interval_us
+            room_bytes -= _ENTRY_BYTES
+        while self._credits and room_bytes > 0:
+            stream_id, tokens = self._credits.popitem()
+            message.credits.add(stream_id=stream_id, credit_tokens=tokens)
+            room_bytes -= _ENTRY_BYTES
+        fitting = max(0, room_bytes // _ENTRY_BYTES)
+        message.cancelled_stream_ids.extend(self._cancels[:fitting])
+        room_bytes -= _ENTRY_BYTES * min(fitting, len(self._cancels))
+        del self._cancels[:fitting]
+        while self._opens:
+            stream_id = next(iter(self._opens))
+            opened, token_ids = self._opens[stream_id]
+            open_bytes = opened.ByteSize() + _OPEN_BYTES + _TOKEN_BYTES * len(token_ids.ids)
+            if open_bytes > room_bytes and room_bytes < self._bytes_max:
+                break
+            del self._opens[stream_id]
+            message.opens.append(opened)
+            message.opens[-1].request.token_ids.MergeFrom(token_ids.ids)
+            room_bytes -= open_bytes
+        return None if room_bytes == self._bytes_max else message
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -229,3 +301,72 @@ def _closed_here() -> HeadraceError:
 
 def _bug() -> HeadraceError:
     return InternalError("the link to the worker met a bug; the router's log has it")
+
+
+# The next link presents the certificate and the token that are in force then.
+_AGE_MAX_S: Final = 600.0
+
+
+class DecodeLinks:
+    """Opens requests on the current link. `channel` returns the channel to the worker.
+
+    A request opens the first link, and the next one after a link has broken. gRPC delays the connection after failed
+    ones by up to 2 s, and refuses links meanwhile.
+    """
+
+    def __init__(
+        self,
+        channel: Callable[[], grpc.aio.Channel],
+        load: LoopLoad | None = None,
+        *,
+        streams_max: int = LINK_STREAMS_MAX,
+        age_max_s: float = _AGE_MAX_S,
+    ) -> None:
+        """`load`: see DecodeLink."""
+        self._channel = channel
+        self._load = load or LoopLoad()
+        self._streams_max = streams_max
+        self._age_max_s = age_max_s
+        self._current: DecodeLink | None = None
+        self._open: set[DecodeLink] = set()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """For RPCs beside the links."""
+        return self._channel()
+
+    @property
+    def count(self) -> int:
+        """Links that have not ended."""
+        return len(self._open)
+
+    def open(
+        self,
+        request: decode_pb2.GenerateRequest,
+        token_ids: inference_pb2.TokenIds,
+        deadline: Deadline,
+        context: Context,
+    ) -> tuple[DecodeLink, LinkedAnswer]:
+        """Sends a request, with these tokens. Its link must release the answer when the attempt ends."""
+        link = self._usable()
+        return link, link.open(request, token_ids, deadline, context)
+
+    def _usable(self) -> DecodeLink:
+        link = self._current
+        if link is not None and not link.ended:
+            if link.count < self._streams_max and link.age_s < self._age_max_s:
+                return link
+            link.retire()
+        link = self._current = DecodeLink(self._channel(), self._open.discard, self._load)
+        self._open.add(link)
+        return link
+
+    def fail(self, failure: Callable[[], HeadraceError]) -> None:
+        """Ends every link that has requests, with errors that `failure` makes, one for each request."""
+        for link in tuple(self._open):
+            if link.count:
+                link.fail(failure)
+
+    async def close(self) -> None:
+        """Ends every link, with the requests on it."""
+        await asyncio.gather(*(link.close() for link in tuple(self._open)))

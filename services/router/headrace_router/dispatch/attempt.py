@@ -24,14 +24,19 @@ from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.promises import kept_of
-from headrace_frontend.running.completion import AttemptOutcome
-from headrace_frontend.running.request import AdmittedRequest
+from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
-from headrace_router.decode_link.links import DecodeLinks
+from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.dispatch.decode_call import DecodeCall
-from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_HIDDEN_STATE, Policy
-from headrace_router.dispatch.messages import decode_request, prefill_task
+from headrace_router.dispatch.messages import (
+    BY_DECODE,
+    BY_PREFILL,
+    FROM_HIDDEN_STATE,
+    Policy,
+    decode_request,
+    prefill_task,
+)
 from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -46,15 +51,6 @@ RoutedRequest: TypeAlias = AdmittedRequest[AttemptTimeline]
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptContext:
-    """What all attempts of a router share."""
-
-    queue: PrefillQueue
-    ticket_key_id: bytes
-    """Of the key that signs the handoff tickets."""
-
-
-@dataclass(frozen=True, slots=True)
 class AttemptPlan:
     """What was decided for one attempt, number `number` from 1.
 
@@ -65,6 +61,8 @@ class AttemptPlan:
     decision: Decision
     links: DecodeLinks
     terms: TaskTerms
+    ticket_key_id: bytes
+    """Of the key that signs the handoff tickets."""
     first_token: Policy = BY_DECODE
     bounds: bounds_pb2.TokenBounds | None = None
     prompt: PlacedPrompt | None = None
@@ -76,14 +74,14 @@ class Attempt:
 
     def __init__(
         self,
-        context: AttemptContext,
+        queue: PrefillQueue,
         request: RoutedRequest,
         plan: AttemptPlan,
         timeline: AttemptTimeline,
     ) -> None:
         """`timeline` gets the steps."""
         self._timeline = timeline
-        self._queue = context.queue
+        self._queue = queue
         self._prepared = request.prepared
         self._response = request.response
         self._deadline = request.deadline
@@ -110,7 +108,7 @@ class Attempt:
             first_token=plan.first_token,
         )
         self._token_ids = detach_token_ids(self._request)
-        self._request.ticket_key_id = context.ticket_key_id
+        self._request.ticket_key_id = plan.ticket_key_id
         if plan.bounds is not None:
             self._request.bounds.CopyFrom(plan.bounds)
         self._reserved: decode_pb2.Reserved | None = None
@@ -284,7 +282,7 @@ class Attempt:
                 await self._add_batch(event)
                 if self._decode_generated:
                     # The prefill cannot fail any more, so only the end and errors need this task.
-                    call.forward(self._response.take_tokens)
+                    call.answer.forward(self._response.take_tokens)
                 if self._response.stopped:
                     return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
             elif isinstance(event, decode_pb2.Finished):

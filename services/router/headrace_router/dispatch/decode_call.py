@@ -21,8 +21,8 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import metadata_with_trace
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.answer import AnswerEvent, LinkedAnswer, TokenSink
-from headrace_router.decode_link.links import DecodeLinks
+from headrace_router.decode_link.answer import AnswerEvent
+from headrace_router.decode_link.link import DecodeLinks
 
 
 class DecodeCall:
@@ -48,13 +48,9 @@ class DecodeCall:
         self._context = context
         self._waited_for = waited_for
         self._links = links
-        self._call = links.open(request, token_ids, deadline, context)
-        self._read_ahead: asyncio.Task[AnswerEvent] | None = None
-
-    @property
-    def answer(self) -> LinkedAnswer:
+        self._link, self.answer = links.open(request, token_ids, deadline, context)
         """What the worker has sent, with its times."""
-        return self._call.answer
+        self._read_ahead: asyncio.Task[AnswerEvent] | None = None
 
     async def read_reservation(self) -> decode_pb2.Reserved:
         """The first event. Raises ProtocolViolation for any other event."""
@@ -70,10 +66,6 @@ class DecodeCall:
         event = await self._read_ahead
         self._read_ahead = None
         return event
-
-    def forward(self, sink: TokenSink) -> None:
-        """From now on tokens may go to `sink` while `read` waits. See LinkedAnswer."""
-        self._call.forward(sink)
 
     def read_ahead(self) -> asyncio.Task[AnswerEvent]:
         """The read of the next event as a task, to wait for it beside other futures. `read` returns its event."""
@@ -109,7 +101,7 @@ class DecodeCall:
 
     async def close(self) -> None:
         """Cancels the request, unless it has ended."""
-        self._call.close()
+        self._link.release(self.answer)
         read = self._read_ahead
         if read is not None:
             read.cancel()
@@ -120,7 +112,7 @@ class DecodeCall:
 
     async def _read(self) -> AnswerEvent:
         try:
-            return await self._call.read()
+            return await self.answer.read()
         except HeadraceError as error:
             explained = self._explained(error)
             if explained is error:

@@ -7,7 +7,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import TypeAlias
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
@@ -21,14 +21,13 @@ from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.links import DecodeLinks
+from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.dispatch.attempt import (
     Attempt,
-    AttemptContext,
     AttemptPlan,
     RoutedRequest,
 )
-from headrace_router.dispatch.first_token import first_token_maker
+from headrace_router.dispatch.messages import first_token_maker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import (
     Candidates,
@@ -39,11 +38,12 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
+from headrace_router.prefix_cache.cached_prompts import CachedPrompts
 from headrace_router.timed_placement import AnswerLengths, TokenTargets
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.directory import PlacedPrompt, WorkerDirectory
-from headrace_router.workers.table import LoadTable, Numbers, Worker
+from headrace_router.workers.table import Numbers, Worker
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,31 +53,8 @@ _RETRY_BUDGET = 2
 _POLL_INTERVAL_S = 0.1
 
 
-class PrefixSource(Protocol):
-    """How much of a prompt each worker has in its prefix cache, for requests with a cache salt."""
-
-    def cached_tokens(self, table: LoadTable, token_ids: array[int], cache_salt: str) -> Numbers:
-        """Cached prompt tokens of each worker in the table, weighted less in slower tiers. Shape [worker]."""
-        ...
-
-    def cached_refs(
-        self,
-        model: str,
-        token_ids: array[int],
-        cache_salt: str,
-        refs: Collection[WorkerRef],
-    ) -> dict[WorkerRef, int]:
-        """The same for a few prefill workers. Workers without a cached token are left out."""
-        ...
-
-
-class PolicySource(Protocol):
-    """The run-time policy of the deployment."""
-
-    @property
-    def policy(self) -> registry_pb2.Policy:
-        """The policy in force."""
-        ...
+PolicySource: TypeAlias = Callable[[], registry_pb2.Policy]
+"""Returns the run-time policy in force."""
 
 
 class RequestDispatcher:
@@ -89,7 +66,7 @@ class RequestDispatcher:
         workers: WorkerDirectory,
         queue: PrefillQueue,
         placement: Placement,
-        prefixes: PrefixSource,
+        prefixes: CachedPrompts,
         policy: PolicySource,
         ticket_key_id: bytes,
         migration_wait_s: float,
@@ -112,7 +89,7 @@ class RequestDispatcher:
         self._check_placed = check_placed
         self._failures = CauseLog(_LOG)
         self._lengths = AnswerLengths()
-        self._attempt_context = AttemptContext(queue, ticket_key_id)
+        self._ticket_key_id = ticket_key_id
 
     async def run(self, request: RoutedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
@@ -155,7 +132,7 @@ class RequestDispatcher:
                 plan = self._plan(
                     request, token_ids, decision, load_reservation.links, number, retries, prompt
                 )
-                attempt = Attempt(self._attempt_context, request, plan, timeline)
+                attempt = Attempt(self._queue, request, plan, timeline)
                 request.response.attempt_started(worker)
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
@@ -226,7 +203,7 @@ class RequestDispatcher:
 
     @property
     def _budget(self) -> int:
-        policy = self._policy.policy
+        policy = self._policy()
         return policy.retry_budget if policy.HasField("retry_budget") else _RETRY_BUDGET
 
     async def _wait_for_worker(
@@ -245,10 +222,7 @@ class RequestDispatcher:
             return
         give_up = Deadline.after(min(retries.wait_left_s, request.deadline.remaining_s()))
         while not give_up.expired:
-            table = self._workers.table(model)
-            excluded = table.draining | table.flags(retries.excluded)
-            serving = table.serving(request.prepared.adapter)
-            if (table.reachable & serving & ~excluded).any():
+            if self._available(request.prepared, retries):
                 return
             await asyncio.sleep(_POLL_INTERVAL_S)
             retries.readmit_full_workers()
@@ -256,13 +230,16 @@ class RequestDispatcher:
     async def _wait_for_slot(self, request: RoutedRequest, retries: RetryState) -> None:
         """Waits while every worker that could serve the request had no free slot just now."""
         while retries.full and not request.deadline.expired:
-            table = self._workers.table(request.prepared.model)
-            excluded = table.draining | table.flags(retries.excluded)
-            serving = table.serving(request.prepared.adapter)
-            if (table.reachable & serving & ~excluded).any():
+            if self._available(request.prepared, retries):
                 return
             await asyncio.sleep(min(TAKEN_SLOT_PAUSE_S, request.deadline.remaining_s()))
             retries.readmit_full_workers()
+
+    def _available(self, request: PreparedRequest, retries: RetryState) -> bool:
+        """Whether a reachable worker serves the request that no failure excludes."""
+        table = self._workers.table(request.model)
+        excluded = table.draining | table.flags(retries.excluded)
+        return bool((table.reachable & table.serving(request.adapter) & ~excluded).any())
 
     def _route(
         self,
@@ -305,7 +282,7 @@ class RequestDispatcher:
             model=request.model,
             prompt_tokens=len(token_ids),
             prefill_placement=request.placement,
-            policy=RoutePolicy.from_proto(self._policy.policy),
+            policy=RoutePolicy.from_proto(self._policy()),
             remaining_s=deadline.remaining_s(),
             failed=retries.excluded,
             suspect=retries.avoided,
@@ -316,7 +293,7 @@ class RequestDispatcher:
 
     def _targets(self, request: PreparedRequest, arrival_ns: int) -> TokenTargets:
         """The request's own targets, else those of the policy."""
-        policy = self._policy.policy
+        policy = self._policy()
         ttft_s, tpot_s = request.ttft_target_s, request.tpot_target_s
         if ttft_s is None and policy.HasField("ttft_target"):
             ttft_s = seconds_from_duration(policy.ttft_target)
@@ -370,12 +347,21 @@ class RequestDispatcher:
             planned=decision.prefill,
         )
         first_token = first_token_maker(
-            request.prepared, self._policy.policy, decision, generated_tokens, number
+            request.prepared, self._policy(), decision, generated_tokens, number
         )
         bounds = self._targets(request.prepared, request.timeline.arrival_ns).bounds(
             started=generated_tokens > 0
         )
-        return AttemptPlan(number, decision, links, terms, first_token, bounds, prompt)
+        return AttemptPlan(
+            number=number,
+            decision=decision,
+            links=links,
+            terms=terms,
+            ticket_key_id=self._ticket_key_id,
+            first_token=first_token,
+            bounds=bounds,
+            prompt=prompt,
+        )
 
     def _log_failure(
         self, request_id: str, attempt: Attempt, number: int, error: HeadraceError

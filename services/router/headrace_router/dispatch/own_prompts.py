@@ -159,7 +159,7 @@ class OwnPrompts:
             self._prefilled.popitem(last=False)
 
     def _reject_slow_queue(self, worker: Worker, priority: Priority, tenant: str) -> None:
-        policy = self._policy.policy
+        policy = self._policy()
         if not policy.HasField("max_queue_wait"):
             return
         bound_s = seconds_from_duration(policy.max_queue_wait)

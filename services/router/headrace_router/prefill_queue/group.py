@@ -3,18 +3,90 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from headrace_common.callers.priority import Priority
+from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
-from headrace_router.prefill_queue.prefill_times import PrefillTimes
 from headrace_router.prefill_queue.task import QueuedTask
-from headrace_router.prefill_queue.waiting import AffinityWaits, ClassTasks
+from headrace_router.prefill_queue.waiting import (
+    AffinityWaits,
+    ClassTasks,
+    WeightedTurns,
+    amount_ahead,
+)
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
+
+_MEAN_AGE_S: Final = 0.5
+_PRICED_TOKENS: Final = 512
+
+
+class LearnedTimes:
+    """What the prefill workers of one layout have learned.
+
+    The mean of hundreds of workers is computed again at an interval, and not for each placement.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[WorkerRef, TimeModel] = {}
+        self._reported_s = -math.inf
+        self._mean = TimeModel()
+        self._token_s = 0.0
+        self._mean_due_s = -math.inf
+
+    def report(self, ref: WorkerRef, model: TimeModel, now_s: float) -> None:
+        """Replaces what a worker has learned. Other links than those of `model` stay."""
+        self._reported_s = now_s
+        if model.steps.knows_prompts:
+            if not self._models:
+                self._mean_due_s = -math.inf
+            known = self._models.get(ref)
+            self._models[ref] = model if known is None else model.with_links_of(known)
+
+    def remove(self, ref: WorkerRef) -> None:
+        """Forgets a worker."""
+        self._models.pop(ref, None)
+
+    def prefill_s(
+        self, tokens: float, prior_tokens: float, now_s: float, age_max_s: float = math.inf
+    ) -> float:
+        """How long the mean worker computes `tokens` of a prompt after `prior_tokens` of it.
+
+        0 before a worker knows, and when the last report is older than `age_max_s`.
+        """
+        if now_s - self._reported_s > age_max_s:
+            return 0.0
+        self._update_mean(now_s)
+        return self._mean.step_s(tokens, prior_tokens=prior_tokens) or 0.0
+
+    def token_s(self, now_s: float) -> float:
+        """The same for a token of a usual prompt."""
+        self._update_mean(now_s)
+        return self._token_s
+
+    def _update_mean(self, now_s: float) -> None:
+        if now_s >= self._mean_due_s:
+            self._mean = mean_model(self._models.values())
+            self._token_s = (self._mean.step_s(_PRICED_TOKENS) or 0.0) / _PRICED_TOKENS
+            self._mean_due_s = now_s + _MEAN_AGE_S
+
+    def handover_s(self, payload_bytes: float) -> float:
+        """How long the mean worker hands bytes over after computing. 0 without bytes, and while unknown."""
+        return (self._mean.handover_s(payload_bytes) or 0.0) if payload_bytes else 0.0
+
+    def handover_tokens(
+        self, ref: WorkerRef, payload_bytes: float, link: str, now_s: float
+    ) -> float:
+        """How many tokens are computed in the time of a worker's hand-over to decode worker `link`. 0 while unknown."""
+        model, token_s = self._models.get(ref), self.token_s(now_s)
+        if model is None or token_s <= 0:
+            return 0.0
+        return (model.handover_s(payload_bytes, link) or 0.0) / token_s
+
 
 # To wait for a worker is worth it when that saves at least this share of the prompt.
 _SAVED_SHARE_MIN: Final = 0.25
@@ -40,7 +112,7 @@ class QueueGroup:
         """KV of one token, over all ranks."""
         self.worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         """The workers that take tasks."""
-        self.times = PrefillTimes()
+        self.times = LearnedTimes()
         """What they have learned."""
         self.expected_tasks = 0
         self._running_tasks = 0
@@ -49,7 +121,7 @@ class QueueGroup:
         self._unrestricted_count = 0
         self._prefix_wait_s = prefix_wait_s
         self._waiting = {priority: ClassTasks(tenant_weight) for priority in Priority}
-        self._turns = FairTurns[Priority](lambda priority: priority.weight)
+        self._turns = WeightedTurns[Priority](lambda priority: priority.weight)
         self._affinity_waits = AffinityWaits()
         self._with_credits = WorkersWithCredits()
         self._timer: asyncio.TimerHandle | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -22,14 +22,10 @@ from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 _HELLO_TIMEOUT_S = 10.0
 
 
-class PromptSource(Protocol):
-    """Queues the prompts of decode workers' own requests."""
-
-    async def hand_over(
-        self, request: prefill_pb2.EnqueueRequest, remaining_s: float | None
-    ) -> prefill_pb2.EnqueueResponse:
-        """Queues a prompt, and returns once its KV cache was handed over."""
-        ...
+HandOver: TypeAlias = Callable[
+    [prefill_pb2.EnqueueRequest, float | None], Awaitable[prefill_pb2.EnqueueResponse]
+]
+"""Queues a prompt of a decode worker's own request, and returns once its KV cache was handed over."""
 
 
 class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
@@ -39,10 +35,10 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
     """
 
     def __init__(
-        self, queue: PrefillQueue, prompts: PromptSource, reject_when_draining: Callable[[], None]
+        self, queue: PrefillQueue, hand_over: HandOver, reject_when_draining: Callable[[], None]
     ) -> None:
         self._queue = queue
-        self._prompts = prompts
+        self._hand_over = hand_over
         self._reject_when_draining = reject_when_draining
 
     async def Pull(  # type: ignore[override]
@@ -94,7 +90,7 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
         require_own_name(request.worker_id)
         self._reject_when_draining()
         remaining_s = context.time_remaining()
-        return await self._prompts.hand_over(request, remaining_s)
+        return await self._hand_over(request, remaining_s)
 
     def _handle(self, stream: PrefillWorkerStream, request: prefill_pb2.PullRequest) -> None:
         kind = request.WhichOneof("message")

@@ -5,15 +5,77 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
-from typing import Final, TypeAlias
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from sortedcontainers import SortedDict
 
 from headrace_common.callers.priority import Priority
 from headrace_kv.layout import WorkerRef
-from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
+
+Claimant = TypeVar("Claimant", bound=Hashable)
+
+
+class WeightedTurns(Generic[Claimant]):
+    """The start tags of the claimants of one queue. `weight` returns the current weight of a claimant."""
+
+    def __init__(self, weight: Callable[[Claimant], float]) -> None:
+        self._weight = weight
+        self._starts: dict[Claimant, float] = {}
+        self._busy: dict[Claimant, float] = {}
+        """The claimants with tasks, and the weight of each when it got the first of them."""
+        self._busy_weight = 0.0
+        self._now = 0.0
+        """The tag of the last task that was handed out."""
+        self._end = 0.0
+        """The largest tag."""
+
+    def start(self, claimant: Claimant) -> float:
+        """The tag of a claimant with tasks. The one with the smallest is next."""
+        return self._starts[claimant]
+
+    def became_busy(self, claimant: Claimant) -> None:
+        """A claimant that had no task has one."""
+        if not self._busy:
+            self._now = self._end
+            self._starts.clear()
+        self._starts[claimant] = max(self._starts.get(claimant, 0.0), self._now)
+        self._busy[claimant] = self._weight(claimant)
+        self._busy_weight += self._busy[claimant]
+
+    def became_idle(self, claimant: Claimant) -> None:
+        """A claimant has no task any more."""
+        self._busy_weight -= self._busy.pop(claimant)
+
+    def handed_out(self, claimant: Claimant, tokens: int) -> None:
+        """A task of so many tokens to compute was handed out."""
+        start = self._starts.get(claimant, self._now)
+        self._now = max(self._now, start)
+        self._move(claimant, start + max(1, tokens) / self._weight(claimant))
+
+    def corrected(self, claimant: Claimant, tokens: int) -> None:
+        """A task that was handed out took so many tokens more, or fewer if negative."""
+        start = self._starts.get(claimant, self._now)
+        self._move(claimant, max(start + tokens / self._weight(claimant), min(start, self._now)))
+
+    def others_weight(self, claimant: Claimant) -> float:
+        """The weight of all other claimants with tasks."""
+        return max(0.0, self._busy_weight - self._busy.get(claimant, 0.0))
+
+    def _move(self, claimant: Claimant, start: float) -> None:
+        self._starts[claimant] = start
+        self._end = max(self._end, start)
+
+
+def amount_ahead(own: float, weight: float, others: Iterable[tuple[float, float]]) -> float:
+    """What is handed out before the end of `own` of a claimant: `own` itself, and the shares of the others.
+
+    `others` are the amount, in the same unit, and the weight of other claimants. None gets more than it has.
+    """
+    per_weight = own / weight
+    return own + sum(min(amount, per_weight * other) for amount, other in others)
+
 
 Turn: TypeAlias = tuple[float, int]
 """Tenants are served by it, smallest first. It is unique for each tenant of a class."""
@@ -227,7 +289,7 @@ class ClassTasks(WaitingTasks):
         super().__init__()
         self.lanes = TaskLanes(self._turn)
         self._tenant_weight = tenant_weight
-        self._turns = FairTurns(tenant_weight)
+        self._turns = WeightedTurns(tenant_weight)
         self._tenants: dict[str, TenantTasks] = {}
         self._expected: Counter[str] = Counter()
         self._numbers = itertools.count()

@@ -17,11 +17,11 @@ from headrace_common.http.protocol import PEER_NAMES_EXTENSION
 from headrace_common.http.server import Receive, Scope, Send
 from headrace_frontend.openai.errors import HttpError
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_router.adapters.changes import AdapterChanges
-from headrace_router.adapters.service import (
+from headrace_router.adapters import (
     BODY_BYTES_MAX,
     LOAD_PATH,
     UNLOAD_PATH,
+    AdapterChanges,
     answer_http,
 )
 from headrace_router.status.reader import StatusReader

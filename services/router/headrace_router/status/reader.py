@@ -19,7 +19,6 @@ from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.worker_stream import PrefillLoad
-from headrace_router.status.digests import RequestDigest, TraceDigests, sum_links
 from headrace_router.status.document import (
     DRAINING,
     READY,
@@ -27,8 +26,11 @@ from headrace_router.status.document import (
     STALLED,
     UNREACHABLE,
     DeploymentState,
+    RequestDigest,
+    TraceDigests,
     WorkerRow,
     status_document,
+    sum_links,
 )
 from headrace_router.status.traffic import Traffic, TrafficCounts
 from headrace_router.tracing.store import TraceStore
@@ -102,7 +104,7 @@ class StatusReader:
                 "queued_tokens": admission.queued_tokens,
                 "max_queued_tokens": admission.max_queued_tokens,
             },
-            policy=policy_object(self._parts.policy.policy),
+            policy=policy_object(self._parts.policy()),
             traffic=self._traffic.sample(),
             requests=requests,
             links=sum_links(requests),

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from headrace.inference.v1 import trace_pb2, trace_pb2_grpc
 from headrace_common.errors import InvalidRequest
-from headrace_router.tracing.batches import SpanBatch, span_batches
+from headrace_router.tracing.record import SpanBatch, span_batches
 from headrace_router.tracing.store import TraceStore
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"

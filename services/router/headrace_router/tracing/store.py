@@ -14,9 +14,9 @@ from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
-from headrace_router.tracing.batches import SpanBatch
 from headrace_router.tracing.record import (
     SPAN_ID_BYTES,
+    SpanBatch,
     StoredSpan,
     TraceRecord,
     stored_bytes,

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.response_stream import ResponseStream
-from headrace_frontend.running.record import RequestRecord
 from headrace_frontend.running.timeline import RequestTimeline
-from headrace_frontend.running.tracer import RequestTracer
-from headrace_router.tracing.regret import Regret
-from headrace_router.tracing.request_record import RoutedRecord
+from headrace_frontend.running.tracer import RequestRecord, RequestTracer
+from headrace_router.tracing.request_record import Regret, RoutedRecord
 from headrace_router.tracing.store import TraceStore
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import ClockDifference

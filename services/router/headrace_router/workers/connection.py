@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -22,13 +23,59 @@ from headrace_common.rpc.channel import ping_timeout_s
 from headrace_common.tasks import run_forever, wait_silent
 from headrace_common.time_model.model import time_model_from_proto
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.links import DecodeLinks
-from headrace_router.workers.clock import WorkerClock
+from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.workers.dials import Dials, RetryDelay
-from headrace_router.workers.prompt_work import PromptQueue
-from headrace_router.workers.table import NO_TIMES, Load, Worker
+from headrace_router.workers.table import NO_TIMES, Load, PromptQueue, Worker
 
 _LOG = logging.getLogger(__name__)
+
+# A clock that is set back is known after as many messages. A worker with requests sends at least one a second.
+_MESSAGES: Final = 8
+
+
+class WorkerClock:
+    """Relates a worker's wall clock to this process's monotonic clock: setting the router's clock has no effect.
+
+    Each message shows that the worker's clock is at least as far ahead as the difference of two times: the sending, by
+    the worker's clock, and the receipt, by ours. The greatest difference of the last messages is the estimate. So the
+    estimate is never ahead of the worker's clock, and behind by the delay of the fastest message. A large offset is
+    logged, and each change of it.
+    """
+
+    def __init__(self, ref: WorkerRef) -> None:
+        self._ref = ref
+        self._differences_ns: deque[int] = deque(maxlen=_MESSAGES)
+        self._noted_offset_s = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether the worker has sent its time."""
+        return bool(self._differences_ns)
+
+    def received(self, sent_unix_ns: int, *, received_ns: int) -> None:
+        """A message arrived at `received_ns` of the monotonic clock."""
+        self._differences_ns.append(sent_unix_ns - received_ns)
+        offset_s = self.offset_s()
+        if abs(offset_s - self._noted_offset_s) < CLOCK_OFFSET_NOTED_S:
+            return
+        self._noted_offset_s = offset_s
+        if abs(offset_s) < CLOCK_OFFSET_NOTED_S:
+            _LOG.info("the clock of decode worker %s agrees with this router's", self._ref)
+            return
+        _LOG.warning(
+            "the clock of decode worker %s is %.1f s %s this router's, so times in logs are wrong: set the clocks of "
+            "both hosts",
+            self._ref,
+            abs(offset_s),
+            "ahead of" if offset_s > 0 else "behind",
+        )
+
+    def offset_s(self) -> float:
+        """How far the worker's clock is ahead of this process's; negative when it is behind. 0 while it is unknown."""
+        if not self.known:
+            return 0.0
+        return (max(self._differences_ns) + time.monotonic_ns() - time.time_ns()) / 1e9
+
 
 # A worker that should send every second counts as unreachable without a status for this long.
 _STATUS_TIMEOUT_S = 3.0
@@ -97,13 +144,16 @@ class WorkerConnection:
     ) -> None:
         """`ticket_public_key` is the router's, for the worker. `load` is that of the event loop."""
         self.worker = worker
-        self._interval_s = self._wanted_interval_s = interval_s
+        """Its limits may change."""
+        self._interval_s = self.wanted_interval_s = interval_s
+        """Other intervals are asked for after the next status, if the difference is worth a new stream."""
         self._ticket_public_key = ticket_public_key
         # When the latest status came, or the stream was opened, and since when requests are routed to the worker.
         self._heard_s = 0.0
         self._routed_since_s = 0.0
         self._status_s = 0.0
-        self._stuck = ""
+        self.stuck = ""
+        """Why the worker makes no progress. Empty: it does, or nothing is known."""
         self._routed_count = 0
         self._reading: asyncio.Timeout | None = None
         self._open_channel = open_channel
@@ -121,8 +171,7 @@ class WorkerConnection:
         self._times = NO_TIMES
         self._on_load = on_load
         self._status: worker_pb2.WatchStatusResponse | None = None
-        self.clock = WorkerClock()
-        self._noted_offset_s = 0.0
+        self.clock = WorkerClock(worker.ref)
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
@@ -134,18 +183,13 @@ class WorkerConnection:
         return self._status_count > 0
 
     @property
-    def stuck(self) -> str:
-        """Why the worker makes no progress. Empty: it does, or nothing is known."""
-        return self._stuck
-
-    @property
     def closing(self) -> bool:
         """Whether the worker has left the registry, and all its requests have ended."""
         return self._closing is not None
 
     def end_requests(self) -> None:
         """Ends all requests of this router on a worker that is stuck, so that they continue elsewhere."""
-        ref, stuck = self.worker.ref, self._stuck
+        ref, stuck = self.worker.ref, self.stuck
         self.links.fail(
             lambda: WorkerGone(
                 f"decode worker {ref} is stuck: {stuck}", metadata={"worker_id": ref.worker_id}
@@ -172,9 +216,9 @@ class WorkerConnection:
             # The worker may have sent its status before the latest requests reached it.
             held_tokens=max(held_blocks * block_tokens + unreported.tokens, reserved.tokens),
             total_tokens=status.total_blocks * block_tokens,
-            reachable=self._status is not None and not self._stuck,
+            reachable=self._status is not None and not self.stuck,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
-            stalled=bool(self._stuck),
+            stalled=bool(self.stuck),
             prompts=self.prompts.work,
             times=self._times,
         )
@@ -184,14 +228,6 @@ class WorkerConnection:
         """Prefill workers from which the worker rejects transfers, and why."""
         reported = self._status.distrusted_workers if self._status is not None else ()
         return {WorkerRef(one.worker_id, one.incarnation): one.detail for one in reported}
-
-    def replace_worker(self, worker: Worker) -> None:
-        """The same incarnation at the same endpoint has registered other limits."""
-        self.worker = worker
-
-    def set_interval(self, interval_s: float) -> None:
-        """Asks for other intervals after the next status, if the difference is worth a new stream."""
-        self._wanted_interval_s = interval_s
 
     def reserve(self, tokens: int, *, routed: bool) -> LoadReservation:
         """Counts a request of `tokens` as placed on the worker. `routed`: see WorkerDirectory.reserve_load."""
@@ -267,12 +303,12 @@ class WorkerConnection:
         self._on_load(self)
 
     def _set_stuck(self, stuck: str) -> None:
-        if bool(stuck) != bool(self._stuck):
+        if bool(stuck) != bool(self.stuck):
             if stuck:
                 _LOG.warning("decode worker %s is stuck: %s", self.worker.ref, stuck)
             else:
                 _LOG.info("decode worker %s steps again", self.worker.ref)
-        self._stuck = stuck
+        self.stuck = stuck
 
     async def _find_silence(self) -> None:
         limit_s = _SILENCE_S + ping_timeout_s()
@@ -283,32 +319,9 @@ class WorkerConnection:
 
     def _silent_since_s(self) -> float | None:
         """None while no status is due, and once the silence was found."""
-        if not (self._routed_count and self.has_reported) or self._stuck:
+        if not (self._routed_count and self.has_reported) or self.stuck:
             return None
         return max(self._status_s, self._routed_since_s)
-
-    def _read_clock(self, status: worker_pb2.WatchStatusResponse) -> None:
-        """Updates the worker's clock."""
-        if status.sent_unix_ns:
-            self.clock.received(status.sent_unix_ns, received_ns=time.monotonic_ns())
-            self._note_offset()
-
-    def _note_offset(self) -> None:
-        """Reports an offset that has changed."""
-        offset_s = self.clock.offset_s()
-        if abs(offset_s - self._noted_offset_s) < CLOCK_OFFSET_NOTED_S:
-            return
-        self._noted_offset_s = offset_s
-        if abs(offset_s) < CLOCK_OFFSET_NOTED_S:
-            _LOG.info("the clock of decode worker %s agrees with this router's", self.worker.ref)
-            return
-        _LOG.warning(
-            "the clock of decode worker %s is %.1f s %s this router's, so times in logs are wrong: set the clocks of "
-            "both hosts",
-            self.worker.ref,
-            abs(offset_s),
-            "ahead of" if offset_s > 0 else "behind",
-        )
 
     async def _watch_status(self) -> None:
         while True:
@@ -329,7 +342,7 @@ class WorkerConnection:
         Raises AioRpcError or TimeoutError when it breaks.
         """
         async with self._dials.turn(self._retry):
-            self._interval_s = self._wanted_interval_s
+            self._interval_s = self.wanted_interval_s
             self._heard_s = asyncio.get_running_loop().time()
             request = worker_pb2.WatchStatusRequest(
                 max_interval=duration_from_seconds(self._interval_s),
@@ -339,9 +352,10 @@ class WorkerConnection:
             status = await self._next_status(call)
         while status is not None:
             self._retry.answered()
-            self._read_clock(status)
+            if status.sent_unix_ns:
+                self.clock.received(status.sent_unix_ns, received_ns=time.monotonic_ns())
             self._set_status(status)
-            if must_change(self._interval_s, self._wanted_interval_s):
+            if must_change(self._interval_s, self.wanted_interval_s):
                 call.cancel()
                 return True
             status = await self._next_status(call)

@@ -19,9 +19,9 @@ from headrace_common.errors import (
     Unauthenticated,
     WorkerGone,
 )
-from tests.component.router.fakes import (
+from tests.kit.router import Rig, text_of
+from tests.kit.workers import (
     FakeDecode,
-    Rig,
     die,
     fail,
     hand_over,
@@ -33,7 +33,6 @@ from tests.component.router.fakes import (
     reserved,
     stall,
     start_and_end,
-    text_of,
 )
 from tests.waiting import forever, until
 
@@ -78,7 +77,7 @@ async def test_a_decode_worker_that_rejects_is_asked_once(
     rig: Rig, error: HeadraceError, retry_budget: int
 ) -> None:
     """A worker that leaves costs no retry. When all reject, the error has the retry delay."""
-    rig.policy.policy.retry_budget = retry_budget
+    rig.policy.retry_budget = retry_budget
     rejecting, other = await rig.add_decodes(reject(error), reply("ok"))
     prefill = await rig.add_prefill(hand_over)
     responses = await rig.ask()
@@ -135,7 +134,7 @@ async def test_decode_prefills_as_the_last_resort(
     decode = await rig.add_decode(reply("ok"))
     for behaviour in behaviours:
         await rig.add_prefill(behaviour)
-    assert text_of(await rig.ask()) == "ok"
+    assert await rig.text() == "ok"
     assert [request.remote_prefill for request in decode.requests] == remote
 
 
@@ -226,7 +225,7 @@ async def test_a_prompt_without_its_reservation_leaves_the_queue_before_it_is_co
     assert rig.router.queue.depth == 0
     await prefill.give_credit(4)
     rig.decodes[0].script = reply("ok")
-    assert text_of(await rig.ask(request_id="later")) == "ok"
+    assert await rig.text(request_id="later") == "ok"
     assert [task.request_id for task in prefill.tasks] == ["later"]
 
 
@@ -256,20 +255,20 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
     assert isinstance(await rig.error_of(prefill_placement=remote), QueueFull)
     await until(lambda: len(decode.cancelled) == 1)
     decode.script = reply("ok")
-    assert text_of(await rig.ask()) == "ok"
+    assert await rig.text() == "ok"
     assert [request.remote_prefill for request in decode.requests] == [True, True, False]
     waiting.cancel()
 
 
 async def test_models_are_listed_with_their_workers(rig: Rig) -> None:
-    empty = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    empty = await rig.models()
     assert not empty.models
     await rig.add_decode(hang)
     await rig.add_decode(hang)
     rig.decodes[1].change_member(max_model_len=512)
     rig.refresh()
     await rig.add_prefill(stall)
-    listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    listed = await rig.models()
     assert list(listed.models) == [
         inference_pb2.Model(
             name="sim", max_model_len=512, prefill_worker_count=1, decode_worker_count=2

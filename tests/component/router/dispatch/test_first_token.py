@@ -10,10 +10,10 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
-from tests.component.router.fakes import (
+from tests.kit.router import Rig, text_of
+from tests.kit.workers import (
     FakeDecode,
     FakePrefill,
-    Rig,
     fail,
     finished,
     hand_over,
@@ -21,7 +21,6 @@ from tests.component.router.fakes import (
     reserved,
     send_first_token,
     stall,
-    text_of,
     tokens,
 )
 from tests.waiting import forever, until

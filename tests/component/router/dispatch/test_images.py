@@ -17,9 +17,9 @@ import pytest
 from headrace.inference.v1 import image_pb2, inference_pb2
 from headrace_kv.prefix.images import hashed_token_ids
 from headrace_text.hugging_face import HuggingFaceCodec
-from tests.component.router.dispatch.recitation import TEXT, recite, sampling
-from tests.component.router.fakes import FakeDecode, Rig, fail, hand_over, reply, text_of
 from tests.image_models import image_file, write_image_model
+from tests.kit.router import Rig, text_of, with_settings
+from tests.kit.workers import TEXT, FakeDecode, fail, hand_over, recite, reply, sampling
 from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -29,9 +29,8 @@ URLS = [f"data:image/png;base64,{b64encode(image).decode()}" for image in IMAGES
 
 @pytest.fixture
 async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
-    rig = Rig(**getattr(request, "param", {}))
-    rig.codec = HuggingFaceCodec(write_image_model(tmp_path))
-    await rig.start()
+    codec = HuggingFaceCodec(write_image_model(tmp_path))
+    rig = await Rig(codec=codec, **getattr(request, "param", {})).start()
     yield rig
     await rig.close()
 
@@ -71,7 +70,7 @@ async def test_retries_migration_and_several_answers_keep_the_images(rig: Rig) -
 
 async def test_prefixes_are_looked_up_by_the_content_of_images(rig: Rig) -> None:
     decode = await rig.add_decode(recite(99))
-    prefixes = rig.router.prefixes
+    prefixes = rig.router.prefixes.cached
     with mock.patch.object(
         type(prefixes), "cached_tokens", autospec=True, side_effect=type(prefixes).cached_tokens
     ) as looked_up:
@@ -82,11 +81,10 @@ async def test_prefixes_are_looked_up_by_the_content_of_images(rig: Rig) -> None
     assert all(
         found == list(hashed_token_ids(list(call.token_ids), call.images)) for found in words
     )
-    route = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="a"))
-    assert (await rig.operator_stub.Route(route, timeout=5)).worker_id == "d0"
+    assert (await rig.route(text="a")).worker_id == "d0"
 
 
-@pytest.mark.parametrize("rig", [{"images_mib": 1}], indirect=True)
+@with_settings(images_mib=1)
 async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
     """Images beyond the bound by themselves are admitted alone."""
     started = asyncio.Event()

@@ -20,15 +20,8 @@ from headrace_common.errors import (
 )
 from headrace_common.telemetry import schema
 from headrace_kv.layout import WorkerRef
-from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
-from tests.component.router.fakes import (
-    FakeDecode,
-    Rig,
-    full,
-    hand_over,
-    text_of,
-    with_settings,
-)
+from tests.kit.router import Rig, text_of, with_settings
+from tests.kit.workers import TEXT, TOKENS, FakeDecode, full, hand_over, raising, recite, sampling
 from tests.waiting import forever, let_a_wrong_step_show, until
 
 
@@ -166,7 +159,7 @@ async def test_a_response_leaves_a_worker_that_only_its_connection_shows_to_live
 
 
 async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
-    rig.policy.policy.retry_budget = 1
+    rig.policy.retry_budget = 1
     for _ in range(4):
         await rig.add_decode(recite(2, FakeDecode.die))
     error = await rig.error_of(sampling=sampling())

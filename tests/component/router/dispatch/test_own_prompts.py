@@ -22,7 +22,8 @@ from headrace_common.errors import (
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_router.dispatch import own_prompts
-from tests.component.router.fakes import FakeDecode, Rig, fail, hand_over, hang, stall
+from tests.kit.router import Rig
+from tests.kit.workers import FakeDecode, fail, hand_over, hang, stall
 from tests.waiting import until
 
 PROMPT = list(b"a prompt of a decode worker")
@@ -98,7 +99,7 @@ async def test_wrong_fields_are_named_before_any_work(rig: Rig) -> None:
         ("adapter", adapter_pb2.Adapter(name="poet", digest="aa")),
     ):
         if field == "adapter":
-            worker.announce(adapter_pb2.Adapter(name="poet", digest="bb"))
+            worker.change_member(adapters=[adapter_pb2.Adapter(name="poet", digest="bb")])
             rig.refresh()
         values = {"cache_salt": "5a17", field: value}
         error = await error_of(rig, request_of(worker, **values))
@@ -140,7 +141,7 @@ async def test_a_worker_without_a_reservation_may_queue_no_further_prompts_for_a
 async def test_a_slow_queue_is_left_by_the_policy(rig: Rig) -> None:
     worker = await rig.add_decode(hang)
     await rig.add_prefill(stall)
-    rig.policy.policy.max_queue_wait.CopyFrom(Duration(nanos=1))
+    rig.policy.max_queue_wait.CopyFrom(Duration(nanos=1))
     rig.router.queue.wait_s = lambda *_: 3.0  # type: ignore[method-assign]
     error = await error_of(rig, request_of(worker))
     assert isinstance(error, QueueFull)

@@ -12,7 +12,8 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_frontend.request.response_stream import PENDING_TOKENS_MAX, ResponseStream
-from tests.component.router.fakes import FakeDecode, Rig, finished, reserved, text_of, tokens
+from tests.kit.router import Rig, text_of
+from tests.kit.workers import FakeDecode, finished, reserved, tokens
 from tests.waiting import let_a_wrong_step_show
 
 _PIECES = 1_200

@@ -15,7 +15,9 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout import WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.prefill_queue.worker_stream import CREDITS_MAX
-from tests.component.router.fakes import LAYOUT, FakePrefill, Rig, hand_over, stall
+from tests.kit.router import Rig
+from tests.kit.workers import FakePrefill, hand_over, stall
+from tests.sim_layout import LAYOUT
 from tests.waiting import PATIENCE_S, until
 
 
@@ -43,8 +45,7 @@ async def _end_of(worker: FakePrefill) -> grpc.aio.AioRpcError:
 
 async def test_one_incarnation_has_one_pull_stream(rig: Rig) -> None:
     first = await rig.add_prefill(stall)
-    second = FakePrefill("p0", rig.handoff, stall)
-    second.incarnation = first.incarnation
+    second = FakePrefill("p0", rig.handoff, stall, incarnation=first.incarnation)
     await second.start(rig.internal_endpoint, credit=0)
     error = await _end_of(second)
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS

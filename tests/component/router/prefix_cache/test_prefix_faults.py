@@ -8,11 +8,12 @@ import logging
 import pytest
 from rich.console import Console
 
-from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.commands.route import candidates_table
 from headrace_kv.prefix.hashing import key_fingerprint
-from tests.component.router.fakes import LAYOUT, PREFIX_KEY, Rig, reply
+from tests.kit.router import PREFIX_KEY, Rig
+from tests.kit.workers import reply
+from tests.sim_layout import LAYOUT
 from tests.waiting import until
 
 _OURS = worker_pb2.KvHashing(
@@ -40,15 +41,14 @@ async def test_a_worker_with_other_hashing_appears_in_warning_and_explanation(
     assert [record.getMessage() for record in caplog.records] == [
         f"{ref} gets no credit for its cache: {fault}"
     ]
-    route = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="a prompt"))
-    routed = await rig.operator_stub.Route(route, timeout=5)
+    routed = await rig.route()
     shown = {one.worker_id: one.prefix_fault for one in routed.candidates}
     assert shown == {"d0": "", "d1": "", "d2": fault}
     cells = list(candidates_table(routed, Console(file=io.StringIO())).columns[-1].cells)
     assert [str(cell) for cell in cells if fault in str(cell)] == [
         f"unpaired; without credit for its cache: {fault}"
     ]
-    listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    listed = await rig.models()
     assert listed.prefix_key_fingerprint == key_fingerprint(PREFIX_KEY)
     rig.decodes.remove(foreign)
     rig.refresh()

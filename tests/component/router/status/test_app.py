@@ -27,7 +27,7 @@ from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
 from headrace_common.rpc.channel import open_channel
-from headrace_router.adapters.changes import AdapterChanges, no_registry
+from headrace_router.adapters import AdapterChanges, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusReader

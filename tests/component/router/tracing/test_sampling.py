@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import grpc.aio
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.prometheus import prometheus_text
-from tests.component.router.fakes import Rig, hand_over, reply
+from tests.kit.router import Rig
+from tests.kit.workers import hand_over, reply
 from tests.waiting import until
 
 ROUTER_SPANS = {
@@ -45,7 +46,7 @@ async def test_a_request_that_is_not_sampled_has_a_trace_and_no_spans_are_export
         root = next(span for span in trace.spans if span.name == schema.SPAN_REQUEST)
         assert int(root.attributes[schema.ATTRIBUTE_LATENCY_TOTAL_US]) > 0
         assert not await exported(rig, spans)
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(InvalidRequest):
             await rig.ask(request_id="failed", model="another")
         await until(lambda: rig.router.traces.get("failed").complete)
         (root,) = rig.router.traces.get("failed").spans

@@ -18,13 +18,8 @@ from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_router.tracing.service import EXPORT_BYTES_MAX, OTLP_SERVICE_NAME
-from tests.component.router.fakes import (
-    FakeDecode,
-    FakePrefill,
-    Rig,
-    hand_over,
-    reply,
-)
+from tests.kit.router import Rig
+from tests.kit.workers import FakeDecode, FakePrefill, hand_over, reply
 from tests.waiting import PATIENCE_S
 
 
@@ -121,8 +116,7 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
 
 
 async def test_a_rejected_request_has_a_complete_trace(rig: Rig) -> None:
-    with pytest.raises(grpc.aio.AioRpcError):
-        await rig.ask("x" * 2_000, request_id="r1")
+    await rig.error_of(text="x" * 2_000, request_id="r1")
     trace = await rig.trace_of("")
     assert trace.complete
     spans = _by_name(trace)

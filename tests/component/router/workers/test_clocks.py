@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from tests.component.router.fakes import Rig, reply
+from tests.kit.router import Rig
+from tests.kit.workers import reply
 from tests.waiting import until
 
 

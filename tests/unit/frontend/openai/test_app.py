@@ -10,7 +10,7 @@ import pytest
 from headrace_common.limits import CLIENT_SALT_CHARACTERS_MAX
 from headrace_common.telemetry import schema
 from headrace_kv.prefix.cache_salt import is_cache_salt
-from tests.unit.frontend.openai.local_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp
+from tests.kit.openai_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp
 
 USER = {"role": "user", "content": "hi"}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -169,9 +169,9 @@ async def test_a_promise_is_for_one_answer(body: dict[str, Any]) -> None:
 async def test_promises_are_renewed_and_ended() -> None:
     app = LocalApp()
     renewed = await app.post("/v1/headrace/keep", {"id": "known", "seconds": 30})
-    assert json.loads(renewed.body) == {"id": "known", "tokens": 96, "tier": "host", "seconds": 30}
+    assert renewed.json == {"id": "known", "tokens": 96, "tier": "host", "seconds": 30}
     ended = await app.post("/v1/headrace/keep", {"id": "known"})
-    assert json.loads(ended.body) == {"tokens": 0, "reason": "it was ended"}
+    assert ended.json == {"tokens": 0, "reason": "it was ended"}
     assert (await app.post("/v1/headrace/keep", {"id": "other"})).status == 404
     assert (await app.post("/v1/headrace/keep", {"id": "known", "seconds": 3_601})).status == 400
 
@@ -194,7 +194,7 @@ async def test_prompts_are_known_before_the_first_event(stream: bool) -> None:
     app = LocalApp()
     prompts = {"prompt": ["ab", "c"], "n": 2}
     reply = await app.complete(**prompts, return_token_ids=True, stream=stream)
-    events = [json.loads(reply.body)] if not stream else events_of(reply.body)
+    events = reply.events if stream else [reply.json]
     choices = {choice["index"]: choice for event in events for choice in event["choices"]}
     assert [choices[index]["prompt_token_ids"] for index in range(4)] == [[97, 98]] * 2 + [[99]] * 2
     assert choices[3]["token_ids"] == list(ANSWER.encode())
@@ -202,7 +202,7 @@ async def test_prompts_are_known_before_the_first_event(stream: bool) -> None:
 
 async def test_the_usage_so_far_is_in_every_event() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = events_of((await LocalApp().chat(stream=True, stream_options=options)).body)
+    events = (await LocalApp().chat(stream=True, stream_options=options)).events
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == [0, len(ANSWER), len(ANSWER)]
     assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
@@ -212,7 +212,7 @@ async def test_the_usage_so_far_is_in_every_event() -> None:
 async def test_answers_have_the_fingerprint_of_the_system(stream: bool) -> None:
     app = LocalApp()
     for reply in (await app.chat(stream=stream), await app.complete(stream=stream)):
-        events = events_of(reply.body) if stream else [json.loads(reply.body)]
+        events = reply.events if stream else [reply.json]
         assert {event["system_fingerprint"] for event in events} == {FINGERPRINT}
 
 
@@ -232,14 +232,14 @@ async def test_tokens_of_prompts_and_chats(fields: dict[str, Any], text: str) ->
     app = LocalApp()
     for named in (False, True):
         reply = await app.post("/tokenize", {**fields, "return_token_strs": named})
-        assert json.loads(reply.body) == {
+        assert reply.json == {
             "count": len(text),
             "max_model_len": CONTEXT,
             "tokens": list(text.encode()),
             "token_strs": list(text) if named else None,
         }
     detokenized = await app.post("/detokenize", {"tokens": list(text.encode())})
-    assert json.loads(detokenized.body) == {"prompt": text}
+    assert detokenized.json == {"prompt": text}
 
 
 async def test_no_tokens_are_an_empty_text() -> None:
@@ -252,19 +252,13 @@ async def test_a_template_of_a_request_is_rejected_with_its_name() -> None:
         assert (reply.status, reply.error["param"]) == (400, "chat_template")
 
 
-def events_of(body: bytes) -> list[dict[str, Any]]:
-    lines = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line]
-    assert lines[-1] == b"[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 @pytest.mark.parametrize("prompt", ["hey", list(b"hey"), ["hey", "you"], [list(b"hey"), [104]]])
 async def test_an_echo_begins_with_the_text_of_the_prompt(prompt: Any) -> None:
     app = LocalApp()
     prompts = prompt if isinstance(prompt[0], list) or prompt[0] == "hey" else [prompt]
     texts = [one if isinstance(one, str) else bytes(one).decode() for one in prompts]
     reply = await app.complete(prompt=prompt, echo=True, n=2)
-    choices = json.loads(reply.body)["choices"]
+    choices = reply.json["choices"]
     assert [choice["text"] for choice in choices] == [
         text + ANSWER for text in texts for _ in range(2)
     ]
@@ -284,8 +278,7 @@ async def test_an_echo_without_tokens_to_generate_is_the_prompt_alone() -> None:
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
     assert whole["usage"]["completion_tokens"] == 0
     assert (await app.complete(prompt="hey", max_tokens=0)).status == 400
-    streamed = (await app.complete(**fields, stream=True)).body.decode()
-    events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line[6:7] == "{"]
+    events = (await app.complete(**fields, stream=True)).events
     assert "".join(event["choices"][0]["text"] for event in events) == "hey"
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,19 +13,14 @@ from pydantic import TypeAdapter
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest, QueueFull
-from headrace_frontend.openai.answers import AnswerRules
-from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS, MessagesFormat
-from headrace_frontend.openai.block_apis.anthropic_bodies import MessagesBody
-from headrace_frontend.openai.block_apis.blocks import BlockFormat
-from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
+from headrace_frontend.openai.block_apis.anthropic import (
+    MessagesBody,
+)
 from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
 from headrace_frontend.openai.body import checked_body, parse_body
 from headrace_frontend.openai.requests import ChatCompletionBody
-from headrace_frontend.openai.responses import CollectedChoice, ResponseHead
-from headrace_text.load import ByteCodec
+from tests.kit.openai_app import LocalApp, Reply
 
-HEAD = ResponseHead("id_1", 1_700_000_000, "m")
-RULES = AnswerRules(tool_calls="hermes", reasoning="deepseek_r1")
 TEXTS = (
     "<think>hm",
     "m</think>I look",
@@ -34,7 +29,21 @@ TEXTS = (
 )
 STOP = sampling_pb2.FINISH_REASON_STOP
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
-USAGE = inference_pb2.Usage(prompt_tokens=20, completion_tokens=9, decode_cached_tokens=16)
+LAST: dict[str, Any] = {
+    "finish_reason": STOP,
+    "usage": inference_pb2.Usage(decode_cached_tokens=16),
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": "x" * 14}],
+        "max_tokens": 99,
+        "tools": [{"name": "find", "input_schema": {"type": "object"}}],
+    },
+    "/v1/responses": {
+        "input": "x" * 14,
+        "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}}],
+    },
+}
 
 CLAUDE_CODE: dict[str, Any] = {
     "model": "m",
@@ -138,34 +147,20 @@ TURN: dict[str, Any] = {
 }
 
 
-def message(text: str = "", **fields: Any) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(text=text, **fields)
+async def answered(
+    path: str, texts: Sequence[str], *, reasoning: str = "deepseek_r1", **fields: Any
+) -> Reply:
+    """The answer of an API by a model that generates these texts. Fields of the last message have their own names."""
+    app = LocalApp(reasoning=reasoning, texts=texts)
+    last = dict(LAST)
+    for name in fields.keys() & {"finish_reason", "stop_text"}:
+        last[name] = fields.pop(name)
+    app.runner.last = inference_pb2.GenerateResponse(**last)
+    return await app.post(path, {**ASKED[path], **fields})
 
 
-def events_of(form: BlockFormat, texts: Sequence[str], **last: Any) -> list[dict[str, Any]]:
-    data = form.first_event(0)
-    for text in texts:
-        data += form.event(0, message(text))
-    data += form.event(0, message(finish_reason=last.get("finish_reason", STOP), **last_of(last)))
-    data += form.last_event([USAGE], 1)
-    events = []
-    for part in data.decode().removesuffix("\n\n").split("\n\n"):
-        name, content = part.split("\ndata: ")
-        events.append(json.loads(content))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
-def last_of(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name != "finish_reason"}
-
-
-def collected(texts: Sequence[str], **fields: Any) -> CollectedChoice:
-    choice = CollectedChoice()
-    for text in texts:
-        choice.add(message(text), [])
-    choice.add(message(finish_reason=STOP, usage=USAGE) if not fields else message(**fields), [])
-    return choice
+async def streamed(path: str, texts: Sequence[str], **given: Any) -> list[dict[str, Any]]:
+    return (await answered(path, texts, stream=True, **given)).named_events
 
 
 def test_a_request_of_claude_code_is_a_chat() -> None:
@@ -200,7 +195,7 @@ def test_a_request_of_codex_is_a_chat() -> None:
     assert checked.template_variables == {"reasoning_effort": "medium"}
 
 
-def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
+async def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
     """Coding agents send the tools of their MCP servers so."""
     one = {"type": "function", "name": "find", "parameters": {"type": "object"}}
     call = {"type": "function_call", "call_id": "call_1", "arguments": "{}"}
@@ -214,9 +209,8 @@ def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
     assert [tool.function.name for tool in checked.tools or ()] == ["notes__find", "find"]
     made = checked.messages[1].tool_calls or []
     assert [tool_call.function.name for tool_call in made] == ["notes__find"]
-    form = ResponsesFormat(HEAD, RULES, {}, ByteCodec(), body.namespaced)
     texts = [text.replace('"find"', '"notes__find"') for text in TEXTS]
-    events = events_of(form, texts)
+    events = await streamed("/v1/responses", texts, input=items, tools=tools)
     items = [e["item"] for e in events if e["type"].startswith("response.output_item")]
     calls = [item for item in items if item["type"] == "function_call"]
     assert [(item["namespace"], item["name"]) for item in calls] == [("notes", "find")] * 2
@@ -282,8 +276,8 @@ def test_what_cannot_be_done_is_named(kind: Any, body: dict[str, Any], field: st
     assert list(raised.value.violations) == [field]
 
 
-def test_the_events_of_messages_are_those_of_anthropic() -> None:
-    events = events_of(MessagesFormat(HEAD, RULES), TEXTS)
+async def test_the_events_of_messages_are_those_of_anthropic() -> None:
+    events = await streamed("/v1/messages", TEXTS)
     known: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     for event in events:
         known.validate_python(event)
@@ -297,12 +291,14 @@ def test_the_events_of_messages_are_those_of_anthropic() -> None:
             said[event["index"]] = said.get(event["index"], "") + text
     assert (said[0], said[1], json.loads(said[2])) == ("hmm", "I look it up.", {"what": "Paris"})
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert events[-2]["usage"]["input_tokens"] == 4
-    assert events[-2]["usage"]["cache_read_input_tokens"] == 16
+    usage = events[-2]["usage"]
+    assert usage["cache_read_input_tokens"] == 16
+    counted = await LocalApp().post("/v1/messages/count_tokens", ASKED["/v1/messages"])
+    assert usage["input_tokens"] + 16 == counted.json["input_tokens"]
 
 
-def test_the_events_of_responses_are_those_of_openai() -> None:
-    events = events_of(ResponsesFormat(HEAD, RULES, {"metadata": {}}, ByteCodec()), TEXTS)
+async def test_the_events_of_responses_are_those_of_openai() -> None:
+    events = await streamed("/v1/responses", TEXTS)
     known: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     for number, event in enumerate(events):
         assert event["sequence_number"] == number
@@ -323,61 +319,48 @@ def test_the_events_of_responses_are_those_of_openai() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "new",
-    [
-        lambda: MessagesFormat(HEAD, RULES),
-        lambda: ResponsesFormat(HEAD, RULES, {}, ByteCodec()),
-    ],
-    ids=["messages", "responses"],
-)
-def test_a_whole_answer_has_the_blocks_of_a_streamed_one(new: Callable[[], BlockFormat]) -> None:
-    streamed, whole = new(), new()
-    events_of(streamed, TEXTS)
-    found = json.loads(whole.whole([collected(TEXTS)], 1))
-    assert [(b.kind, b.text) for b in whole.blocks] == [(b.kind, b.text) for b in streamed.blocks]
-    assert len(found.get("content") or found["output"]) == 3
+def plain(blocks: list[dict[str, Any]]) -> list[Any]:
+    """Blocks without the ids that each answer makes anew."""
+    return [{k: v for k, v in block.items() if k not in ("id", "call_id")} for block in blocks]
 
 
-@pytest.mark.parametrize("hides", [False, True])
-def test_the_usage_of_responses_has_the_tokens_of_reasoning(hides: bool) -> None:
-    rules = AnswerRules(tool_calls="hermes", reasoning="deepseek_r1", hides_reasoning=hides)
-    parts = [message(text, token_ids=text.encode()) for text in TEXTS]
-    parts.append(message(finish_reason=STOP, usage=USAGE))
-    streamed, choice = ResponsesFormat(HEAD, rules, {}, ByteCodec()), CollectedChoice()
-    for part in parts:
-        streamed.event(0, part)
-        choice.add(part, [])
-    last = json.loads(streamed.last_event([USAGE], 1).partition(b"data: ")[2])["response"]
-    form = ResponsesFormat(HEAD, rules, {}, ByteCodec())
-    for response in (last, json.loads(form.whole([choice], 1))):
+async def test_a_whole_answer_has_the_blocks_of_a_streamed_one() -> None:
+    whole = (await answered("/v1/messages", TEXTS)).json["content"]
+    assert [block["type"] for block in whole] == ["thinking", "text", "tool_use"]
+    assert (whole[0]["thinking"], whole[1]["text"]) == ("hmm", "I look it up.")
+    assert whole[2]["input"] == {"what": "Paris"}
+    ended = (await streamed("/v1/responses", TEXTS))[-1]["response"]["output"]
+    output = (await answered("/v1/responses", TEXTS)).json["output"]
+    assert plain(output) == plain(ended)
+
+
+async def test_the_usage_of_responses_has_the_tokens_of_reasoning() -> None:
+    last = (await streamed("/v1/responses", TEXTS))[-1]["response"]
+    for response in (last, (await answered("/v1/responses", TEXTS)).json):
         assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("hmm")}
-    plain = ResponsesFormat(HEAD, AnswerRules(), {}, ByteCodec())
-    ended = json.loads(plain.whole([choice], 1))
+    ended = (await answered("/v1/responses", TEXTS, reasoning="")).json
     assert ended["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_the_end_of_an_answer_has_its_cause() -> None:
-    form = MessagesFormat(HEAD, AnswerRules())
-    found = json.loads(
-        form.whole([collected(["a"], finish_reason=STOP, stop_text="END", usage=USAGE)], 1)
-    )
+async def test_the_end_of_an_answer_has_its_cause() -> None:
+    plainly: dict[str, Any] = {"reasoning": "", "tools": []}
+    found = (await answered("/v1/messages", ["a"], stop_text="END", **plainly)).json
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "END")
-    events = events_of(MessagesFormat(HEAD, AnswerRules()), ["a"], finish_reason=LENGTH)
+    events = await streamed("/v1/messages", ["a"], finish_reason=LENGTH, **plainly)
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
-    cut = events_of(
-        ResponsesFormat(HEAD, AnswerRules(), {}, ByteCodec()), ["a"], finish_reason=LENGTH
-    )
+    cut = await streamed("/v1/responses", ["a"], finish_reason=LENGTH, **plainly)
     assert cut[-1]["type"] == "response.incomplete"
     assert cut[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert cut[-1]["response"]["output"][0]["status"] == "incomplete"
 
 
-def test_errors_have_the_form_of_their_api() -> None:
-    error = QueueFull("it is full")
-    assert json.loads(MESSAGES_ERRORS.whole(error)) == {
+async def test_errors_have_the_form_of_their_api() -> None:
+    app = LocalApp(texts=("a", "b"))
+    app.runner.error = QueueFull("it is full")
+    assert (await app.post("/v1/messages", ASKED["/v1/messages"])).json == {
         "type": "error",
         "error": {"type": "rate_limit_error", "message": "it is full"},
     }
-    assert MESSAGES_ERRORS.event(error).startswith(b'event: error\ndata: {"type": "error"')
-    assert RESPONSES_ERRORS.event(error).startswith(b'event: error\ndata: {"type": "error"')
+    for path, body in ASKED.items():
+        streamed = await app.post(path, {**body, "stream": True})
+        assert b'event: error\ndata: {"type": "error"' in streamed.body

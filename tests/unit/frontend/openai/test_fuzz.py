@@ -10,7 +10,7 @@ import pytest
 from headrace_text.hugging_face import HuggingFaceCodec
 from tests.fuzzed import BODIES, Fuzzer
 from tests.image_models import write_image_model
-from tests.unit.frontend.openai.local_app import LocalApp
+from tests.kit.openai_app import LocalApp
 
 SEEDS: Final = 400
 # The event loop itself parses and prepares no more in virtual time.

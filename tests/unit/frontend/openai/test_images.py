@@ -10,7 +10,7 @@ import pytest
 
 from headrace_text.hugging_face import HuggingFaceCodec
 from tests.image_models import image_file, write_image_model
-from tests.unit.frontend.openai.local_app import CONTEXT, LocalApp, Reply
+from tests.kit.openai_app import CONTEXT, LocalApp, Reply
 
 IMAGE: Final = image_file(56, 84)
 BASE64: Final = b64encode(IMAGE).decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.unit.frontend.openai.local_app import LocalApp, Reply
+from tests.kit.openai_app import LocalApp, Reply
 
 
 async def respond(app: LocalApp, given: Any, **fields: Any) -> tuple[Reply, dict[str, Any]]:

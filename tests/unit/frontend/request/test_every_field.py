@@ -11,8 +11,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.request.validation import PreparedRequest, prepare
-from headrace_text.load import ByteCodec
+from headrace_frontend.request.validation import PreparedRequest
+from tests.kit.requests import prepared
 
 CONTEXT: Final = 512
 DEPTH_MAX: Final = 4
@@ -71,15 +71,10 @@ def request_with(path: tuple[FieldDescriptor, ...], value: Any) -> inference_pb2
 def test_a_request_is_prepared_or_a_field_is_named(path: tuple[FieldDescriptor, ...]) -> None:
     for value in VALUES[path[-1].cpp_type]:
         request = request_with(path, value)
-        prepared: PreparedRequest | None = None
+        found: PreparedRequest | None = None
         violations: Mapping[str, str] = {}
         try:
-            prepared = prepare(
-                request,
-                request_id="r",
-                codecs={"sim": ByteCodec()},
-                max_model_len={"sim": CONTEXT},
-            )
+            found = prepared(request, context=CONTEXT)
         except InvalidRequest as error:
             violations = error.violations
-        assert violations or (prepared is not None and 0 < len(prepared.token_ids) < CONTEXT)
+        assert violations or (found is not None and 0 < len(found.token_ids) < CONTEXT)

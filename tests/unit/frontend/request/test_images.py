@@ -10,13 +10,12 @@ import pytest
 from headrace.inference.v1 import image_pb2, inference_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.request import images
-from headrace_frontend.request.decode_request import decode_request
-from headrace_frontend.request.validation import PreparedRequest, prepare
 from headrace_kv.prefix.images import content_hash, hashed_token_ids
 from headrace_text.codec import TextCodec
 from headrace_text.hugging_face import HuggingFaceCodec
 from headrace_text.load import ByteCodec
 from tests.image_models import IMAGE, image_file, write_image_model
+from tests.kit.requests import prepared
 
 RED, BLUE = image_file(56, 84), image_file(140, 56, "JPEG", "blue")
 
@@ -38,18 +37,14 @@ def request_of(*contents: str | bytes, role: str = "user") -> inference_pb2.Gene
     return request
 
 
-def prepared(request: inference_pb2.GenerateRequest, codec: TextCodec) -> PreparedRequest:
-    return prepare(request, request_id="r", codecs={"m": codec}, max_model_len={"m": 600})
-
-
 def violations(request: inference_pb2.GenerateRequest, codec: TextCodec) -> dict[str, str]:
     with pytest.raises(InvalidRequest) as caught:
-        prepared(request, codec)
+        prepared(request, codec, 600)
     return dict(caught.value.violations)
 
 
 def test_a_placeholder_becomes_as_many_as_the_image_has_tokens(codec: TextCodec) -> None:
-    found = prepared(request_of("a", RED, "b", BLUE), codec)
+    found = prepared(request_of("a", RED, "b", BLUE), codec, 600)
     red, blue = found.images
     assert (red.token_count, blue.token_count) == (2 * 3, 5 * 2)
     assert [image.content_hash for image in found.images] == [content_hash(RED), content_hash(BLUE)]
@@ -65,7 +60,7 @@ def test_a_placeholder_becomes_as_many_as_the_image_has_tokens(codec: TextCodec)
 
 def test_prefixes_depend_on_the_content_of_images(codec: TextCodec) -> None:
     first, again, other = (
-        prepared(request_of("a", image), codec)
+        prepared(request_of("a", image), codec, 600)
         for image in (RED, RED, image_file(56, 84, color="green"))
     )
     assert first.token_ids == other.token_ids
@@ -76,19 +71,12 @@ def test_prefixes_depend_on_the_content_of_images(codec: TextCodec) -> None:
 
 
 def test_a_prompt_without_images_is_not_copied(codec: TextCodec) -> None:
-    found = prepared(request_of("a", "b"), codec)
+    found = prepared(request_of("a", "b"), codec, 600)
     assert found.prefix_ids is found.token_ids
     assert not found.images
     plain = inference_pb2.GenerateRequest()
     plain.chat.messages.add(role="user", content="a\nb")
-    assert prepared(plain, codec).token_ids == found.token_ids
-
-
-def test_decode_gets_the_images(codec: TextCodec) -> None:
-    found = prepared(request_of("a", RED), codec)
-    call = decode_request(found, "t", (7,), incarnation="i", remote_prefill=True)
-    assert tuple(call.images) == found.images
-    assert list(call.token_ids) == [*found.token_ids, 7]
+    assert prepared(plain, codec, 600).token_ids == found.token_ids
 
 
 def test_images_count_in_the_context(codec: TextCodec) -> None:
@@ -138,7 +126,7 @@ def test_images_are_bounded(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(images, "IMAGES_MAX", 2)
     paths = [f"chat.messages[0].parts[{number}].image" for number in range(3)]
     assert list(violations(request_of(BLUE), codec)) == [f"{paths[0]}.data"]
-    assert prepared(request_of(RED, RED), codec).images
+    assert prepared(request_of(RED, RED), codec, 600).images
     assert "together" in violations(request_of(RED, RED + b"x"), codec)[paths[1]]
     assert "at most 2 images" in violations(request_of(*[RED] * 3), codec)[paths[2]]
 

@@ -15,8 +15,7 @@ from headrace_frontend.request.response_stream import (
     ResponseStream,
     TextOutlet,
 )
-from headrace_frontend.request.validation import prepare
-from headrace_text.load import ByteCodec
+from tests.kit.requests import prepared
 
 _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -28,13 +27,7 @@ def _response(*stops: str, load: LoopLoad | None = None, **sampling: Any) -> Res
     request = inference_pb2.GenerateRequest(
         text="prompt", sampling=sampling_pb2.SamplingParams(stop=stops, **sampling)
     )
-    prepared = prepare(
-        request,
-        request_id="r1",
-        codecs={"sim": ByteCodec()},
-        max_model_len={"sim": 4_096},
-    )
-    return ResponseStream(prepared, "trace", load)
+    return ResponseStream(prepared(request), "trace", load)
 
 
 def _tokens(text: str) -> decode_pb2.Tokens:
@@ -265,10 +258,7 @@ def _long(tokens: int, *, generated: bytes = b"") -> ResponseStream:
         text="x" * tokens, sampling=sampling_pb2.SamplingParams(prompt_logprobs=1)
     )
     request.generated.ids.extend(generated)
-    prepared = prepare(
-        request, request_id="r1", codecs={"sim": ByteCodec()}, max_model_len={"sim": 4_096}
-    )
-    return ResponseStream(prepared, "trace")
+    return ResponseStream(prepared(request), "trace")
 
 
 async def test_the_logprobs_of_a_prompt_precede_the_answer_in_bounded_messages() -> None:

@@ -22,11 +22,10 @@ from headrace_frontend.request.chat import (
     tools_of,
 )
 from headrace_frontend.request.schema import schema_problem
-from headrace_frontend.request.validation import prepare
 from headrace_kv.layout import WorkerRef
-from headrace_router.dispatch.first_token import BY_PREFILL
-from headrace_router.dispatch.messages import prefill_task
+from headrace_router.dispatch.messages import BY_PREFILL, prefill_task
 from headrace_text.load import ByteCodec
+from tests.kit.requests import prepared
 
 Mode = tools_pb2.ToolChoice.Mode
 _SCHEMA = '{"type": "object", "properties": {"city": {"type": "string"}}}'
@@ -225,15 +224,6 @@ _SCHEMAS: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def _prepare(request: inference_pb2.GenerateRequest, context: int = 64) -> Any:
-    return prepare(
-        request,
-        request_id="r1",
-        codecs={"sim": _CODEC},
-        max_model_len={"sim": context},
-    )
-
-
 @pytest.mark.parametrize(
     ("request_", "field", "remedy"),
     _INVALID,
@@ -243,7 +233,7 @@ def test_an_invalid_field_is_named_with_its_remedy(
     request_: inference_pb2.GenerateRequest, field: str, remedy: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        _prepare(request_)
+        prepared(request_, context=64)
     assert remedy in caught.value.violations[field]
 
 
@@ -260,7 +250,7 @@ def test_all_texts_of_a_chat_count_before_it_is_tokenized(
     request = _message(role="assistant")
     fill(request.chat.messages[1])
     with pytest.raises(InvalidRequest, match="bytes of text"):
-        _prepare(request)
+        prepared(request, context=64)
 
 
 def test_a_chat_is_converted_for_its_template() -> None:
@@ -318,7 +308,7 @@ def test_references_mean_the_same_in_all_forced_calls(place: str) -> None:
 
 
 def test_workers_get_what_the_router_does_not_do_itself() -> None:
-    prepared = _prepare(
+    found = prepared(
         _sampling(
             bad_words=[" ab"],
             bad_token_sequences=_sequence(5),
@@ -327,9 +317,10 @@ def test_workers_get_what_the_router_does_not_do_itself() -> None:
             allowed_token_ids=[7, 8],
             include_stop_str_in_output=True,
             skip_special_tokens=False,
-        )
+        ),
+        context=64,
     )
-    sampling = prepared.sampling
+    sampling = found.sampling
     words = [list(sequence.ids) for sequence in sampling.bad_token_sequences]
     assert words == [[5], list(b"ab")]
     assert (dict(sampling.logit_bias), sampling.min_tokens) == ({3: 2.0}, 2)
@@ -337,7 +328,7 @@ def test_workers_get_what_the_router_does_not_do_itself() -> None:
     assert not sampling.bad_words
     assert not sampling.include_stop_str_in_output
     assert not sampling.HasField("skip_special_tokens")
-    assert (prepared.keeps_stop, prepared.skips_special_tokens) == (True, False)
+    assert (found.keeps_stop, found.skips_special_tokens) == (True, False)
 
 
 def test_a_schema_may_name_its_draft_and_use_patterns_of_other_languages() -> None:
@@ -378,16 +369,18 @@ def test_schemas_are_those_of_the_specification(schema: Any) -> None:
 
 def test_the_schema_of_a_tool_that_the_model_only_reads_may_be_of_any_form() -> None:
     request = _chat(tools=[_tool(parameters='{"type": "objekt"}')])
-    assert _prepare(request, 512).sampling.structured_outputs.WhichOneof("constraint") is None
+    assert (
+        prepared(request, context=512).sampling.structured_outputs.WhichOneof("constraint") is None
+    )
 
 
 def test_a_forced_call_becomes_a_structured_output() -> None:
     request = _choice(mode=Mode.MODE_FUNCTION, function_name="look")
-    sampling = _prepare(request, 512).sampling
+    sampling = prepared(request, context=512).sampling
     assert json.loads(sampling.structured_outputs.json) == json.loads(_SCHEMA)
     request.sampling.structured_outputs.json_object = True
     with pytest.raises(InvalidRequest) as caught:
-        _prepare(request, 512)
+        prepared(request, context=512)
     assert "excludes" in caught.value.violations["chat.tool_choice.mode"]
 
 
@@ -396,7 +389,7 @@ def test_functions_that_make_no_schema_together_are_refused() -> None:
     del request.chat.tools[:]
     request.chat.tools.extend(_tool(f"t{i}", f'{{"{i}": "{"x" * 40_000}"}}') for i in range(2))
     with pytest.raises(InvalidRequest) as caught:
-        _prepare(request)
+        prepared(request, context=64)
     assert "more than 65536" in caught.value.violations["chat.tools"]
 
 

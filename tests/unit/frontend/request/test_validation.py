@@ -11,10 +11,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.request.decode_request import decode_request
-from headrace_frontend.request.validation import PreparedRequest, prepare
-from headrace_text.codec import TextCodec
+from headrace_frontend.request.validation import PreparedRequest, decode_request
 from headrace_text.load import ByteCodec
+from tests.kit.requests import prepared
 
 _CHAT = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
 
@@ -23,19 +22,8 @@ class _StoppingCodec(ByteCodec):
     stop_token_ids = frozenset({7})
 
 
-_CODECS: dict[str, TextCodec] = {"sim": _StoppingCodec()}
-
-
-def _prepare(
-    request: inference_pb2.GenerateRequest, codecs: dict[str, TextCodec] | None = None
-) -> PreparedRequest:
-    return prepare(
-        request,
-        request_id="r1",
-        codecs=codecs or _CODECS,
-        max_model_len={"sim": 16},
-        bytes_per_token=16,
-    )
+def _prepare(request: inference_pb2.GenerateRequest) -> PreparedRequest:
+    return prepared(request, _StoppingCodec(), 16, bytes_per_token=16)
 
 
 def _text(text: str = "hello", **sampling: object) -> inference_pb2.GenerateRequest:
@@ -157,13 +145,7 @@ def test_a_text_beyond_its_bytes_is_never_tokenized(
 ) -> None:
     for request in (_text("x" * length), _chat("user", content="x" * (length // 2 + 1))):
         with pytest.raises(InvalidRequest, match=f"takes at most {bytes_max};"):
-            prepare(
-                request,
-                request_id="r1",
-                codecs={"sim": _UntouchedCodec()},
-                max_model_len={"sim": context},
-                bytes_per_token=bytes_per_token,
-            )
+            prepared(request, _UntouchedCodec(), context, bytes_per_token=bytes_per_token)
 
 
 def test_lists_beyond_the_context_are_not_searched() -> None:
@@ -198,11 +180,10 @@ def test_cached_tokens_of_chats_belong_to_a_salt() -> None:
             return super().encode_chat(*args, **named)
 
     for salt in ("a", "b"):
-        prepare(
+        prepared(
             inference_pb2.GenerateRequest(chat=_CHAT),
-            request_id="r1",
-            codecs={"sim": Recording()},
-            max_model_len={"sim": 64},
+            Recording(),
+            64,
             bytes_per_token=16,
             cache_salt=salt,
         )
@@ -211,21 +192,21 @@ def test_cached_tokens_of_chats_belong_to_a_salt() -> None:
 
 @pytest.mark.parametrize(("tokens", "alternatives", "n"), [(6_241, 20, 1), (65_536, 0, 2)])
 def test_the_logprobs_of_a_prompt_are_bounded(tokens: int, alternatives: int, n: int) -> None:
-    def prepared(count: int) -> PreparedRequest:
+    def asked(count: int) -> PreparedRequest:
         sampling = sampling_pb2.SamplingParams(prompt_logprobs=alternatives)
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenIds(ids=[1] * count), sampling=sampling, n=n
         )
-        return prepare(request, request_id="r", codecs=_CODECS, max_model_len={"sim": 200_000})
+        return prepared(request, context=200_000)
 
-    assert prepared(tokens).placement == inference_pb2.PREFILL_PLACEMENT_LOCAL
+    assert asked(tokens).placement == inference_pb2.PREFILL_PLACEMENT_LOCAL
     with pytest.raises(InvalidRequest, match="at most 131072 are reported"):
-        prepared(tokens + 1)
+        asked(tokens + 1)
 
 
 def test_a_continued_request_asks_for_no_logprobs_of_the_prompt() -> None:
-    prepared = _prepare(_text(prompt_logprobs=2))
-    first = decode_request(prepared, "x1", incarnation="i", remote_prefill=False)
+    found = _prepare(_text(prompt_logprobs=2))
+    first = decode_request(found, "x1", incarnation="i", remote_prefill=False)
     assert first.sampling.prompt_logprobs == 2
-    later = decode_request(prepared, "x2", (5,), incarnation="i", remote_prefill=False)
+    later = decode_request(found, "x2", (5,), incarnation="i", remote_prefill=False)
     assert not later.sampling.HasField("prompt_logprobs")

@@ -17,7 +17,7 @@ from headrace_decode.attempt import Progress
 from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
-from headrace_router.decode_link.outgoing import OutgoingRequests
+from headrace_router.decode_link.link import OutgoingRequests
 
 _STREAMS = (1, 2, 3, 4)
 # Requests of which each token has logprobs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
-from headrace_router.decode_link.outgoing import OutgoingRequests
+from headrace_router.decode_link.link import OutgoingRequests
 
 
 def opening(stream_id: int, tokens: int = 1) -> tuple[decode_pb2.LinkOpen, inference_pb2.TokenIds]:

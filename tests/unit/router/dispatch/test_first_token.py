@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_router.dispatch.first_token import (
+from headrace_router.dispatch.messages import (
     BY_DECODE,
     BY_PREFILL,
     FROM_HIDDEN_STATE,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_common.callers.priority import Priority
-from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
+from headrace_router.prefill_queue.waiting import WeightedTurns, amount_ahead
 
 _TOKENS_MAX = 1_000
 _CLASSES = st.sampled_from(list(Priority))
@@ -20,7 +20,7 @@ class Queue:
     """Tasks by class, each in the order of arrival, handed out in turn."""
 
     def __init__(self) -> None:
-        self.turns = FairTurns[Priority](lambda priority: priority.weight)
+        self.turns = WeightedTurns[Priority](lambda priority: priority.weight)
         self.waiting: dict[Priority, deque[int]] = {one: deque() for one in Priority}
 
     def arrive(self, priority: Priority, tokens: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.layout import WorkerRef
-from headrace_router.prefill_queue.prefill_times import PrefillTimes
+from headrace_router.prefill_queue.group import LearnedTimes
 
 _HANDOVERS = HandoverTimes(fixed_s=0.002, s_per_byte=1e-9, count=9)
 FAST = TimeModel(
@@ -20,17 +20,17 @@ ONE, OTHER = WorkerRef("prefill-0", "a"), WorkerRef("prefill-1", "a")
 
 
 def test_without_reports_the_time_is_unknown() -> None:
-    assert PrefillTimes().prefill_s(100, 0, 0.0) == 0.0
+    assert LearnedTimes().prefill_s(100, 0, 0.0) == 0.0
 
 
 def test_a_worker_without_steps_with_prompts_does_not_count() -> None:
-    times = PrefillTimes()
+    times = LearnedTimes()
     times.report(ONE, TimeModel(StepTimes(fixed_s=1.0, answer_steps=100)), 0.0)
     assert times.prefill_s(100, 0, 0.0) == 0.0
 
 
 def test_the_time_is_that_of_the_mean_worker() -> None:
-    times = PrefillTimes()
+    times = LearnedTimes()
     times.report(ONE, FAST, 0.0)
     assert times.prefill_s(1_000, 0, 0.0) == pytest.approx(0.01 + 0.1 + 0.005)
     times.report(OTHER, SLOW, 0.1)
@@ -40,14 +40,14 @@ def test_the_time_is_that_of_the_mean_worker() -> None:
 
 
 def test_tokens_after_a_cached_prefix_attend_to_it() -> None:
-    times = PrefillTimes()
+    times = LearnedTimes()
     times.report(ONE, FAST, 0.0)
     cached = times.prefill_s(1_000, 2_000, 0.0)
     assert cached == pytest.approx(0.01 + 0.1 + 1e-8 * 1_000 * 2_500)
 
 
 def test_old_reports_are_forgotten_where_the_caller_says_so() -> None:
-    times = PrefillTimes()
+    times = LearnedTimes()
     times.report(ONE, FAST, 100.0)
     assert times.prefill_s(100, 0, 130.0, 30.0) > 0.0
     assert times.prefill_s(100, 0, 130.1, 30.0) == 0.0
@@ -55,7 +55,7 @@ def test_old_reports_are_forgotten_where_the_caller_says_so() -> None:
 
 
 def test_hand_overs_are_those_of_the_workers_that_have_had_some() -> None:
-    times = PrefillTimes()
+    times = LearnedTimes()
     times.report(ONE, FAST, 0.0)
     times.report(OTHER, SLOW, 0.0)
     times.prefill_s(1, 0, 0.0)
@@ -64,7 +64,7 @@ def test_hand_overs_are_those_of_the_workers_that_have_had_some() -> None:
 
 
 def test_a_hand_over_costs_the_tokens_that_are_computed_in_its_time() -> None:
-    times = PrefillTimes()
+    times = LearnedTimes()
     assert times.handover_tokens(ONE, 1e6, "d0", 0.0) == 0.0
     slow_link = HandoverTimes(fixed_s=0.5, count=3)
     times.report(ONE, TimeModel(FAST.steps, _HANDOVERS, {"d1": slow_link}), 0.0)

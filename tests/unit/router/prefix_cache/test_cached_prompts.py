@@ -14,9 +14,8 @@ from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_router.placement import Candidates, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.prefix_cache.cached_prompts import REMOTE_SHARE, CachedPrompts
+from headrace_router.prefix_cache.cached_prompts import REMOTE_SHARE, CachedPrompts, TierPrices
 from headrace_router.prefix_cache.index import ApplyResult
-from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.table import Load, LoadTable, Worker
 
 KEY: Final = 5

@@ -64,7 +64,7 @@ class Router:
         self.directory.update([worker.member()])
 
     def credit(self) -> int:
-        return self.directory.cached_refs(MODEL, PROMPT, "", [self.ref]).get(self.ref, 0)
+        return self.directory.cached.cached_refs(MODEL, PROMPT, "", [self.ref]).get(self.ref, 0)
 
 
 @virtually

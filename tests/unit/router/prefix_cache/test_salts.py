@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace_frontend.salts import CacheSalts
+from headrace_frontend.tenants import CacheSalts
 from headrace_router.config import RouterConfig
 
 KEY = 0x5EC2E7

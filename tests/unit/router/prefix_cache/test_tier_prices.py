@@ -8,7 +8,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import ProtocolViolation
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import LOAD_TIME_MAX_S, Tier, load_time_from_proto
-from headrace_router.prefix_cache.tier_prices import UNMEASURED_SHARES, TierPrices
+from headrace_router.prefix_cache.cached_prompts import UNMEASURED_SHARES, TierPrices
 
 BLOCK_TOKENS = 16
 COMPUTE_S_PER_TOKEN = 0.01

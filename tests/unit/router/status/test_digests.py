@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_common.trace_view.model import Link, TraceView
-from headrace_router.status.digests import RequestDigest, TraceDigests, sum_links
+from headrace_router.status.document import RequestDigest, TraceDigests, sum_links
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from tests.unit.router.tracing.records import ended
 

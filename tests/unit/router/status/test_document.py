@@ -6,12 +6,13 @@ import json
 import math
 
 from headrace_common.trace_view.model import PartTime, TraceView
-from headrace_router.status.digests import LinkSum, RequestDigest
 from headrace_router.status.document import (
     READY,
     UNREACHABLE,
     WORKERS_MAX,
     DeploymentState,
+    LinkSum,
+    RequestDigest,
     WorkerRow,
     status_document,
 )

@@ -8,7 +8,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from headrace_router.tracing.batches import (
+from headrace_router.tracing.record import (
     ATTRIBUTES_MAX,
     BATCH_SPANS,
     attributes_as_text,

@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.telemetry import schema
-from headrace_router.tracing import batches, record
+from headrace_router.tracing import record
 from headrace_router.tracing import store as trace_store
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.tracing.worker_clocks import ClockDifference
@@ -58,7 +58,7 @@ def _span(
 
 def _add(store: TraceStore, *parts: ResourceSpans) -> None:
     export = ExportTraceServiceRequest(resource_spans=parts)
-    for batch in batches.span_batches(export):
+    for batch in record.span_batches(export):
         store.add_batch(batch)
 
 
@@ -257,7 +257,7 @@ def test_attribute_values_become_text() -> None:
         "": AnyValue(),
     }
     for text, value in values.items():
-        assert batches._text(value) == text
+        assert record._text(value) == text
 
 
 def test_workers_spans_are_moved_to_the_routers_clock() -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from headrace_common.deadlines import Deadline
-from headrace_router.workers.availability import WorkerAvailability
+from headrace_router.workers.directory import WorkerAvailability
 
 LONG = Deadline(math.inf)
 

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_router.workers.clock import WorkerClock
+from headrace_kv.layout import WorkerRef
+from headrace_router.workers.connection import WorkerClock
 
 SECOND = 10**9
 HOUR = 3600 * SECOND
 _OWN_NS = 7 * HOUR
+_REF = WorkerRef("d0", "i")
 
 offsets = st.integers(-24 * HOUR, 24 * HOUR)
 delays = st.integers(0, 3 * SECOND)
@@ -34,7 +36,7 @@ def ahead_ns(clock: WorkerClock) -> int:
 def test_the_estimate_is_behind_by_the_delay_of_the_fastest_of_the_last_messages(
     offset: int, later: list[int]
 ) -> None:
-    clock = WorkerClock()
+    clock = WorkerClock(_REF)
     for number, delay in enumerate(later):
         sent = number * SECOND
         clock.received(sent + offset, received_ns=sent + delay)
@@ -42,14 +44,14 @@ def test_the_estimate_is_behind_by_the_delay_of_the_fastest_of_the_last_messages
 
 
 def test_a_clock_that_is_set_forward_is_known_at_once() -> None:
-    clock = WorkerClock()
+    clock = WorkerClock(_REF)
     clock.received(0, received_ns=0)
     clock.received(SECOND + HOUR, received_ns=SECOND)
     assert ahead_ns(clock) == HOUR
 
 
 def test_a_clock_that_is_set_back_is_known_after_eight_messages() -> None:
-    clock = WorkerClock()
+    clock = WorkerClock(_REF)
     clock.received(0, received_ns=0)
     for message in range(8):
         assert ahead_ns(clock) == 0
@@ -58,6 +60,6 @@ def test_a_clock_that_is_set_back_is_known_after_eight_messages() -> None:
 
 
 def test_without_a_message_the_offset_is_0() -> None:
-    clock = WorkerClock()
+    clock = WorkerClock(_REF)
     assert not clock.known
     assert clock.offset_s() == 0

@@ -11,8 +11,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
-from headrace_router.workers.slots import DecodeSlots
-from headrace_router.workers.table import LoadTable
+from headrace_router.workers.table import DecodeSlots, LoadTable
 from tests.sim_layout import LAYOUT
 from tests.waiting import until
 

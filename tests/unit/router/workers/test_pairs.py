@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_router.workers.pairs import PairReporter
+from headrace_router.prefill_queue.pairs import PairReporter
 from tests.component.registry.harness import worker
 
 PREFILL = registry_pb2.Member.ROLE_PREFILL

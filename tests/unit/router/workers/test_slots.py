@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_router.workers.slots import DecodeSlots
+from headrace_router.workers.table import DecodeSlots
 
 
 def test_one_router_uses_every_slot_whatever_the_workers_report() -> None:

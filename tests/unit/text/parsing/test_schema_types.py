@@ -9,7 +9,7 @@ import pytest
 
 from headrace_text.parsing.buffered import CallArguments
 from headrace_text.parsing.registry import AnswerParser, new_tool_call_parser
-from headrace_text.parsing.schema_types import converted
+from headrace_text.parsing.xml_calls import converted
 
 STRING_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 ROOT = {

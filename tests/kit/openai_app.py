@@ -15,17 +15,16 @@ from opentelemetry import trace
 from headrace.inference.v1 import inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError
 from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
-from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.intake import OpenAiParts
 from headrace_frontend.promises import no_promise
-from headrace_frontend.request.preparation import RequestPreparer
+from headrace_frontend.request.preparation import RequestPreparer, Result, TextThreads
 from headrace_frontend.request.size import RequestSizeCheck
-from headrace_frontend.request.text_threads import Result, TextThreads
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.tenants import Tenants
 from headrace_text.codec import TextCodec
@@ -57,10 +56,15 @@ class NoThreads(TextThreads):
 
 
 class Runner:
-    """Answers each request with ANSWER. `prepared` has the requests in their order."""
+    """Answers each request with `texts`, a message for each. `prepared` has the requests in their order."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
+        self.texts: Sequence[str] = (ANSWER,)
+        self.last = inference_pb2.GenerateResponse(finish_reason=sampling_pb2.FINISH_REASON_STOP)
+        """Joins the last message of each answer."""
+        self.error: HeadraceError | None = None
+        """Raised after the first text."""
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.prepared: list[PreparedRequest] = []
         self.timeouts_s: list[float] = []
@@ -89,23 +93,35 @@ class Runner:
         for choice in range(request.n):
             if request.sampling.HasField("prompt_logprobs"):
                 await write(_prompt_message(prepared, choice))
-            message = inference_pb2.GenerateResponse(
-                text=ANSWER,
-                token_ids=ANSWER.encode(),
-                finish_reason=sampling_pb2.FINISH_REASON_STOP,
-                choice=choice,
-            )
-            if request.sampling.HasField("logprobs"):
-                message.logprobs.extend(sampling_pb2.TokenLogprobs() for _ in ANSWER)
-            if request.include_latency:
-                message.timing.latency.first_token.total_us = 1
-            message.usage.prompt_tokens = len(prepared.token_ids)
-            message.usage.completion_tokens = len(ANSWER)
-            if request.HasField("keep"):
-                message.usage.kept.MergeFrom(
-                    keep_pb2.Kept(id="known", tokens=96, tier="host", duration=request.keep)
+            for number, text in enumerate(self.texts, 1):
+                message = inference_pb2.GenerateResponse(
+                    text=text, token_ids=text.encode(), choice=choice
                 )
-            await write(message)
+                if request.sampling.HasField("logprobs"):
+                    message.logprobs.extend(sampling_pb2.TokenLogprobs() for _ in text.encode())
+                if number == len(self.texts):
+                    self._finish(message, request, prepared)
+                await write(message)
+                if self.error is not None:
+                    # The event before it has been sent.
+                    await asyncio.sleep(1.0)
+                    raise self.error
+
+    def _finish(
+        self,
+        message: inference_pb2.GenerateResponse,
+        request: inference_pb2.GenerateRequest,
+        prepared: PreparedRequest,
+    ) -> None:
+        message.MergeFrom(self.last)
+        if request.include_latency:
+            message.timing.latency.first_token.total_us = 1
+        message.usage.prompt_tokens = len(prepared.token_ids)
+        message.usage.completion_tokens = len("".join(self.texts).encode())
+        if request.HasField("keep"):
+            message.usage.kept.MergeFrom(
+                keep_pb2.Kept(id="known", tokens=96, tier="host", duration=request.keep)
+            )
 
     @contextlib.asynccontextmanager
     async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
@@ -137,45 +153,113 @@ class Reply:
     """The time until the deadline of each."""
 
     @property
+    def json(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        found: dict[str, Any] = json.loads(self.body)
+        return found
+
+    @property
+    def named_events(self) -> list[dict[str, Any]]:
+        """Those of a streamed answer in which each event has its type as its name."""
+        events: list[dict[str, Any]] = []
+        for part in self.body.decode().removesuffix("\n\n").split("\n\n"):
+            name, content = part.split("\ndata: ")
+            events.append(json.loads(content))
+            assert name == f"event: {events[-1]['type']}"
+        return events
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Those of a streamed answer, without the last one, which is no JSON."""
+        lines = [line.removeprefix(b"data: ") for line in self.body.split(b"\n\n") if line]
+        assert lines[-1] == b"[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    @property
     def error(self) -> dict[str, Any]:
         """The error that it is."""
-        found: dict[str, Any] = json.loads(self.body)["error"]
+        found: dict[str, Any] = self.json["error"]
         return found
 
 
+class Request:
+    """A request with a body in parts; endless, the first one again and again. Headers may have underscores."""
+
+    PARTS_MAX = 32
+
+    def __init__(
+        self,
+        *parts: bytes,
+        path: str = "/v1/completions",
+        method: str = "POST",
+        endless: bool = False,
+        **headers: str,
+    ) -> None:
+        named = {"content_type": "application/json", **headers}
+        self._parts = list(parts)
+        self._endless = endless
+        self.scope = {
+            "method": method,
+            "path": path,
+            "headers": [
+                (name.replace("_", "-").encode(), value.encode("latin-1"))
+                for name, value in named.items()
+            ],
+        }
+        self.received = 0
+        self.sent: list[Any] = []
+
+    async def receive(self) -> Any:
+        if not self._parts or self.received == self.PARTS_MAX:
+            await asyncio.Event().wait()
+        self.received += 1
+        part = self._parts[0] if self._endless else self._parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": self._endless}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
 class LocalApp:
-    """The API of one model, "sim". `reasoning` names the parser of its reasoning."""
+    """The API of one model, "sim", which answers with `texts`. `reasoning` and `tool_calls` name its parsers."""
 
     def __init__(
         self,
         *,
         rejects_unknown_fields: bool = False,
         reasoning: str = "qwen3",
+        tool_calls: str = "hermes",
+        texts: Sequence[str] = (ANSWER,),
         codec: TextCodec | None = None,
         image_hosts: Sequence[str] = (),
+        callers: CallerBounds | None = None,
+        tenants: Tenants | None = None,
+        metrics: MetricsPage | None = None,
+        body_bytes_max: int = 2**20,
+        context: int = CONTEXT,
     ) -> None:
         codecs: dict[str, TextCodec] = {"sim": codec or ByteCodec()}
         preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
         preparer._threads = NoThreads()
         self.runner = Runner(preparer)
+        self.runner.texts = texts
         parts = OpenAiParts(
             codecs=codecs,
-            parsers={"sim": ModelParsers("hermes", reasoning)},
+            parsers={"sim": ModelParsers(tool_calls, reasoning)},
             models=Mock(system_fingerprint=lambda choice: FINGERPRINT),
-            tenants=Tenants(None),
+            tenants=tenants or Tenants(None),
             runner=cast("Any", self.runner),
             preparer=preparer,
-            size=RequestSizeCheck(lambda: {"sim": CONTEXT}),
+            size=RequestSizeCheck(lambda: {"sim": context}),
             count_failures=contextlib.nullcontext,
-            callers=CallerBounds(1_024, check_s=0.05),
+            callers=callers or CallerBounds(1_024, check_s=0.05),
             conversations=ConversationStore(2**20, 60.0),
             keep=self._keep,
             images=ImageFetcher(image_hosts),
             rejects_unknown_fields=rejects_unknown_fields,
         )
-        self._app = OpenAiApp(
-            parts, MetricsPage(Tenants(None), str, ""), deadline_s=60.0, body_bytes_max=2**20
-        )
+        page = metrics or MetricsPage(Tenants(None), str, "")
+        self._app = OpenAiApp(parts, page, deadline_s=60.0, body_bytes_max=body_bytes_max)
 
     async def _keep(
         self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline
@@ -190,35 +274,27 @@ class LocalApp:
     async def post(self, path: str, body: Any, **headers: str) -> Reply:
         """The response to a body, a JSON value or bytes. Underscores in `headers` stand for hyphens."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        named = {"content-type": "application/json", **headers}
-        parts = [{"type": "http.request", "body": data, "more_body": False}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            if not parts:
-                await asyncio.Event().wait()
-            return parts.pop()
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {
-            "method": "POST",
-            "path": path,
-            "headers": [
-                (name.replace("_", "-").encode(), value.encode("latin-1"))
-                for name, value in named.items()
-            ],
+        given: dict[str, Any] = {"path": path, **headers}
+        request, runner = Request(data, **given), self.runner
+        before = len(runner.requests)
+        status = await self.status(request)
+        answered = {
+            name.decode(): value.decode("latin-1") for name, value in request.sent[0]["headers"]
         }
-        before = len(self.runner.requests)
-        await self._app(scope, receive, send)
-        answered = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
-        content = b"".join(message.get("body", b"") for message in sent[1:])
-        runner = self.runner
         return Reply(
-            *(sent[0]["status"], answered, content),
-            *(runner.requests[before:], runner.prepared[before:], runner.timeouts_s[before:]),
+            status=status,
+            headers=answered,
+            body=b"".join(message.get("body", b"") for message in request.sent[1:]),
+            requests=runner.requests[before:],
+            prepared=runner.prepared[before:],
+            timeouts_s=runner.timeouts_s[before:],
         )
+
+    async def status(self, request: Request) -> int:
+        """The status of the response to a request."""
+        await self._app(request.scope, request.receive, request.send)
+        status: int = request.sent[0]["status"]
+        return status
 
     async def chat(self, **fields: Any) -> Reply:
         """The response to a chat."""

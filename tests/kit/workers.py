@@ -1,34 +1,79 @@
-"""A scripted decode worker on real gRPC, and scripts for it."""
+"""Scripted decode and prefill workers on real gRPC, and what they can be told to do."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
+import grpc.aio
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import adapter_pb2, first_token_pb2, sampling_pb2
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import DecodeFull
 from headrace_common.identity import new_incarnation
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_kv.layout import layout_to_proto
-from tests.component.router.fakes.handoff import Handoff
-from tests.component.router.fakes.read_tokens import ReadTokens
 from tests.sim_layout import LAYOUT
-from tests.waiting import forever
+from tests.waiting import forever, until
 
 CONTEXT_TOKENS = 1_024
 
 Event: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
 Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[Any]]
+
+
+class Handoff:
+    """Stands in for the data plane: an event per transfer, set when its KV cache is complete."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, asyncio.Event] = {}
+
+    def of(self, transfer_id: str) -> asyncio.Event:
+        return self._events.setdefault(transfer_id, asyncio.Event())
+
+
+class ReadTokens:
+    """Counts the tokens of all decode workers that the callers of this process have read.
+
+    gRPC drops messages of a broken connection that the caller has not read. A fake worker waits for this count before
+    it breaks the connection.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def stub(self, channel: grpc.aio.Channel) -> Any:
+        """Replaces the stub of DecodeService. It counts the tokens of every message that it returns."""
+        stub: Any = _Stub(channel)
+        stub.Link = channel.stream_stream(
+            "/headrace.decode.v1.DecodeService/Link",
+            request_serializer=decode_pb2.LinkRequest.SerializeToString,
+            response_deserializer=self._read,
+        )
+        return stub
+
+    def _read(self, payload: bytes) -> decode_pb2.LinkResponse:
+        message = decode_pb2.LinkResponse.FromString(payload)
+        self.count += len(message.tokens.token_ids)
+        self.count += sum(len(one.tokens.token_ids) for one in message.tokens_with_logprobs)
+        return message
+
+    async def reach(self, count: int) -> None:
+        """Waits until so many tokens have been read."""
+        await until(lambda: self.count >= count, what=lambda: f"{self.count} of {count} tokens")
+
+
+_Stub: Any = decode_pb2_grpc.DecodeServiceStub
 
 
 class FakeLink:
@@ -100,21 +145,20 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
 
-    def announce(self, *adapters: adapter_pb2.Adapter) -> None:
-        """Registers with these adapters, from the next refresh of the router on."""
-        member = registry_pb2.Member()
-        member.CopyFrom(self.member)
-        member.adapters.extend(adapters)
-        self.member = member
-
     async def start(self) -> FakeDecode:
         self.member.endpoint = await self._server.start()
         return self
 
     def change_member(self, **fields: Any) -> None:
-        """Registers other values. A registry's member never changes, so this is another object."""
-        self.member = registry_pb2.Member.FromString(self.member.SerializeToString())
-        self.member.MergeFrom(registry_pb2.Member(**fields))
+        """Registers other values, from the next refresh of the router on. A list replaces the former one.
+
+        A registry's member never changes, so this is another object.
+        """
+        member = registry_pb2.Member.FromString(self.member.SerializeToString())
+        for name in fields:
+            member.ClearField(name)  # type: ignore[arg-type]
+        member.MergeFrom(registry_pb2.Member(**fields))
+        self.member = member
 
     async def kill(self) -> None:
         """Breaks every connection, as the death of the process does."""
@@ -297,3 +341,187 @@ async def reserve_and_die(
     """Dies after Reserved."""
     yield reserved(request)
     await worker.die()
+
+
+TEXT = "Grüße aus dem Süden, und gute Nacht."
+TOKENS = TEXT.encode()
+"""A completion that workers recite, each from wherever the request continues it."""
+
+
+def recite(token_count: int, then: Callable[[FakeDecode], Awaitable[Any]] | None = None) -> Script:
+    """Sends at most `token_count` tokens of the completion, then Finished or what `then` does."""
+
+    async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
+        start = request.generated_token_count
+        yield reserved(request)
+        if request.remote_prefill:
+            await worker.handoff.of(request.transfer_id).wait()
+        earlier = worker.read_tokens.count
+        recited = TOKENS[: request.sampling.max_tokens][start : start + token_count]
+        for token in recited:
+            logprob = sampling_pb2.TokenLogprobs(logprob=-token)
+            logprobs = [logprob] if request.sampling.logprobs else []
+            yield decode_pb2.Tokens(token_ids=[token], logprobs=logprobs)
+        if then is not None:
+            await worker.read_tokens.reach(earlier + len(recited))
+            await then(worker)
+        else:
+            yield decode_pb2.Finished(
+                reason=sampling_pb2.FINISH_REASON_LENGTH, cached_tokens=start + 3
+            )
+
+    return script
+
+
+def raising(error: Exception) -> Callable[[FakeDecode], Awaitable[Any]]:
+    """Ends the stream with `error`."""
+
+    async def ending(worker: FakeDecode) -> None:
+        raise error
+
+    return ending
+
+
+def sampling(**fields: Any) -> sampling_pb2.SamplingParams:
+    """Parameters of a request for the whole completion."""
+    return sampling_pb2.SamplingParams(max_tokens=len(TOKENS), **fields)
+
+
+Behaviour = Callable[["FakePrefill", prefill_pb2.PrefillTask], Awaitable[None]]
+
+
+class FakePrefill:
+    """A prefill worker that pulls, and runs `behaviour` for each task."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        handoff: Handoff,
+        behaviour: Behaviour,
+        *adapters: adapter_pb2.Adapter,
+        incarnation: str = "",
+    ) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation or new_incarnation()
+        self.handoff = handoff
+        self.behaviour = behaviour
+        self.tasks: list[prefill_pb2.PrefillTask] = []
+        self.cancels: list[str] = []
+        self.ended = asyncio.Event()
+        self.error: grpc.aio.AioRpcError | None = None
+        self.hello = prefill_pb2.PullRequest(
+            hello=prefill_pb2.Hello(
+                worker_id=worker_id,
+                incarnation=self.incarnation,
+                model="sim",
+                layout=layout_to_proto(LAYOUT),
+                adapters=adapters,
+            )
+        )
+        self._running: set[asyncio.Task[None]] = set()
+        # gRPC writes one message at a time.
+        self._writing = asyncio.Lock()
+
+    async def start(self, endpoint: str, credit: int = 4) -> FakePrefill:
+        self._channel = open_channel(endpoint)
+        self._call: Any = prefill_pb2_grpc.PrefillQueueServiceStub(self._channel).Pull()
+        await self.send(self.hello)
+        if credit:
+            await self.give_credit(credit)
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def send(self, request: prefill_pb2.PullRequest) -> None:
+        async with self._writing:
+            await self._call.write(request)
+
+    async def give_credit(self, count: int) -> None:
+        await self.send(prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=count)))
+
+    async def done(self, transfer_id: str, reason: str = "", detail: str = "") -> None:
+        done = prefill_pb2.TaskDone(transfer_id=transfer_id, reason=reason, detail=detail)
+        await self.send(prefill_pb2.PullRequest(done=done))
+
+    async def started(self, transfer_id: str) -> None:
+        started = prefill_pb2.TaskStarted(transfer_id=transfer_id)
+        await self.send(prefill_pb2.PullRequest(started=started))
+
+    async def die(self) -> None:
+        """Breaks the stream, as the death of the process does."""
+        self._call.cancel()
+
+    async def end(self) -> None:
+        """Ends the stream after the messages that were sent. The router reads them all."""
+        async with self._writing:
+            await self._call.done_writing()
+
+    async def close(self) -> None:
+        for task in (*self._running, self._reader):
+            task.cancel()
+        await asyncio.gather(*self._running, self._reader, return_exceptions=True)
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if message.HasField("cancel"):
+                    self.cancels.append(message.cancel.transfer_id)
+                    continue
+                self.tasks.append(message.task)
+                running = asyncio.ensure_future(self.behaviour(self, message.task))
+                self._running.add(running)
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+async def hand_over(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    worker.handoff.of(task.transfer_id).set()
+    await worker.done(task.transfer_id)
+    await worker.give_credit(1)
+
+
+def send_first_token(letter: str, then: Behaviour = hand_over) -> Behaviour:
+    """Starts the task, sends its first token, and continues with `then`."""
+
+    async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await worker.started(task.transfer_id)
+        first = prefill_pb2.FirstToken(transfer_id=task.transfer_id, token_id=ord(letter))
+        await worker.send(prefill_pb2.PullRequest(first_token=first))
+        await then(worker, task)
+
+    return behaviour
+
+
+def refuse(reason: str) -> Behaviour:
+    """Rejects the task before it has started."""
+
+    async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await worker.done(task.transfer_id, reason, "as scripted")
+
+    return behaviour
+
+
+async def start_and_end(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    await worker.started(task.transfer_id)
+    await worker.end()
+
+
+def fail(reason: str) -> Behaviour:
+    """Starts the task, then fails."""
+
+    async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await worker.started(task.transfer_id)
+        await worker.done(task.transfer_id, reason, "as scripted")
+        await worker.give_credit(1)
+
+    return behaviour
+
+
+async def die(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    await worker.die()
+
+
+async def stall(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    return None

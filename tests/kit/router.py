@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -12,43 +14,43 @@ import httpx
 import pytest
 
 from headrace.decode.v1 import decode_pb2_grpc
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
+from headrace.inference.v1 import adapter_pb2, inference_pb2, inference_pb2_grpc, trace_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout import WorkerRef
-from headrace_router.app import Router, assemble
+from headrace_router.app import Router
 from headrace_router.config import RouterConfig
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
 from tests.channels import operator_channel
-from tests.component.router.fakes.decode import FakeDecode, Script
-from tests.component.router.fakes.handoff import Handoff
-from tests.component.router.fakes.prefill import Behaviour, FakePrefill
-from tests.component.router.fakes.read_tokens import ReadTokens
+from tests.kit.workers import Behaviour, FakeDecode, FakePrefill, Handoff, ReadTokens, Script
 from tests.router_key import RouterKey
 from tests.waiting import until
 
 PREFIX_KEY = 1
 
 
-@dataclass
-class FixedPolicy:
-    """A run-time policy that a test changes."""
-
-    policy: registry_pb2.Policy = field(default_factory=registry_pb2.Policy)
-
-
 class Rig:
-    """A router on a real port. Tests add workers."""
+    """A router on a real port, with one model, "sim". Tests add workers."""
 
-    codec: TextCodec = ByteCodec()
-    """That of its model, "sim"."""
-
-    def __init__(self, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        tenants: Mapping[str, str] | None = None,
+        codec: TextCodec | None = None,
+        **settings: Any,
+    ) -> None:
+        """`tenants` has the tenant of each API key. Without it, no key is needed."""
+        self._folder = TemporaryDirectory()
+        if tenants:
+            keys = Path(self._folder.name, "keys")
+            keys.write_text("".join(f"{key} {tenant}\n" for key, tenant in tenants.items()))
+            settings["api_keys_file"] = str(keys)
         self.config = RouterConfig(
             model=("sim",),
             **{
@@ -58,12 +60,14 @@ class Rig:
                 **settings,
             },
         )
+        self.codec = codec or ByteCodec()
         self.handoff = Handoff()
         self.read_tokens = ReadTokens()
         self._counting = mock.patch.object(
             decode_pb2_grpc, "DecodeServiceStub", self.read_tokens.stub
         )
-        self.policy = FixedPolicy()
+        self.policy = registry_pb2.Policy()
+        """The run-time policy, which tests change."""
         self.router_key = RouterKey()
         self.decodes: list[FakeDecode] = []
         self.prefills: list[FakePrefill] = []
@@ -71,11 +75,11 @@ class Rig:
     async def start(self) -> Rig:
         self._counting.start()
         self.telemetry: Telemetry = init_telemetry("router", "router-0", self.config)
-        self.router: Router = assemble(
+        self.router = Router(
             self.config,
             {"sim": self.codec},
             self.telemetry,
-            self.policy,
+            lambda: self.policy,
             lambda: PREFIX_KEY,
             self.router_key.key,
         )
@@ -133,8 +137,10 @@ class Rig:
     def refresh(self) -> None:
         self.router.update([worker.member for worker in self.decodes])
 
-    async def add_prefill(self, behaviour: Behaviour, credit: int = 4) -> FakePrefill:
-        worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour)
+    async def add_prefill(
+        self, behaviour: Behaviour, credit: int = 4, *adapters: adapter_pb2.Adapter
+    ) -> FakePrefill:
+        worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour, *adapters)
         await worker.start(self.internal_endpoint, credit)
         self.prefills.append(worker)
         await until(lambda: worker.worker_id in self.pulling())
@@ -149,11 +155,20 @@ class Rig:
     async def ask(
         self, text: str = "a prompt", timeout_s: float = 30.0, key: str = "", **fields: Any
     ) -> list[inference_pb2.GenerateResponse]:
-        """Every message of the response."""
+        """Every message of the response. Raises the HeadraceError that a client library would rebuild."""
         request = inference_pb2.GenerateRequest(text=text, **fields)
         metadata = (("x-api-key", key),) if key else ()
         call = self.stub.Generate(request, timeout=timeout_s, metadata=metadata)
-        return [response async for response in call]
+        try:
+            return [response async for response in call]
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        finally:
+            call.cancel()
+
+    async def text(self, text: str = "a prompt", **fields: Any) -> str:
+        """The text of the response."""
+        return text_of(await self.ask(text, **fields))
 
     async def post(
         self, body: dict[str, Any], key: str = ""
@@ -171,15 +186,39 @@ class Rig:
         return httpx.AsyncClient(transport=transport, base_url="http://router")
 
     async def error_of(self, **fields: Any) -> HeadraceError:
-        """The error of a request that must fail, as a client library would rebuild it."""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        """The error of a request that must fail."""
+        with pytest.raises(HeadraceError) as caught:
             await self.ask(**fields)
-        return error_from_rpc(caught.value)
+        return caught.value
+
+    async def route(self, **fields: Any) -> inference_pb2.RouteResponse:
+        """The explanation of where a prompt would go, for an operator. Raises HeadraceError."""
+        request = inference_pb2.GenerateRequest(**{"text": "a prompt", **fields})
+        try:
+            response: inference_pb2.RouteResponse = await self.operator_stub.Route(
+                inference_pb2.RouteRequest(request=request), timeout=60
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return response
+
+    async def models(self) -> inference_pb2.ListModelsResponse:
+        """The models that the router lists."""
+        listed: inference_pb2.ListModelsResponse = await self.stub.ListModels(
+            inference_pb2.ListModelsRequest(), timeout=5
+        )
+        return listed
 
     async def trace_of(self, name: str) -> trace_pb2.Trace:
         """The trace of a request that has ended, with all spans of the router."""
         await asyncio.to_thread(self.telemetry.force_flush)
         return self.router.traces.get(name)
+
+    async def root_of(self, name: str) -> Mapping[str, str]:
+        """The attributes of the root span of a request that has ended."""
+        spans = (await self.trace_of(name)).spans
+        (root,) = [span for span in spans if span.name == schema.SPAN_REQUEST]
+        return root.attributes
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self.prefills))
@@ -192,6 +231,7 @@ class Rig:
             await worker.kill()
         await asyncio.to_thread(self.telemetry.shutdown)
         self._counting.stop()
+        self._folder.cleanup()
 
 
 def with_settings(**settings: Any) -> pytest.MarkDecorator:
