@@ -27,9 +27,12 @@ from headrace_engine.interface import (
     DecodeWork,
     Engine,
     EngineUsage,
+    FirstHiddenState,
     PrefillOutcome,
     PrefillWork,
     ReceivedBlock,
+    Released,
+    TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
@@ -269,25 +272,15 @@ class VllmEngine(Engine):
         if loss is not None:
             raise loss from error
 
-    def arrived(self, transfer_id: str) -> None:
-        self._require_started()[1].arrived(transfer_id)
-
-    def first_token(self, transfer_id: str, token_id: int) -> None:
-        self._require_started()[1].first_token(transfer_id, token_id)
-
-    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
-        request = self._decodes.get(transfer_id)
-        if request is not None:
-            request.first_hidden_state(state)
-
-    def released(self, transfer_id: str) -> None:
-        request = self._decodes.get(transfer_id)
-        if request is not None:
+    def transfer_event(self, event: TransferEvent) -> None:
+        request = self._decodes.get(event.transfer_id)
+        if isinstance(event, FirstHiddenState):
+            if request is not None:
+                request.first_hidden_state(event.state)
+            return
+        if isinstance(event, Released) and request is not None:
             request.transfer_failed()
-        self._require_started()[1].released(transfer_id)
-
-    def recompute(self, transfer_id: str) -> None:
-        self._require_started()[1].recompute(transfer_id)
+        self._require_started()[1].transfer_event(event)
 
     def landed_memory(self, rank: int) -> Memory | None:
         return self._rank_memories.get(rank)
@@ -380,7 +373,7 @@ class VllmEngine(Engine):
             request.blocks_reserved(reservation)
         elif self._link is not None and reservation.start_token < reservation.end_token:
             # The request was closed before its reservation arrived, so it cannot release the blocks itself.
-            self._link.released(reservation.transfer_id)
+            self._link.transfer_event(Released(reservation.transfer_id))
 
     def _transfer_quiet(self, report: SendReport) -> None:
         request = self._prefills.get(report.transfer_id)

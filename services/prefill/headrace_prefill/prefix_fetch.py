@@ -19,7 +19,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
-from headrace_engine.interface import Engine
+from headrace_engine.interface import Arrived, Engine, Recompute
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget, prefix_transfer
@@ -232,10 +232,10 @@ class PrefixFetch:
         except HeadraceError as failure:
             error = failure
             self._report_failure(failure)
-            context.engine.recompute(name)
+            context.engine.transfer_event(Recompute(name))
         else:
             token_count = transfer.reservation.end_token - transfer.reservation.start_token
-            context.engine.arrived(name)
+            context.engine.transfer_event(Arrived(name))
             fetch_s = time.monotonic() - start_s
             context.rule.fetched(self._target.decode, token_count, payload_bytes, fetch_s)
             await asyncio.wait({asking}, timeout=_ANSWER_WAIT_S)

@@ -13,6 +13,7 @@ from headrace_common.durations import duration_from_seconds, seconds_from_durati
 from headrace_common.errors import HeadraceError, from_reason
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_common.time_model.proto import step_times_from_proto, step_times_to_proto
+from headrace_engine.interface import Arrived, FirstToken, Recompute, Released, TransferEvent
 from headrace_engine.steps import EngineSteps
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
@@ -165,6 +166,23 @@ def tier_load_to_proto(load: TierLoad) -> link_pb2.TierLoaded:
 def tier_load_from_proto(message: link_pb2.TierLoaded) -> TierLoad:
     load_s = seconds_from_duration(message.time)
     return TierLoad(Tier(message.tier), message.block_count, load_s, message.failed)
+
+
+_EVENT_KINDS: dict[type[TransferEvent], link_pb2.TransferEvent.Kind.ValueType] = {
+    Arrived: link_pb2.TransferEvent.KIND_ARRIVED,
+    Released: link_pb2.TransferEvent.KIND_RELEASED,
+    Recompute: link_pb2.TransferEvent.KIND_RECOMPUTE,
+    FirstToken: link_pb2.TransferEvent.KIND_FIRST_TOKEN,
+}
+
+
+def transfer_event_to_proto(event: TransferEvent) -> link_pb2.TransferEvent:
+    """Hidden states have no message: the service samples from them."""
+    return link_pb2.TransferEvent(
+        transfer_id=event.transfer_id,
+        kind=_EVENT_KINDS[type(event)],
+        token_id=event.token_id if isinstance(event, FirstToken) else 0,
+    )
 
 
 # Fields that have the same name and type on both sides.

@@ -32,6 +32,7 @@ from headrace_engine.vllm.link.messages import (
     report_from_proto,
     steps_from_proto,
     tier_load_from_proto,
+    transfer_event_to_proto,
 )
 from headrace_kv.layout import (
     KvDescriptor,
@@ -52,6 +53,7 @@ from headrace_kv.messages import (
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
+    from headrace_engine.interface import TransferEvent
     from headrace_kv.send.context import DescriptorSource
     from headrace_kv.transport.networks import Networks
 
@@ -189,29 +191,10 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._scheduler, link_pb2.AttachResponse(request_coming=link_pb2.RequestComing())
         )
 
-    def arrived(self, transfer_id: str) -> None:
-        """Reports to the scheduler that a transfer is whole."""
-        self._send(
-            self._scheduler,
-            link_pb2.AttachResponse(arrived=link_pb2.Arrived(transfer_id=transfer_id)),
-        )
-
-    def released(self, transfer_id: str) -> None:
-        """Reports to the scheduler that a transfer has failed and no sender writes for it any more."""
-        self._send(
-            self._scheduler,
-            link_pb2.AttachResponse(released=link_pb2.Released(transfer_id=transfer_id)),
-        )
-
-    def recompute(self, transfer_id: str) -> None:
-        """Reports to the scheduler that what a prompt fetches does not arrive in time."""
-        late = link_pb2.Recompute(transfer_id=transfer_id)
-        self._send(self._scheduler, link_pb2.AttachResponse(recompute=late))
-
-    def first_token(self, transfer_id: str, token_id: int) -> None:
-        """Sends the scheduler the first token of a request that awaits it."""
-        first = link_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
-        self._send(self._scheduler, link_pb2.AttachResponse(first_token=first))
+    def transfer_event(self, event: TransferEvent) -> None:
+        """Sends the scheduler what becomes of a transfer."""
+        message = transfer_event_to_proto(event)
+        self._send(self._scheduler, link_pb2.AttachResponse(transfer_event=message))
 
     def open_pool(self, prefix_hash_key: int, layout: KvLayout) -> None:
         """Lets the scheduler and every rank use the remote pool."""

@@ -242,15 +242,8 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._link.send(link_pb2.AttachRequest(blocks_compared=dropped))
 
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
-        if response.HasField("arrived"):
-            self._planner.transfer_settled(response.arrived.transfer_id, whole=True)
-        elif response.HasField("first_token"):
-            first = response.first_token
-            self._planner.first_token_received(first.transfer_id, first.token_id)
-        elif response.HasField("released"):
-            self._planner.transfer_settled(response.released.transfer_id, whole=False)
-        elif response.HasField("recompute"):
-            self._planner.transfer_late(response.recompute.transfer_id)
+        if response.HasField("transfer_event"):
+            self._transfer_event(response.transfer_event)
         elif response.HasField("request_coming"):
             self._planner.request_announced()
         elif response.HasField("open_pool"):
@@ -259,6 +252,15 @@ class ServiceConnectorScheduler(ConnectorScheduler):
             kept = self._tiers.promises.renew(terms_from_proto(response.keep_query))
             answer = keep_answer(response.keep_query.query_id, kept)
             self._link.send(link_pb2.AttachRequest(keep_answer=answer))
+
+    def _transfer_event(self, event: link_pb2.TransferEvent) -> None:
+        if event.kind == link_pb2.TransferEvent.KIND_FIRST_TOKEN:
+            self._planner.first_token_received(event.transfer_id, event.token_id)
+        elif event.kind == link_pb2.TransferEvent.KIND_RECOMPUTE:
+            self._planner.transfer_late(event.transfer_id)
+        else:
+            whole = event.kind == link_pb2.TransferEvent.KIND_ARRIVED
+            self._planner.transfer_settled(event.transfer_id, whole=whole)
 
     def _open_pool(self, opened: link_pb2.OpenPool) -> None:
         secret, layout = pool_secret(opened.prefix_hash_key), layout_from_proto(opened.layout)

@@ -17,7 +17,7 @@ from headrace_common.errors import (
     from_reason,
 )
 from headrace_engine.connector.settings import PrefillTimes, PrefixParams, send_params
-from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
+from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
     rejected,
@@ -74,7 +74,7 @@ class PrefillRequest:
         """The scheduler has allocated blocks for a prefix, which is fetched or not."""
         prefix = self._work.prefix
         if prefix is None or not prefix.start(reservation):
-            self._link.released(reservation.transfer_id)
+            self._link.transfer_event(Released(reservation.transfer_id))
 
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of the transfer under way any more."""

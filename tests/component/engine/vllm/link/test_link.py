@@ -15,6 +15,7 @@ import pytest
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, QueueFull, StaleIncarnation
+from headrace_engine.interface import Arrived, Recompute, Released
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
     keep_answer,
@@ -230,13 +231,13 @@ async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Pa
         assert (ends.reserved, ends.reports) == ([RESERVATION], [REPORT])
         assert ends.loads == [(1, LOADED)]
         assert ends.starts == [("x1", 7)]
-        ends.server.arrived("x1")
-        ends.server.released("x2")
+        ends.server.transfer_event(Arrived("x1"))
+        ends.server.transfer_event(Released("x2"))
         ends.server.request_coming()
         ends.server.stop("x3")
-        ends.server.recompute("x4")
+        ends.server.transfer_event(Recompute("x4"))
         expected = {
-            "scheduler": ["arrived", "released", "request_coming", "recompute"],
+            "scheduler": ["transfer_event", "transfer_event", "request_coming", "transfer_event"],
             "rank 0": ["stop"],
             "rank 1": ["stop"],
         }
