@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -314,8 +314,9 @@ class Pair:
 
 
 def counts(load: EngineLoad) -> dict[str, int]:
-    """Requests and blocks, without the times of steps."""
-    return {name: value for name, value in asdict(load).items() if name != "step_times"}
+    """Requests and blocks."""
+    names = ("running_requests", "waiting_requests", "used_blocks", "total_blocks")
+    return {name: getattr(load, name) for name in names}
 
 
 async def reset(engine: VllmEngine) -> None:

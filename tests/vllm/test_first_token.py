@@ -163,6 +163,7 @@ async def test_an_answer_that_ends_at_once_leaves_no_blocks(
             assert len(answer.token_ids) == count
 
 
+@pytest.mark.core
 async def test_many_at_once_get_their_own_hidden_states(pair: Pair) -> None:
     """Their chunks share steps, also with requests that want none."""
     prompts = [prompt_of(length) for length in (40, 700, 3, 96, 333, 64)]
