@@ -171,7 +171,7 @@ def test_only_these_modules_import_vllm() -> None:
         "service/prompts.py",
         "service/sampling.py",
         "stages.py",
-        "standalone/connector_scheduler.py",
+        "standalone/pair_scheduler.py",
     }
 
 

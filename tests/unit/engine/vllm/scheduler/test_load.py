@@ -7,7 +7,7 @@ import asyncio
 from headrace_common.time_model.model import NO_STEPS
 from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
-from headrace_engine.vllm.scheduler.service_scheduler import LoadMeter, report_changes
+from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_kv.manager.promises import PromiseCounts
 from headrace_kv.prefix.events import Tier
 from tests.unit.engine.vllm.scheduler.test_planned_steps import output

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace_common.time_model.model import Step
-from headrace_engine.vllm.scheduler.service_scheduler import step_of
+from headrace_engine.vllm.scheduler.load import step_of
 
 
 def output(

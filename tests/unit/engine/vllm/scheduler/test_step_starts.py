@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from headrace_engine.vllm.scheduler.service_scheduler import StepStarts
+from headrace_engine.vllm.scheduler.load import StepStarts
 
 
 def test_each_request_is_reported_once_with_its_first_step() -> None:
