@@ -96,16 +96,21 @@ def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
     )
 
 
+def terms_to_proto(terms: KeepTerms) -> link_pb2.KeepQuery:
+    return link_pb2.KeepQuery(
+        transfer_id=terms.name, owner=terms.owner, duration=duration_from_seconds(terms.seconds)
+    )
+
+
 def terms_from_proto(query: link_pb2.KeepQuery) -> KeepTerms:
     return KeepTerms(query.transfer_id, query.owner, seconds_from_duration(query.duration))
 
 
-def keep_answer(query_id: int, kept: Kept | None) -> link_pb2.KeepAnswer:
+def keep_answer(kept: Kept | None) -> link_pb2.KeepAnswer:
     """`kept` is None for an unknown promise."""
     if kept is None:
-        return link_pb2.KeepAnswer(query_id=query_id)
+        return link_pb2.KeepAnswer()
     return link_pb2.KeepAnswer(
-        query_id=query_id,
         found=True,
         token_count=kept.tokens,
         tier=kept.tier,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
@@ -54,8 +54,6 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_to_proto,
 )
-from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.messages import SendReport
 from headrace_kv.pool.engine_blocks import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
@@ -101,7 +99,9 @@ class ConnectorWorker:
         # Of a decode rank, until it sends its first prefix.
         self._start_sending_later: Callable[[], None] | None = None
         self._link: EngineLink | None = None
-        self._executor = StepExecutor(self._rank, self._send_report)
+        self._executor = StepExecutor(
+            self._rank, lambda report: self._send(report=report_to_proto(report))
+        )
         self._comparer: BlockComparer | None = None
         self._comparisons: Sequence[BlockComparison] = ()
         self._tiers: TierExecutor | None = None
@@ -155,7 +155,7 @@ class ConnectorWorker:
             self._copier = self._open_tiers(layout, memory, next(iter(kv_caches.values())))
             self._tiers = TierExecutor(
                 self._copier,
-                self._send_load,
+                lambda load: self._send(tier_loaded=tier_load_to_proto(load)),
                 self._pool,
                 self._executor.send_from_host,
                 order.mark,
@@ -279,10 +279,10 @@ class ConnectorWorker:
         """The compared blocks stay until the step's results are handled."""
         comparisons, self._comparisons = self._comparisons, ()
         for one in comparisons:
-            if self._comparer is not None and self._link is not None:
+            if self._comparer is not None:
                 layers = self._comparer.compare(one.received_block, one.computed_block)
                 compared = link_pb2.BlocksCompared(comparison_id=one.comparison_id, layers=layers)
-                self._link.send(link_pb2.AttachRequest(blocks_compared=compared))
+                self._send(blocks_compared=compared)
 
     def get_transfer_results(self) -> tuple[set[str], set[str], set[str]]:
         """After the model's forward pass. See StepExecutor.end_step."""
@@ -318,28 +318,23 @@ class ConnectorWorker:
         if self._transport is not None:
             self._transport.close()
 
-    def _send_load(self, load: TierLoad) -> None:
+    def _send(self, **message: Any) -> None:
         if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(load)))
-
-    def _send_report(self, report: SendReport) -> None:
-        if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(report=report_to_proto(report)))
+            self._link.send(link_pb2.AttachRequest(**message))
 
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("stop"):
             self._executor.stop(response.stop.transfer_id)
         elif response.HasField("admit_networks"):
-            self._admissions.submit(self._admit, response.admit_networks)
+            self._admissions.submit(self._admit, response)
         elif response.HasField("sample_first"):
-            self._samples.submit(self._sample, response.sample_first)
+            self._samples.submit(self._sample, response)
         elif response.HasField("open_pool"):
             self._open_pool(response.open_pool)
 
-    def _sample(self, request: link_pb2.SampleFirst) -> None:
-        sampled = sample_beside_steps(request)
-        if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(first_sampled=sampled))
+    def _sample(self, query: link_pb2.AttachResponse) -> None:
+        sampled = sample_beside_steps(query.sample_first)
+        self._send(first_sampled=sampled, answered_query_id=query.query_id)
 
     def _open_pool(self, opened: link_pb2.OpenPool) -> None:
         if self._pool is None or self._copier is None:
@@ -350,13 +345,12 @@ class ConnectorWorker:
         pool = self._settings.pool_opener()(memories, secret, lambda: None)
         self._pool.attach(pool, PoolKeys(secret, layout))
 
-    def _admit(self, update: link_pb2.AdmitNetworks) -> None:
+    def _admit(self, query: link_pb2.AttachResponse) -> None:
         """Runs on a thread of its own, because the transport may wait for connections to end."""
-        answer = link_pb2.NetworksAdmitted(update_id=update.update_id)
+        answer = link_pb2.NetworksAdmitted()
         try:
             if self._transport is not None:
-                self._transport.admit(parse_networks(update.networks))
+                self._transport.admit(parse_networks(query.admit_networks.networks))
         except HeadraceError as error:
             answer.reason, answer.detail = error.reason, error.detail
-        if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(networks_admitted=answer))
+        self._send(networks_admitted=answer, answered_query_id=query.query_id)

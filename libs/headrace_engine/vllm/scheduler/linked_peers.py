@@ -106,7 +106,7 @@ class LinkedPeers(Peers):
             self._open_pool(response.open_pool)
         elif response.HasField("keep_query"):
             kept = self._tiers.promises.renew(terms_from_proto(response.keep_query))
-            self._send(keep_answer=keep_answer(response.keep_query.query_id, kept))
+            self._send(keep_answer=keep_answer(kept), answered_query_id=response.query_id)
 
     def _transfer_event(self, event: link_pb2.TransferEvent) -> None:
         if event.kind == link_pb2.TransferEvent.KIND_FIRST_TOKEN:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     HeadraceError,
@@ -193,7 +194,8 @@ class PrefillRequest:
         """Ends the computation and waits until every rank is quiet (I2)."""
         transfer_id = self._work.target.transfer_id
         start_s = time.monotonic()
-        self._link.stop(transfer_id)
+        stop = link_pb2.Stop(transfer_id=transfer_id)
+        self._link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
         compute.cancel()
         await asyncio.wait({compute})
         try:

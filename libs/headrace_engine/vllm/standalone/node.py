@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc.aio
 
+from headrace.engine.v1 import link_pb2
 from headrace.kv.v1 import handoff_pb2_grpc, pair_pb2, pair_pb2_grpc
 from headrace_common.errors import Cancelled, ConfigError, HeadraceError, InternalError
 from headrace_common.identity import new_incarnation
@@ -21,7 +22,8 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.kv_fetch import fetch_kv
 from headrace_engine.vllm.link.client import LinkLoop
-from headrace_engine.vllm.link.server import LinkEvents, LinkServer
+from headrace_engine.vllm.link.messages import report_from_proto
+from headrace_engine.vllm.link.server import LinkServer
 from headrace_engine.vllm.standalone.fetch_service import (
     DecodeMemories,
     FetchService,
@@ -30,7 +32,7 @@ from headrace_engine.vllm.standalone.fetch_service import (
 from headrace_engine.vllm.standalone.params import ConsumerParams
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.layout import STATE, KvLayout, WorkerRef
-from headrace_kv.messages import Reservation, SendReport
+from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import NoTickets
@@ -75,7 +77,8 @@ class StandaloneNode:
             self._link_path,
             # The scheduler is in this process, so its reservations do not come over the link. vLLM itself detects that
             # a rank has ended, and ends the engine.
-            LinkEvents(lambda _: None, self._transfer_quiet, log.error),
+            self._message_received,
+            log.error,
             self._memories.find,
         )
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,9 +96,10 @@ class StandaloneNode:
     ) -> str:
         """Waits for all ranks, then serves. Returns the address under which others reach it.
 
-        The loop calls `on_whole` when the KV cache of a transfer has arrived, and `on_failed` when it will not arrive
-        and no sender writes it any more. They must not block. Raises ConfigError for an address that cannot be bound,
-        or InternalError on a timeout.
+        The loop calls `on_whole` when a transfer's KV cache has arrived. It calls `on_failed` when that will not arrive
+        and no sender writes it any more. They must not block.
+
+        Raises ConfigError for an address that cannot be bound, or InternalError on a timeout.
         """
         self._on_whole, self._on_failed = on_whole, on_failed
         starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
@@ -131,7 +135,7 @@ class StandaloneNode:
             descriptor=descriptor,
             pending=self.pending_fetches,
             memories=self._memories,
-            stop=self._link.stop,
+            stop=self._stop,
             timeout_s=self._settings.transfer_timeout_s,
         )
         self._server = GrpcServer(self._settings.server, SERVICES)
@@ -156,8 +160,13 @@ class StandaloneNode:
         """The prompt that another engine fetches is not going to be sent."""
         self._loop.call_soon_threadsafe(self._fetch_service.fail, transfer_id, error)
 
-    def _transfer_quiet(self, report: SendReport) -> None:
-        self._fetch_service.transfer_quiet(report)
+    def _message_received(self, rank: int, message: link_pb2.AttachRequest) -> None:
+        if message.HasField("report"):
+            self._fetch_service.transfer_quiet(report_from_proto(message.report))
+
+    def _stop(self, transfer_id: str) -> None:
+        stop = link_pb2.Stop(transfer_id=transfer_id)
+        self._link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
 
     def _start_fetch(self, plan: FetchPlan) -> None:
         reservation = plan.reservation
