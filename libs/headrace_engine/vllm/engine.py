@@ -164,7 +164,7 @@ class VllmEngine(Engine):
         )
         if self._config.tiers.pooled:
             layout = self.descriptor.layout
-            self.prefix_events.on_hash_key(partial(self._open_pool, self._link, layout))
+            self.prefix_events.on_hash_key(partial(_open_pool, self._link, layout))
         endpoint = events_endpoint(self._link_path, self._place.rank if self._place else 0)
         self._kv_events = KvEventReader(endpoint, self.prefix_events)
         self._kv_events.start()
@@ -174,14 +174,6 @@ class VllmEngine(Engine):
             kill, sentinel = partial(kill_engine, self._llm), coordinator_sentinel(self._llm)
             self._group = RankGroup(self._place, kill, sentinel)
             await self._group.join()
-
-    @staticmethod
-    def _open_pool(link: LinkServer, layout: KvLayout, prefix_hash_key: int) -> None:
-        """Lets the scheduler and every rank use the remote pool."""
-        opened = link_pb2.OpenPool(prefix_hash_key=prefix_hash_key, layout=layout_to_proto(layout))
-        message = link_pb2.AttachResponse(open_pool=opened)
-        link.send_to_scheduler(message)
-        link.send_to_ranks(message)
 
     async def _prepare_hidden_states(self) -> None:
         from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
@@ -431,3 +423,11 @@ class VllmEngine(Engine):
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)
         with suppress(ProcessLookupError):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _open_pool(link: LinkServer, layout: KvLayout, prefix_hash_key: int) -> None:
+    """Lets the scheduler and every rank use the remote pool."""
+    opened = link_pb2.OpenPool(prefix_hash_key=prefix_hash_key, layout=layout_to_proto(layout))
+    message = link_pb2.AttachResponse(open_pool=opened)
+    link.send_to_scheduler(message)
+    link.send_to_ranks(message)
