@@ -11,7 +11,7 @@ from headrace_common.errors import HeadraceError
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.connector.tier_planner import plan_tiers
-from headrace_engine.vllm import continuation, stages
+from headrace_engine.vllm import continuation, parallel
 from headrace_engine.vllm.compat import extra_config, replica_count, steps_under_way
 from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
@@ -56,7 +56,7 @@ class Deployment:
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorScheduler:
         """The scheduler's half. Raises ConfigError or InternalError."""
-        ranks, role = stages.rank_count(vllm_config), self.settings.role
+        ranks, role = parallel.rank_count(vllm_config), self.settings.role
         tiers = plan_tiers(
             self.settings.tiers, groups, ranks, sends_from_host=self.settings.sends_from_host
         )
@@ -86,7 +86,7 @@ class Deployment:
         """The half of this rank."""
         if self.standalone is None:
             continuation.install(vllm_config)
-            stages.install(vllm_config)
+            parallel.install(vllm_config)
         return ConnectorWorker(self.settings, vllm_config, groups)
 
     def report_startup_error(self, error: HeadraceError) -> None:

@@ -38,7 +38,6 @@ from headrace_engine.interface import (
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import end_llm, hidden_format, max_model_len, reset_prefix_cache
-from headrace_engine.vllm.data_parallel import GroupPlace, coordinator_sentinel, kill_engine
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
     kept_from_proto,
@@ -48,6 +47,7 @@ from headrace_engine.vllm.link.messages import (
     terms_to_proto,
     tier_load_from_proto,
 )
+from headrace_engine.vllm.parallel import GroupPlace, coordinator_sentinel, kill_engine
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.comparisons import BlockComparisons, can_compare
 from headrace_engine.vllm.service.constraints import ConstraintCheck

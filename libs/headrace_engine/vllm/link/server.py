@@ -52,7 +52,6 @@ class _Peer:
         default_factory=lambda: asyncio.Queue(UNSENT_MAX)
     )
     queries: set[asyncio.Task[None]] = field(default_factory=set)
-    answers: dict[int, asyncio.Future[link_pb2.AttachRequest]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -84,6 +83,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         self._changed = asyncio.Event()
         self._closing = False
         self._query_ids = count(1)
+        self._answers: dict[int, tuple[_Peer, asyncio.Future[link_pb2.AttachRequest]]] = {}
 
     async def start(self) -> None:
         """Serves on the socket. Raises InternalError when it cannot be bound."""
@@ -179,14 +179,15 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             raise InternalError("a process of the engine has ended")
         query_id = next(self._query_ids)
         answer: asyncio.Future[link_pb2.AttachRequest]
-        answer = peer.answers[query_id] = asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[query_id] = peer, answer
         query = link_pb2.AttachResponse(query_id=query_id)
         query.MergeFrom(message)
         self._send(peer, query)
         try:
             return await answer
         finally:
-            del peer.answers[query_id]
+            del self._answers[query_id]
 
     def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
@@ -234,8 +235,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._scheduler = None
         elif self._ranks.get(peer.attachment.rank) is peer:
             del self._ranks[peer.attachment.rank]
-        for answer in peer.answers.values():
-            if not answer.done():
+        for asked, answer in self._answers.values():
+            if asked is peer and not answer.done():
                 answer.set_exception(InternalError(f"the engine's {peer.name} has ended"))
         self._report_lost(f"the engine's {peer.name} has ended")
 
@@ -250,8 +251,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
 
     def _dispatch(self, peer: _Peer, request: link_pb2.AttachRequest) -> None:
         if request.answered_query_id:
-            answer = peer.answers.get(request.answered_query_id)
-            if answer is not None and not answer.done():
+            asked, answer = self._answers.get(request.answered_query_id, (None, None))
+            if asked is peer and answer is not None and not answer.done():
                 answer.set_result(request)
         elif not request.HasField("descriptor_query"):
             self._on_message(peer.attachment.rank, request)

@@ -35,6 +35,7 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
+from headrace_engine.vllm.parallel import gather_from_stages, stage_of_this_rank
 from headrace_engine.vllm.rank.comparison import BlockComparer
 from headrace_engine.vllm.rank.hidden_states import listen, sample_beside_steps
 from headrace_engine.vllm.rank.memory import (
@@ -43,7 +44,6 @@ from headrace_engine.vllm.rank.memory import (
     join_stages,
     rank_memory,
 )
-from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
 from headrace_kv.hidden_state import hidden_state_rank
 from headrace_kv.layout import (
     STATE,
