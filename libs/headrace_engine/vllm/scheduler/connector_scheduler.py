@@ -89,9 +89,6 @@ class Peers:
         """Whether the request need not wait for its transfer to be arranged."""
         return True
 
-    def step_begins(self, output: SchedulerOutput) -> None:
-        """A step is about to be planned."""
-
     def step_planned(self, output: SchedulerOutput, plan: StepPlan) -> None:
         """A step is planned. May add to the plan."""
 
@@ -207,7 +204,6 @@ class ConnectorScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._flush_requested = False
-        self._peers.step_begins(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         waits = not (computes or self._in_lockstep or self._steps_under_way.may_have_results)
         if waits:

@@ -138,10 +138,8 @@ class LinkedPeers(Peers):
     def may_schedule(self, request: Request, cached_tokens: int) -> bool:
         return self._comparisons.may_run(request.request_id, cached_tokens)
 
-    def step_begins(self, output: SchedulerOutput) -> None:
-        self._starts.step_planned(output.num_scheduled_tokens)
-
     def step_planned(self, output: SchedulerOutput, plan: StepPlan) -> None:
+        self._starts.step_planned(output.num_scheduled_tokens)
         plan.compare(self._comparisons.plan(scheduled_requests(output)))
         self._load.step_planned(output, self._planner.sending)
 
