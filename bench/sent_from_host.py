@@ -22,7 +22,7 @@ from typing import Final
 
 from bench.placement.report import percentile
 from bench.support.vllm_ways import bytes_of_block
-from headrace_engine.interface import DecodeTokens
+from headrace_engine.interface import Arrived, DecodeTokens
 from headrace_kv.messages import Reservation
 from headrace_kv.tiers.tiers import TierSettings
 from tests.vllm.pair import GREEDY, TIMEOUT_S, Pair, running_pair
@@ -72,7 +72,7 @@ async def hand_over(pair: Pair, prompt: Sequence[int]) -> HandedOver:
         async for event in pair.decode.decode(work):
             if isinstance(event, Reservation):
                 outcome, _ = await pair.hand_over(work.token_ids, event)
-                pair.decode.arrived(work.transfer_id)
+                pair.decode.transfer_event(Arrived(work.transfer_id))
                 cached = outcome.cached_tokens
                 sent = {one.start_token for _, one in outcome.layers}
             elif isinstance(event, DecodeTokens):

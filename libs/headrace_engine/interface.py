@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from headrace_common.callers.priority import Priority
-from headrace_common.errors import InternalError, InvalidRequest
+from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -86,7 +86,7 @@ class RemotePrefix(Protocol):
     def start(self, reservation: Reservation) -> bool:
         """Whether the KV is fetched into the reserved blocks, which hold the tokens that this engine lacks.
 
-        If so, `arrived` or `recompute` follows. The blocks stay held until `arrived` or `released` (I1). Called at most
+        If so, `Arrived` or `Recompute` follows. The blocks stay held until `Arrived` or `Released` (I1). Called at most
         once. It neither waits nor raises.
         """
         ...
@@ -158,8 +158,8 @@ class DecodeWork:
     penalties, for max_tokens, which is above them, and for the position in a seed's random stream, but are not yielded.
 
     `awaits_first_token` needs `remote_kv` and no generated tokens. The KV of all tokens arrives then, and generation
-    continues after the token that `Engine.first_token` gives. With `from_hidden_state` too, it continues after the one
-    that the engine chooses from the state of `Engine.first_hidden_state`, and yields. `sampling.prompt_logprobs`
+    continues after the token that `FirstToken` gives. With `from_hidden_state` too, it continues after the one
+    that the engine chooses from the state of `FirstHiddenState`, and yields. `sampling.prompt_logprobs`
     exclude `remote_kv` and generated tokens, and the engine computes the whole prompt then: it reads no cached prefix.
     """
 
@@ -239,6 +239,53 @@ DecodeEvent = Reservation | DecodeTokens | DecodeEnded
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """The KV cache is complete: the request may run."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The transfer has failed and nothing writes into the reservation: its blocks may be reused."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The KV of a work's `prefix` does not arrive: the engine computes it, into other blocks.
+
+    The reserved blocks may still be written into, until `Released`. Ignored after `Arrived` and `Released`.
+    """
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of a request that awaits it, before or after `Arrived`. It does not end the answer."""
+
+    transfer_id: str
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstHiddenState:
+    """The state for the first token of a request with `from_hidden_state`, before or after `Arrived`.
+
+    `decode` raises TransferFailed or KvCorrupt when it cannot be from its model.
+    """
+
+    transfer_id: str
+    state: bytes
+
+
+TransferEvent: TypeAlias = Arrived | Released | Recompute | FirstToken | FirstHiddenState
+"""What becomes of one transfer into this engine, and what comes beside it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReceivedBlock:
     """A block of the layout's first group that a transfer has filled. `token_ids` end with its last token."""
 
@@ -270,8 +317,8 @@ class Engine(ABC):
     """One model on one worker: all its ranks. Its methods are called on one event loop, except `start`.
 
     Only `prefill` is called on a prefill engine, and only the other methods on a decode engine. Where a work has a
-    RemotePrefix, `arrived`, `recompute` and `released` are called on the prefill engine, and `prefill` with
-    `cached_only` on the decode engine.
+    RemotePrefix, `transfer_event` is called on the prefill engine, and `prefill` with `cached_only` on the decode
+    engine.
     """
 
     descriptor: KvDescriptor
@@ -318,37 +365,16 @@ class Engine(ABC):
         """Yields the Reservation of a request with `remote_kv` once blocks are held, then tokens, then DecodeEnded.
 
         With a reservation that is not empty, no token is yielded before the KV cache is complete. The exception is a
-        token that is chosen from `first_hidden_state`; the end can follow it directly. The engine waits for `arrived`.
+        token that is chosen from `FirstHiddenState`; the end can follow it directly. The engine waits for `Arrived`.
 
-        Closing the iterator aborts the request. The reservation's blocks stay held until `arrived` or `released` is
-        called (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
+        Closing the iterator aborts the request. The reservation's blocks stay held until `Arrived` or `Released`
+        (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
         token never has one.
         """
 
     @abstractmethod
-    def arrived(self, transfer_id: str) -> None:
-        """The KV cache is complete: the request may run."""
-
-    @abstractmethod
-    def first_token(self, transfer_id: str, token_id: int) -> None:
-        """Gives the first token of a request that awaits it, before or after `arrived`. It does not end the answer."""
-
-    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
-        """Gives the state for the first token of a request with `from_hidden_state`, before or after `arrived`.
-
-        `decode` raises TransferFailed or KvCorrupt when it cannot be from its model.
-        """
-        raise InternalError("this engine samples no token from hidden states")
-
-    @abstractmethod
-    def released(self, transfer_id: str) -> None:
-        """The transfer has failed and nothing writes into the reservation: its blocks may be reused."""
-
-    def recompute(self, transfer_id: str) -> None:  # noqa: B027 - most fetch no prefixes
-        """The KV of a work's `prefix` does not arrive: the engine computes it, into other blocks.
-
-        The reserved blocks may still be written into, until `released`. Ignored after `arrived` and `released`.
-        """
+    def transfer_event(self, event: TransferEvent) -> None:
+        """Ignored for a transfer that the engine does not have, or for which the event comes too late."""
 
     def landed_memory(self, rank: int) -> Memory | None:
         """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 from headrace_common.errors import HeadraceError
-from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
+from headrace_engine.interface import (
+    Arrived,
+    DecodeTokens,
+    DecodeWork,
+    PrefillWork,
+    Released,
+    Sampling,
+)
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.messages import Reservation
@@ -68,7 +75,7 @@ class Rig:
                     reserved.append(event)
                     if hand_over:
                         await pair.hand_over(prompt, event)
-                        pair.decode.arrived(work.transfer_id)
+                        pair.decode.transfer_event(Arrived(work.transfer_id))
 
         task = asyncio.create_task(consume())
         try:
@@ -81,7 +88,7 @@ class Rig:
             if reserved and not hand_over:
                 await asyncio.sleep(0.2)
                 assert pair.decode.load.used_blocks, "blocks were reused before they were released"
-                pair.decode.released(work.transfer_id)
+                pair.decode.transfer_event(Released(work.transfer_id))
 
     @asynccontextmanager
     async def prefilling(self, length: int) -> AsyncIterator[asyncio.Task[object]]:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary import Canary, Comparison
-from headrace_engine.interface import BlockErrors, Engine, ReceivedBlock
+from headrace_engine.interface import Arrived, BlockErrors, Engine, ReceivedBlock
 from headrace_engine.vllm.model_folder import SAMPLE_BYTES
 from headrace_engine.vllm.service import launch
 from headrace_kv.copy_plan import CopyPlanner
@@ -264,7 +264,7 @@ async def _split_with_fault(pair: Pair, prompt: list[int], fault: str, layer: in
             if isinstance(event, Reservation):
                 answer.prefill, answer.summary = await pair.hand_over(work.token_ids, event)
                 _plant(pair, event, fault, layer)
-                pair.decode.arrived(work.transfer_id)
+                pair.decode.transfer_event(Arrived(work.transfer_id))
     return answer
 
 

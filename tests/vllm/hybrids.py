@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
-from headrace_engine.interface import PrefillWork
+from headrace_engine.interface import Arrived, PrefillWork
 from headrace_kv.layout import STATE, TOKENS
 from headrace_kv.messages import Reservation
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, reset, running_pair
@@ -196,7 +196,7 @@ class Cases:
             pair.receiver.cancel(reservation.transfer_id, "CANCELLED", "the client went away")
             with suppress(HeadraceError):
                 await transfer.wait()
-                pair.decode.arrived(reservation.transfer_id)
+                pair.decode.transfer_event(Arrived(reservation.transfer_id))
             if sending is not None:
                 await asyncio.wait({sending})
                 # It may have been done already.

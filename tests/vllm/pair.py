@@ -8,8 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,19 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
+    Arrived,
     DecodeEnded,
     DecodeEvent,
     DecodeTokens,
     DecodeWork,
+    FirstHiddenState,
+    FirstToken,
     PrefillOutcome,
     PrefillWork,
+    Released,
     Sampling,
     TokenLogprobs,
+    TransferEvent,
 )
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
@@ -126,13 +130,13 @@ class Pair:
     def release(self, transfer_id: str) -> None:
         """The receiver's callback, as in the decode service."""
         self.released.append(transfer_id)
-        self.decode.released(transfer_id)
+        self.decode.transfer_event(Released(transfer_id))
 
     async def release_all(self) -> None:
         """Ends what a failed test has left, so that later tests find unused engines."""
         for transfer_id in self._transfer_ids:
             self.receiver.cancel(transfer_id, "CANCELLED", "its test has failed")
-            self.decode.released(transfer_id)
+            self.decode.transfer_event(Released(transfer_id))
         await self.reset()
 
     async def reset(self) -> None:
@@ -209,7 +213,7 @@ class Pair:
                         work.token_ids, event, **more
                     )
                     answer.arrived_ns = time.monotonic_ns()
-                    self.decode.arrived(work.transfer_id)
+                    self.decode.transfer_event(Arrived(work.transfer_id))
         return answer
 
     async def split_after_first(
@@ -264,25 +268,24 @@ class Pair:
             prefill = asyncio.create_task(self.prefill.prefill(task, on_first_token))
             if from_hidden_state:
                 ends = False
-                give = partial(
-                    self.decode.first_hidden_state, work.transfer_id, await transfer.hidden_state()
-                )
+                given: TransferEvent
+                given = FirstHiddenState(work.transfer_id, await transfer.hidden_state())
             else:
                 first = await token
                 answer.take(first)
                 (token_id,) = first.token_ids
                 ends = token_id in sampling.stop_token_ids or sampling.max_tokens == 1
-                give = partial(self.decode.first_token, work.transfer_id, token_id)
+                given = FirstToken(work.transfer_id, token_id)
             if not late and not ends:
-                give()
+                self.decode.transfer_event(given)
             if from_hidden_state and not late:
                 answer.take(await anext(reader))
                 assert len(answer.token_ids) == 1
             answer.prefill, answer.summary = await asyncio.gather(prefill, transfer.wait())
-            self.decode.arrived(work.transfer_id)
+            self.decode.transfer_event(Arrived(work.transfer_id))
             if late and not ends:
                 await asyncio.sleep(0.2)
-                give()
+                self.decode.transfer_event(given)
             if not ends:
                 async for event in reader:
                     answer.take(event)
@@ -311,8 +314,9 @@ class Pair:
 
 
 def counts(load: EngineLoad) -> dict[str, int]:
-    """Requests and blocks, without the times of steps."""
-    return {name: value for name, value in asdict(load).items() if name != "step_times"}
+    """Requests and blocks."""
+    names = ("running_requests", "waiting_requests", "used_blocks", "total_blocks")
+    return {name: getattr(load, name) for name in names}
 
 
 async def reset(engine: VllmEngine) -> None:

@@ -229,7 +229,9 @@ async def _frozen_turn(workers: VllmWorkers, prompt: list[int], result: FrozenRe
 def _process_ids(engine: VllmEngine) -> list[int]:
     """The processes of its ranks."""
     assert engine._link is not None
-    return [engine._link.process_of(rank.rank) for rank in engine.descriptor.ranks]
+    return [
+        engine._link._ranks[rank.rank].attachment.process_id for rank in engine.descriptor.ranks
+    ]
 
 
 async def plain_answer(engine: VllmEngine, prompt: list[int]) -> list[int]:

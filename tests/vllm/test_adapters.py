@@ -79,6 +79,7 @@ def test_a_digest_depends_on_the_files_and_the_type() -> None:
     assert poet not in digests(f"{ARGUMENTS} --lora-dtype bfloat16")
 
 
+@pytest.mark.core
 def test_answers_equal_plain_vllm_with_the_same_adapter(run_job: RunJob) -> None:
     result = run_job("tests.vllm.adapters:measure", model="tiny-llama")
     prefill, decode = result["digests"]

@@ -54,7 +54,7 @@ def requests(
         yield request
 
 
-@pytest.mark.parametrize("engine_args", ["", STEPS_AHEAD])
+@pytest.mark.parametrize("engine_args", [pytest.param("", marks=pytest.mark.core), STEPS_AHEAD])
 async def test_answers_are_the_same_wherever_prompts_are_computed(
     tmp_path: Path, engine_args: str
 ) -> None:

@@ -207,7 +207,7 @@ def test_kv_events_are_encoded_as_maps_with_their_type() -> None:
 
 @pytest.mark.parametrize("name", ["all_gatherv", "reduce_scatterv"])
 def test_the_communicator_of_processors_lacks_what_we_supply(name: str) -> None:
-    ours = lookup(f"headrace_engine.vllm.data_parallel.{name}")
+    ours = lookup(f"headrace_engine.vllm.parallel.{name}")
     theirs = getattr(lookup(COMMUNICATOR), name)
     assert "raise NotImplementedError" in inspect.getsource(theirs) or theirs is ours
     names = [parameter.name for parameter in parameters_of(theirs)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, TransferTimeout
-from headrace_engine.interface import DecodeEvent, PrefillOutcome, PrefillWork
+from headrace_engine.interface import Arrived, DecodeEvent, PrefillOutcome, PrefillWork, Released
 from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
 from tests.vllm.conftest import ON_PAIR
@@ -55,7 +55,7 @@ async def test_a_request_aborted_before_its_reservation_leaves_no_blocks(pair: P
         done = await asyncio.gather(first, return_exceptions=True)
         await events.aclose()
         if isinstance(done[0], Reservation):
-            pair.decode.released(done[0].transfer_id)
+            pair.decode.transfer_event(Released(done[0].transfer_id))
     await reset(pair.decode)
 
 
@@ -66,7 +66,7 @@ async def test_a_released_transfer_yields_no_token_and_caches_no_block(pair: Pai
     work = pair.work(prompt)
     events = pair.decode.decode(work)
     assert isinstance(await anext(events), Reservation)
-    pair.decode.released(work.transfer_id)
+    pair.decode.transfer_event(Released(work.transfer_id))
     with pytest.raises(TransferFailed):
         await anext(events)
     after = await pair.plain(prompt)
@@ -114,7 +114,7 @@ async def cancelled_in_flight(pair: Pair, prompt: list[int], *, by_decode: bool)
     assert pair.prefill.usage().running_requests == 0
     if isinstance(sent, PrefillOutcome) or isinstance(received, TransferSummary):
         await sending.events.aclose()
-        pair.decode.arrived(transfer_id)
+        pair.decode.transfer_event(Arrived(transfer_id))
         await pair.reset()
         return False
     assert isinstance(received, HeadraceError)

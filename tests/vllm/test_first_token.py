@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.interface import DecodeTokens, Sampling
+from headrace_engine.interface import DecodeTokens, FirstHiddenState, Released, Sampling
 from headrace_kv.messages import Reservation
 from tests.vllm.conftest import ON_PAIR, RunJob
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair, prompt_of
@@ -163,6 +163,7 @@ async def test_an_answer_that_ends_at_once_leaves_no_blocks(
             assert len(answer.token_ids) == count
 
 
+@pytest.mark.core
 async def test_many_at_once_get_their_own_hidden_states(pair: Pair) -> None:
     """Their chunks share steps, also with requests that want none."""
     prompts = [prompt_of(length) for length in (40, 700, 3, 96, 333, 64)]
@@ -189,10 +190,10 @@ async def test_an_abort_after_the_first_token_leaves_no_blocks(pair: Pair) -> No
     assert isinstance(await anext(reader), Reservation)
     assert pair.decode.hidden_format is not None
     state = bytes(pair.decode.hidden_format.nbytes)
-    pair.decode.first_hidden_state(work.transfer_id, state)
+    pair.decode.transfer_event(FirstHiddenState(work.transfer_id, state))
     assert isinstance(await anext(reader), DecodeTokens)
     await reader.aclose()
-    pair.decode.released(work.transfer_id)
+    pair.decode.transfer_event(Released(work.transfer_id))
     await pair.reset()
 
 
@@ -200,10 +201,10 @@ async def test_a_hidden_state_of_another_size_is_rejected(pair: Pair) -> None:
     work = pair.work(prompt_of(20), awaits_first_token=True, from_hidden_state=True)
     reader = pair.decode.decode(work)
     await anext(reader)
-    pair.decode.first_hidden_state(work.transfer_id, bytes(40))
+    pair.decode.transfer_event(FirstHiddenState(work.transfer_id, bytes(40)))
     with pytest.raises(TransferFailed, match="40 bytes"):
         await anext(reader)
-    pair.decode.released(work.transfer_id)
+    pair.decode.transfer_event(Released(work.transfer_id))
     await pair.reset()
 
 

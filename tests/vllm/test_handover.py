@@ -102,6 +102,7 @@ async def test_chunks_are_sent_while_later_chunks_are_computed(pair: Pair) -> No
     pytest.fail("no chunk arrived before the last one was computed, in any of five prompts")
 
 
+@pytest.mark.core
 async def test_layers_are_sent_before_the_forward_pass_ends(pair: Pair) -> None:
     """A paused machine may delay the sending threads, but hardly five times in a row."""
     for seed in range(5):

@@ -47,7 +47,9 @@ def run(job: str, model: str, folder: Path, module: str = "images") -> dict[str,
     return values
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen2-vl", "tiny-llava"])
+@pytest.mark.parametrize(
+    "model", ["tiny-qwen2-vl", pytest.param("tiny-llava", marks=pytest.mark.core)]
+)
 def test_two_engines_answer_to_images_as_one(tmp_path: Path, model: str) -> None:
     """With cold and warm caches, after a killed prefill, and continued. The first token is also sampled."""
     expected = run("alone", model, tmp_path)

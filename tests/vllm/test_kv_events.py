@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from headrace_engine.interface import EngineUsage, Sampling
+from headrace_engine.interface import EngineUsage, Released, Sampling
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import unpack_hashes
@@ -102,7 +102,7 @@ async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
     await until(lambda: pair.decode.usage() == EngineUsage(0, 1, 3))
     assert not await pair.decode.reset_prefix_cache()
     await events.aclose()
-    pair.decode.released(work.transfer_id)
+    pair.decode.transfer_event(Released(work.transfer_id))
     await until(lambda: pair.decode.usage() == EngineUsage(0, 0, 0))
     assert await pair.decode.reset_prefix_cache()
 

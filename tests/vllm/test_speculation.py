@@ -61,7 +61,7 @@ def require_equal_drafts(found: dict[str, Any], *ways: str) -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "args"),
     [
-        ({}, {}, ""),
+        pytest.param({}, {}, "", marks=pytest.mark.core),
         ({}, {}, STEPS_AHEAD),
         ({"tensor_parallel_size": 2}, {}, ""),
     ],

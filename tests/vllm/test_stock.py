@@ -215,16 +215,6 @@ async def test_what_follows_a_hit_on_the_host_is_transferred(stock: Stock) -> No
     assert reply.transfer["transferred_tokens"] == len(prompt) - 1 - cached
 
 
-async def test_another_prompt_under_the_same_transfer_is_computed(stock: Stock) -> None:
-    prompt = ODD_PROMPTS[3]
-    sends, fetches = params_of(stock.first)
-    _, reply = await asyncio.gather(
-        stock.first.generate(ODD_PROMPTS[4], sends, 1), stock.second.generate(prompt, fetches)
-    )
-    assert reply.token_ids == stock.expected(prompt)
-    assert reply.transfer["transferred_tokens"] == 0
-
-
 async def test_wrong_parameters_do_not_end_the_engine(stock: Stock) -> None:
     prompt = ODD_PROMPTS[6]
     _, good = params_of(stock.first)

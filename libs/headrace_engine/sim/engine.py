@@ -24,14 +24,20 @@ from headrace_common.errors import (
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.interface import (
+    Arrived,
     DecodeEvent,
     DecodeTokens,
     DecodeWork,
     Engine,
     EngineUsage,
+    FirstHiddenState,
+    FirstToken,
     PrefillOutcome,
     PrefillWork,
+    Recompute,
+    Released,
     Sampling,
+    TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
@@ -299,7 +305,20 @@ class SimEngine(Engine):
             return replace(sampling, seed=self._random.getrandbits(63))
         return sampling
 
-    def arrived(self, transfer_id: str) -> None:
+    def transfer_event(self, event: TransferEvent) -> None:
+        match event:
+            case Arrived(transfer_id):
+                self._arrived(transfer_id)
+            case Released(transfer_id):
+                self._released(transfer_id)
+            case Recompute(transfer_id):
+                self._recompute(transfer_id)
+            case FirstToken(transfer_id, token_id):
+                self._first_token(transfer_id, token_id)
+            case FirstHiddenState(transfer_id, state):
+                self._first_hidden_state(transfer_id, state)
+
+    def _arrived(self, transfer_id: str) -> None:
         sequence = self._receiving(transfer_id)
         if sequence is None:
             return
@@ -308,18 +327,18 @@ class SimEngine(Engine):
         self._pools.register(sequence, start_token, sequence.computed)
         self._requests.update(sequence)
 
-    def recompute(self, transfer_id: str) -> None:
+    def _recompute(self, transfer_id: str) -> None:
         sequence = self._receiving(transfer_id)
         if sequence is not None and not sequence.ended:
             self._requests.recompute(sequence)
 
-    def first_token(self, transfer_id: str, token_id: int) -> None:
+    def _first_token(self, transfer_id: str, token_id: int) -> None:
         sequence = self._requests.find(transfer_id)
         if sequence is not None and sequence.awaits_first_token:
             sequence.first_token_received(token_id, self.model)
             self._requests.update(sequence)
 
-    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
+    def _first_hidden_state(self, transfer_id: str, state: bytes) -> None:
         sequence = self._requests.find(transfer_id)
         if sequence is None or sequence.ended or not sequence.awaits_first_token:
             return
@@ -330,7 +349,7 @@ class SimEngine(Engine):
             sequence.fail(exc)
         self._requests.update(sequence)
 
-    def released(self, transfer_id: str) -> None:
+    def _released(self, transfer_id: str) -> None:
         self._requests.free_detached(transfer_id)
         sequence = self._receiving(transfer_id)
         if sequence is None:

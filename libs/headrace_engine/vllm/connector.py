@@ -28,9 +28,9 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.deployment import deployment_of
 from headrace_engine.vllm.drafts import draft_model
+from headrace_engine.vllm.parallel import stage_layers_max
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.stages import stage_layers_max
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.connector.tier_planner import plan_tiers
-from headrace_engine.vllm import continuation, stages
+from headrace_engine.vllm import continuation, parallel
 from headrace_engine.vllm.compat import extra_config, replica_count, steps_under_way
 from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
-from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.scheduler.service_scheduler import ServiceConnectorScheduler
-from headrace_engine.vllm.standalone.connector_scheduler import StandaloneConnectorScheduler
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
+from headrace_engine.vllm.scheduler.linked_peers import LinkedPeers
+from headrace_engine.vllm.standalone.node import StandaloneNode
+from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler
 from headrace_engine.vllm.standalone.settings import StandaloneSettings, standalone_settings
 
 if TYPE_CHECKING:
@@ -39,46 +40,42 @@ def join_vllm_log() -> None:
                 ours.propagate = False
 
 
-class Deployment(Protocol):
-    """The environment that vLLM runs in."""
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The environment that vLLM runs in.
 
-    @property
-    def settings(self) -> ConnectorSettings: ...
+    Without `standalone`, vLLM is the engine of a prefill or decode service, which the link at `settings.link_path`
+    leads to. With it, vLLM is a server of its own. Its clients name the peer in each request, and set the arguments of
+    their requests themselves, so that none of them adds generated tokens.
+    """
+
+    settings: ConnectorSettings
+    standalone: StandaloneSettings | None = None
 
     def open_scheduler(
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorScheduler:
         """The scheduler's half. Raises ConfigError or InternalError."""
-
-    def open_worker(
-        self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
-    ) -> ConnectorWorker:
-        """The half of this rank."""
-
-    def report_startup_error(self, error: HeadraceError) -> None:
-        """The connector cannot start."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceDeployment:
-    """vLLM is the engine of a prefill or decode service, which the link at `settings.link_path` leads to."""
-
-    settings: ConnectorSettings
-
-    def open_scheduler(
-        self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
-    ) -> ConnectorScheduler:
-        continuation.install_grammar_ends()
-        return ServiceConnectorScheduler(
+        ranks, role = parallel.rank_count(vllm_config), self.settings.role
+        tiers = plan_tiers(
+            self.settings.tiers, groups, ranks, sends_from_host=self.settings.sends_from_host
+        )
+        peers: Peers
+        if self.standalone is None:
+            continuation.install_grammar_ends()
+            peers = LinkedPeers(groups, self.settings, tiers)
+        else:
+            peers = PairScheduler(
+                StandaloneNode(self.settings, self.standalone, ranks),
+                can_send=role != "decode",
+                can_receive=role != "prefill",
+                timeout_s=self.standalone.transfer_timeout_s,
+                kv_hold_timeout_s=self.standalone.kv_hold_timeout_s,
+            )
+        return ConnectorScheduler(
             groups,
-            Path(self.settings.link_path),
-            plan_tiers(
-                self.settings.tiers,
-                groups,
-                stages.rank_count(vllm_config),
-                sends_from_host=self.settings.sends_from_host,
-            ),
-            self.settings,
+            peers,
+            tiers,
             steps_under_way(vllm_config),
             in_lockstep=replica_count(vllm_config) > 1,
         )
@@ -86,48 +83,23 @@ class ServiceDeployment:
     def open_worker(
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorWorker:
-        continuation.install(vllm_config)
-        stages.install(vllm_config)
+        """The half of this rank."""
+        if self.standalone is None:
+            continuation.install(vllm_config)
+            parallel.install(vllm_config)
         return ConnectorWorker(self.settings, vllm_config, groups)
 
     def report_startup_error(self, error: HeadraceError) -> None:
-        """Stores the error for the service, which raises it."""
-        write_startup_error(Path(self.settings.link_path), error)
-
-
-@dataclass(frozen=True, slots=True)
-class StandaloneDeployment:
-    """vLLM is a server of its own. Its clients name the peer in each request."""
-
-    settings: ConnectorSettings
-    standalone: StandaloneSettings
-
-    def open_scheduler(
-        self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
-    ) -> ConnectorScheduler:
-        return StandaloneConnectorScheduler(
-            groups,
-            self.settings,
-            self.standalone,
-            stages.rank_count(vllm_config),
-            steps_under_way(vllm_config),
-        )
-
-    def open_worker(
-        self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
-    ) -> ConnectorWorker:
-        """Without `continuation`: a client of a stock server sets the arguments of its requests itself."""
-        return ConnectorWorker(self.settings, vllm_config, groups)
-
-    def report_startup_error(self, error: HeadraceError) -> None:
-        """Does nothing: vLLM logs the error that the connector raises."""
+        """Stores the error for the service, which raises it. vLLM logs that of a server of its own."""
+        if self.standalone is None:
+            write_startup_error(Path(self.settings.link_path), error)
 
 
 def deployment_of(vllm_config: VllmConfig) -> Deployment:
     """The same for the scheduler's connector and each rank's. Raises ConfigError."""
     extra = extra_config(vllm_config)
     if "link_path" in extra:
-        return ServiceDeployment(ConnectorSettings.from_extra_config(extra))
-    deployment = StandaloneDeployment(*standalone_settings(vllm_config))
+        return Deployment(ConnectorSettings.from_extra_config(extra))
+    deployment = Deployment(*standalone_settings(vllm_config))
     join_vllm_log()
     return deployment

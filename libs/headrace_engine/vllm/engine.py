@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_common.errors import DuplicateTransfer, HeadraceError, InternalError
+from headrace.engine.v1 import link_pb2
+from headrace_common.errors import DuplicateTransfer, HeadraceError, InternalError, from_reason
 from headrace_common.process.run import interruptible
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import StepTimes
@@ -27,15 +28,26 @@ from headrace_engine.interface import (
     DecodeWork,
     Engine,
     EngineUsage,
+    FirstHiddenState,
     PrefillOutcome,
     PrefillWork,
     ReceivedBlock,
+    Released,
+    TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import end_llm, hidden_format, max_model_len, reset_prefix_cache
-from headrace_engine.vllm.data_parallel import GroupPlace, coordinator_sentinel, kill_engine
-from headrace_engine.vllm.link.messages import EngineLoad
+from headrace_engine.vllm.link.messages import (
+    EngineLoad,
+    kept_from_proto,
+    load_from_proto,
+    report_from_proto,
+    steps_from_proto,
+    terms_to_proto,
+    tier_load_from_proto,
+)
+from headrace_engine.vllm.parallel import GroupPlace, coordinator_sentinel, kill_engine
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.comparisons import BlockComparisons, can_compare
 from headrace_engine.vllm.service.constraints import ConstraintCheck
@@ -45,7 +57,8 @@ from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.rank_group import RankGroup
-from headrace_kv.messages import Reservation, SendReport
+from headrace_kv.layout import KvLayout, layout_to_proto
+from headrace_kv.messages import Reservation, SendReport, reservation_from_proto
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
@@ -109,31 +122,26 @@ class VllmEngine(Engine):
         """
         start_s = time.monotonic()
         folder = check_config(self._config)
-        self._link_path = self._make_link_path()
+        if not self._config.link_path:
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="headrace-", ignore_cleanup_errors=True
+            )
+            self._link_path = Path(self._folder.name) / "link"
         launched = launch(self._config, folder, self._link_path)
         self._llm, self._adapters, self._place = launched.llm, launched.adapters, launched.place
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
 
     async def attach(self) -> None:
         """Connects to the launched processes. Raises InternalError when they do not attach in time."""
-        from headrace_engine.vllm.link.server import LinkEvents, LinkServer
+        from headrace_engine.vllm.link.server import LinkServer
         from headrace_engine.vllm.service.kv_events import KvEventReader, events_endpoint
 
         if self._llm is None or self._adapters is None:
             raise InternalError("the engine is not launched")
         self._link = LinkServer(
             self._link_path,
-            LinkEvents(
-                self._blocks_reserved,
-                self._transfer_quiet,
-                self._engine_lost,
-                self._load_changed,
-                self._tier_loaded,
-                self._request_failed,
-                self._step_started,
-                self.steps.report,
-                self._comparisons.reported,
-            ),
+            self._message_received,
+            self._engine_lost,
             self._descriptors,
         )
         await self._link.start()
@@ -156,18 +164,16 @@ class VllmEngine(Engine):
         )
         if self._config.tiers.pooled:
             layout = self.descriptor.layout
-            self.prefix_events.on_hash_key(partial(self._link.open_pool, layout=layout))
+            self.prefix_events.on_hash_key(partial(_open_pool, self._link, layout))
         endpoint = events_endpoint(self._link_path, self._place.rank if self._place else 0)
         self._kv_events = KvEventReader(endpoint, self.prefix_events)
         self._kv_events.start()
         await self._prepare_hidden_states()
         if self._place is not None:
-            await self._join_group(self._place, self._llm)
-
-    async def _join_group(self, place: GroupPlace, llm: AsyncLLM) -> None:
-        """Without a rank or vLLM's coordinator, a step of this engine might never end."""
-        self._group = RankGroup(place, partial(kill_engine, llm), coordinator_sentinel(llm))
-        await self._group.join()
+            # Without a rank or vLLM's coordinator, a step of this engine might never end.
+            kill, sentinel = partial(kill_engine, self._llm), coordinator_sentinel(self._llm)
+            self._group = RankGroup(self._place, kill, sentinel)
+            await self._group.join()
 
     async def _prepare_hidden_states(self) -> None:
         from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
@@ -190,21 +196,14 @@ class VllmEngine(Engine):
                 return
             self._first_token_sampler = sampler
 
-    def _make_link_path(self) -> Path:
-        if self._config.link_path:
-            return Path(self._config.link_path)
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
-        return Path(self._folder.name) / "link"
-
     async def prefill(
         self,
         work: PrefillWork,
         on_first_token: Callable[[DecodeTokens], None] | None = None,
         on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
-        llm, link = self._require_started()
         transfer_id = work.target.transfer_id
-        self._require_new(transfer_id)
+        llm, link = self._require_started(transfer_id)
         assert self._adapters is not None
         with self._adapters.used(work.adapter) as lora_request:
             request = PrefillRequest(
@@ -232,15 +231,13 @@ class VllmEngine(Engine):
                         on_report(report)
 
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
-        llm, link = self._require_started()
-        self._require_new(work.transfer_id)
+        llm, link = self._require_started(work.transfer_id)
         if work.sampling.structured_outputs is not None:
             await self._constraints.check(work.sampling.structured_outputs, work.tenant_salt)
         prompt = await engine_prompt(
             llm, work.token_ids[: work.prompt_tokens], work.cache_salt, work.images
         )
-        llm, link = self._require_started()
-        self._require_new(work.transfer_id)
+        llm, link = self._require_started(work.transfer_id)
         assert self._adapters is not None
         with self._adapters.used(work.adapter) as lora_request:
             request = DecodeRequest(
@@ -269,25 +266,15 @@ class VllmEngine(Engine):
         if loss is not None:
             raise loss from error
 
-    def arrived(self, transfer_id: str) -> None:
-        self._require_started()[1].arrived(transfer_id)
-
-    def first_token(self, transfer_id: str, token_id: int) -> None:
-        self._require_started()[1].first_token(transfer_id, token_id)
-
-    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
-        request = self._decodes.get(transfer_id)
-        if request is not None:
-            request.first_hidden_state(state)
-
-    def released(self, transfer_id: str) -> None:
-        request = self._decodes.get(transfer_id)
-        if request is not None:
+    def transfer_event(self, event: TransferEvent) -> None:
+        request = self._decodes.get(event.transfer_id)
+        if isinstance(event, FirstHiddenState):
+            if request is not None:
+                request.first_hidden_state(event.state)
+            return
+        if isinstance(event, Released) and request is not None:
             request.transfer_failed()
-        self._require_started()[1].released(transfer_id)
-
-    def recompute(self, transfer_id: str) -> None:
-        self._require_started()[1].recompute(transfer_id)
+        self._require_started()[1].transfer_event(event)
 
     def landed_memory(self, rank: int) -> Memory | None:
         return self._rank_memories.get(rank)
@@ -298,7 +285,14 @@ class VllmEngine(Engine):
         return await self._comparisons.run(llm, self._adapters, block)
 
     async def admit_transfer_peers(self, networks: Networks) -> None:
-        await self._require_started()[1].admit_networks(networks)
+        _, link = self._require_started()
+        update = link_pb2.AdmitNetworks(networks=map(str, networks))
+        message = link_pb2.AttachResponse(admit_networks=update)
+        ranks = (link.ask_rank(one.rank, message) for one in self.descriptor.ranks)
+        for answer in await asyncio.gather(*ranks):
+            admitted = answer.networks_admitted
+            if admitted.reason:
+                raise from_reason(admitted.reason, admitted.detail)
 
     def usage(self) -> EngineUsage:
         held = len(self._decodes) + len(self._prefills)
@@ -315,7 +309,9 @@ class VllmEngine(Engine):
         return self.load.promises
 
     async def keep(self, terms: KeepTerms) -> Kept | None:
-        return await self._require_started()[1].keep(terms)
+        query = link_pb2.AttachResponse(keep_query=terms_to_proto(terms))
+        answer = await self._require_started()[1].ask_scheduler(query)
+        return kept_from_proto(answer.keep_answer)
 
     async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
         llm, _ = self._require_started()
@@ -362,16 +358,45 @@ class VllmEngine(Engine):
             # The status of the process shows that it is to be started again.
             raise self._failure
 
-    def _require_started(self) -> tuple[AsyncLLM, LinkServer]:
+    def _require_started(self, new_transfer: str = "") -> tuple[AsyncLLM, LinkServer]:
+        """`new_transfer` must not be in use, if it is given."""
         if self._llm is None or self._link is None:
             raise InternalError("the engine is not running")
+        if new_transfer in self._prefills or new_transfer in self._decodes:
+            raise DuplicateTransfer(
+                f"transfer {new_transfer} is in use already",
+                metadata={"transfer_id": new_transfer},
+            )
         return self._llm, self._link
 
-    def _require_new(self, transfer_id: str) -> None:
-        if transfer_id in self._prefills or transfer_id in self._decodes:
-            raise DuplicateTransfer(
-                f"transfer {transfer_id} is in use already", metadata={"transfer_id": transfer_id}
-            )
+    def _message_received(self, rank: int, message: link_pb2.AttachRequest) -> None:
+        match message.WhichOneof("message"):
+            case "reservation":
+                self._blocks_reserved(reservation_from_proto(message.reservation))
+            case "report":
+                report = report_from_proto(message.report)
+                if report.transfer_id in self._prefills:
+                    self._prefills[report.transfer_id].transfer_quiet(report)
+            case "step_started":
+                started = message.step_started
+                if started.transfer_id in self._decodes:
+                    self._decodes[started.transfer_id].step_started(started.monotonic_ns)
+            case "request_failed":
+                failed = message.request_failed
+                if failed.transfer_id in self._decodes:
+                    self._decodes[failed.transfer_id].failure_reported(
+                        load_failed=failed.load_failed
+                    )
+            case "load":
+                self.load = load_from_proto(message.load)
+            case "steps":
+                self.steps.report(steps_from_proto(message.steps))
+            case "blocks_compared":
+                self._comparisons.reported(message.blocks_compared)
+            case "tier_loaded":
+                self._tier_loaded(rank, tier_load_from_proto(message.tier_loaded))
+            case other:
+                log.error("rank %d of the engine has sent %s", rank, other)
 
     def _blocks_reserved(self, reservation: Reservation) -> None:
         name = reservation.transfer_id
@@ -380,31 +405,13 @@ class VllmEngine(Engine):
             request.blocks_reserved(reservation)
         elif self._link is not None and reservation.start_token < reservation.end_token:
             # The request was closed before its reservation arrived, so it cannot release the blocks itself.
-            self._link.released(reservation.transfer_id)
-
-    def _transfer_quiet(self, report: SendReport) -> None:
-        request = self._prefills.get(report.transfer_id)
-        if request is not None:
-            request.transfer_quiet(report)
-
-    def _load_changed(self, load: EngineLoad) -> None:
-        self.load = load
-
-    def _step_started(self, transfer_id: str, monotonic_ns: int) -> None:
-        request = self._decodes.get(transfer_id)
-        if request is not None:
-            request.step_started(monotonic_ns)
+            self._link.transfer_event(Released(reservation.transfer_id))
 
     def _tier_loaded(self, rank: int, load: TierLoad) -> None:
         self.tier_loads.record(load, rank)
         seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
         if self.prefix_events is not None and seconds_per_block is not None:
             self.prefix_events.load_measured(load.tier, seconds_per_block)
-
-    def _request_failed(self, transfer_id: str, load_failed: bool) -> None:
-        request = self._decodes.get(transfer_id)
-        if request is not None:
-            request.failure_reported(load_failed=load_failed)
 
     def _engine_lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")
@@ -416,3 +423,11 @@ class VllmEngine(Engine):
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)
         with suppress(ProcessLookupError):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _open_pool(link: LinkServer, layout: KvLayout, prefix_hash_key: int) -> None:
+    """Lets the scheduler and every rank use the remote pool."""
+    opened = link_pb2.OpenPool(prefix_hash_key=prefix_hash_key, layout=layout_to_proto(layout))
+    message = link_pb2.AttachResponse(open_pool=opened)
+    link.send_to_scheduler(message)
+    link.send_to_ranks(message)

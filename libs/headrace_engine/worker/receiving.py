@@ -10,6 +10,7 @@ import grpc.aio
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.access.roles import Role
 from headrace_common.tickets import TicketKeys
+from headrace_engine.interface import Released
 from headrace_engine.worker.config import WorkerConfig
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.transfer_peers import TransferPeers
@@ -44,7 +45,7 @@ class KvReceiving:
             ref=ref,
             layout=engine.descriptor.layout,
             tickets=self.tickets,
-            on_released=engine.released,
+            on_released=lambda transfer_id: engine.transfer_event(Released(transfer_id)),
             lease_ttl_s=config.lease_ttl_s,
             quarantine_s=config.quarantine_s,
             broadcast=engine.broadcast,

@@ -25,7 +25,15 @@ from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.proto import kept_to_proto, tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
-from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
+from headrace_engine.interface import (
+    DecodeEnded,
+    DecodeEvent,
+    DecodeTokens,
+    DecodeWork,
+    Engine,
+    FirstToken,
+    Released,
+)
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
@@ -178,7 +186,7 @@ class DecodeAttempt:
         if token_id in work.sampling.stop_token_ids or room < 2:
             raise InvalidRequest({"token_id": "ends the answer; cancel the attempt instead"})
         self.timestamps.token_received()
-        self._engine.first_token(work.transfer_id, token_id)
+        self._engine.transfer_event(FirstToken(work.transfer_id, token_id))
 
     def interrupt(self, error: HeadraceError) -> None:
         """Ends the stream with `error`, after the events that the engine has yielded."""
@@ -304,7 +312,7 @@ class DecodeAttempt:
         """Releases blocks for which no transfer was opened."""
         reserved = self.reservation
         if reserved is None or reserved.start_token < reserved.end_token:
-            self._engine.released(self.work.transfer_id)
+            self._engine.transfer_event(Released(self.work.transfer_id))
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:

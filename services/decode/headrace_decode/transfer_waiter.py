@@ -9,7 +9,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.timestamps import RequestTimestamps
-from headrace_engine.interface import Engine
+from headrace_engine.interface import Arrived, Engine, FirstHiddenState
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TransferWaiter:
         try:
             state = await self._transfer.hidden_state()
             self._timestamps.hidden_state_arrived()
-            self._engine.first_hidden_state(self._transfer.transfer_id, state)
+            self._engine.transfer_event(FirstHiddenState(self._transfer.transfer_id, state))
             await asyncio.wait({self._arrival})
             self._complete(self._arrival.result())
         except HeadraceError as error:
@@ -79,7 +79,7 @@ class TransferWaiter:
     def _complete(self, summary: TransferSummary) -> None:
         self.summary = summary
         self._timestamps.kv_arrived()
-        self._engine.arrived(self._transfer.transfer_id)
+        self._engine.transfer_event(Arrived(self._transfer.transfer_id))
 
     async def stop_forwarding(self) -> None:
         """Informs the engine no more, until `wait_ended`."""
@@ -101,4 +101,4 @@ class TransferWaiter:
             self._arrival.cancel()
         elif not self._arrival.cancelled() and self._arrival.exception() is None:
             # It was completed while the request was cancelled, so the receiver will not release the blocks.
-            self._engine.arrived(self._transfer.transfer_id)
+            self._engine.transfer_event(Arrived(self._transfer.transfer_id))

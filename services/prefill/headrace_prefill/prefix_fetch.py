@@ -16,15 +16,14 @@ from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tasks import end_task
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
-from headrace_engine.interface import Engine
+from headrace_engine.interface import Arrived, Engine, Recompute
+from headrace_engine.kv_fetch import fetch_kv
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget, prefix_transfer
 from headrace_kv.prefix.images import ImageSpan, whole_images_end
-from headrace_kv.receive.receiver import IncomingTransfer, Receiver
+from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_prefill.config import FetchingConfig
 
 _LOG = logging.getLogger(__name__)
@@ -222,43 +221,30 @@ class PrefixFetch:
             _LOG.error("transfer %s did not end in time", name)
 
     async def _run(self, transfer: IncomingTransfer) -> None:
-        context, name = self._context, self.transfer_id
-        start_unix_ns, start_s = time.time_ns(), time.monotonic()
-        asking = asyncio.create_task(self._ask(transfer))
-        error: HeadraceError | None = None
-        payload_bytes = 0
-        try:
-            payload_bytes = await self._wait_arrival(transfer, asking)
-        except HeadraceError as failure:
-            error = failure
-            self._report_failure(failure)
-            context.engine.recompute(name)
-        else:
-            token_count = transfer.reservation.end_token - transfer.reservation.start_token
-            context.engine.arrived(name)
+        context, start_unix_ns, start_s = self._context, time.time_ns(), time.monotonic()
+        reservation = transfer.reservation
+        token_count = reservation.end_token - reservation.start_token
+
+        def whole(summary: TransferSummary) -> None:
+            context.engine.transfer_event(Arrived(self.transfer_id))
             fetch_s = time.monotonic() - start_s
-            context.rule.fetched(self._target.decode, token_count, payload_bytes, fetch_s)
-            await asyncio.wait({asking}, timeout=_ANSWER_WAIT_S)
-        finally:
-            await end_task(asking)
-        self._ended(transfer.reservation, payload_bytes, error, start_unix_ns)
+            decode = self._target.decode
+            context.rule.fetched(decode, token_count, summary.payload_bytes, fetch_s)
 
-    async def _wait_arrival(
-        self, transfer: IncomingTransfer, asking: asyncio.Task[HeadraceError | None]
-    ) -> int:
-        """The bytes of the complete transfer. Raises the refusal of the decode worker, or the transfer's failure."""
-        arrival = asyncio.create_task(transfer.wait())
-        await asyncio.wait({asking, arrival}, return_when=asyncio.FIRST_COMPLETED)
-        refusal = None if arrival.done() else asking.result()
-        if refusal is not None:
-            self._context.receiver.cancel(transfer.transfer_id, refusal.reason, refusal.detail)
+        payload_bytes, reason = 0, ""
         try:
-            return (await arrival).payload_bytes
+            asking = self._ask(transfer)
+            summary = await fetch_kv(context.receiver, transfer, asking, whole, _ANSWER_WAIT_S)
+            payload_bytes = summary.payload_bytes
         except HeadraceError as failure:
-            raise refusal or failure from None
+            reason = failure.reason
+            self._report_failure(failure)
+            context.engine.transfer_event(Recompute(self.transfer_id))
+        self.record = FetchRecord(token_count, payload_bytes, reason, start_unix_ns, time.time_ns())
+        context.on_ended(self.record)
 
-    async def _ask(self, transfer: IncomingTransfer) -> HeadraceError | None:
-        """Has the decode worker send. Returns its refusal, or None when it has sent everything."""
+    async def _ask(self, transfer: IncomingTransfer) -> None:
+        """Has the decode worker send. Returns when it has sent everything."""
         target, reservation = self._target, transfer.reservation
         stub = prefix_pb2_grpc.PrefixServiceStub(self._channel_of(target.handoff_endpoint))
         request = prefix_pb2.SendPrefixRequest(
@@ -269,11 +255,7 @@ class PrefixFetch:
             start_token=reservation.start_token,
             end_token=reservation.end_token,
         )
-        try:
-            await stub.SendPrefix(request, timeout=transfer.deadline.remaining_s())
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error)
-        return None
+        await stub.SendPrefix(request, timeout=transfer.deadline.remaining_s())
 
     def _report_failure(self, failure: HeadraceError) -> None:
         if self._closed:
@@ -282,22 +264,6 @@ class PrefixFetch:
         _LOG.warning("the prefix of %s is computed: %s", name, failure.detail)
         if not isinstance(failure, _HARMLESS):
             self._context.rule.failed(decode)
-
-    def _ended(
-        self,
-        reservation: Reservation,
-        payload_bytes: int,
-        error: HeadraceError | None,
-        start_unix_ns: int,
-    ) -> None:
-        self.record = FetchRecord(
-            token_count=reservation.end_token - reservation.start_token,
-            payload_bytes=payload_bytes,
-            reason="" if error is None else error.reason,
-            start_unix_ns=start_unix_ns,
-            end_unix_ns=time.time_ns(),
-        )
-        self._context.on_ended(self.record)
 
 
 def open_fetcher(

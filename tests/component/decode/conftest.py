@@ -23,6 +23,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.service import DecodeService
+from headrace_engine.interface import Released
 from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
@@ -98,7 +99,7 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         ref=REF,
         layout=engine.descriptor.layout,
         tickets=ROUTER.tickets(REF, engine.descriptor.layout),
-        on_released=engine.released,
+        on_released=lambda transfer_id: engine.transfer_event(Released(transfer_id)),
         timers=timers,
     )
     service = DecodeService(

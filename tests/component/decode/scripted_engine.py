@@ -7,13 +7,19 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
 from headrace_engine.interface import (
+    Arrived,
     DecodeEvent,
     DecodeTokens,
     DecodeWork,
     Engine,
     EngineUsage,
+    FirstHiddenState,
+    FirstToken,
     PrefillOutcome,
     PrefillWork,
+    Recompute,
+    Released,
+    TransferEvent,
 )
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.messages import SendReport
@@ -82,17 +88,18 @@ class ScriptedEngine(Engine):
         finally:
             self.closed += 1
 
-    def arrived(self, transfer_id: str) -> None:
-        self.arrived_ids.append(transfer_id)
-
-    def first_token(self, transfer_id: str, token_id: int) -> None:
-        self.first_tokens.append((transfer_id, token_id))
-
-    def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
-        self.first_hidden_state_given.append((transfer_id, state))
-
-    def released(self, transfer_id: str) -> None:
-        self.released_ids.append(transfer_id)
+    def transfer_event(self, event: TransferEvent) -> None:
+        match event:
+            case Arrived(transfer_id):
+                self.arrived_ids.append(transfer_id)
+            case FirstToken(transfer_id, token_id):
+                self.first_tokens.append((transfer_id, token_id))
+            case FirstHiddenState(transfer_id, state):
+                self.first_hidden_state_given.append((transfer_id, state))
+            case Released(transfer_id):
+                self.released_ids.append(transfer_id)
+            case Recompute():
+                raise AssertionError("a decode engine fetches no prefix")
 
     def usage(self) -> EngineUsage:
         return EngineUsage(len(self.works) - self.closed, 0)

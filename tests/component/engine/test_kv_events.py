@@ -17,6 +17,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from headrace_engine.interface import Released
 from headrace_engine.worker import status
 from headrace_kv.messages import Reservation
 from tests.component.engine.kv_event_workers import (
@@ -228,7 +229,7 @@ async def test_a_cache_reset_waits_for_requests_and_is_published(
         )
         await let_a_wrong_step_show()
         assert not resetting.done()
-        worker.engine.released(work.transfer_id)
+        worker.engine.transfer_event(Released(work.transfer_id))
         with pytest.raises(TransferFailed):
             await anext(events)
         await resetting

@@ -25,7 +25,7 @@ from headrace_common.tickets import TicketKeys
 from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
-from headrace_engine.interface import Engine
+from headrace_engine.interface import Engine, Released
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import SimClock
 from headrace_kv.layout import KvDescriptor, WorkerRef
@@ -250,6 +250,10 @@ async def fetching_workers(
 WorkersT = TypeVar("WorkersT", bound=FetchingWorkers[Any])
 
 
+def _release(engine: Engine, transfer_id: str) -> None:
+    engine.transfer_event(Released(transfer_id))
+
+
 async def serve(
     stack: AsyncExitStack,
     kind: type[WorkersT],
@@ -273,7 +277,7 @@ async def serve(
             ref=ref,
             layout=engine.descriptor.layout,
             tickets=checked,
-            on_released=engine.released,
+            on_released=partial(_release, engine),
             lease_ttl_s=lease_s,
             quarantine_s=QUARANTINE_S,
             timers=prefill_timers if engine is prefill else None,

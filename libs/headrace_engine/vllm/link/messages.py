@@ -17,6 +17,7 @@ from headrace_common.time_model.model import (
     step_times_from_proto,
     step_times_to_proto,
 )
+from headrace_engine.interface import Arrived, FirstToken, Recompute, Released, TransferEvent
 from headrace_engine.steps import EngineSteps
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
@@ -90,16 +91,21 @@ def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
     )
 
 
+def terms_to_proto(terms: KeepTerms) -> link_pb2.KeepQuery:
+    return link_pb2.KeepQuery(
+        transfer_id=terms.name, owner=terms.owner, duration=duration_from_seconds(terms.seconds)
+    )
+
+
 def terms_from_proto(query: link_pb2.KeepQuery) -> KeepTerms:
     return KeepTerms(query.transfer_id, query.owner, seconds_from_duration(query.duration))
 
 
-def keep_answer(query_id: int, kept: Kept | None) -> link_pb2.KeepAnswer:
+def keep_answer(kept: Kept | None) -> link_pb2.KeepAnswer:
     """`kept` is None for an unknown promise."""
     if kept is None:
-        return link_pb2.KeepAnswer(query_id=query_id)
+        return link_pb2.KeepAnswer()
     return link_pb2.KeepAnswer(
-        query_id=query_id,
         found=True,
         token_count=kept.tokens,
         tier=kept.tier,
@@ -154,6 +160,23 @@ def tier_load_to_proto(load: TierLoad) -> link_pb2.TierLoaded:
 def tier_load_from_proto(message: link_pb2.TierLoaded) -> TierLoad:
     load_s = seconds_from_duration(message.time)
     return TierLoad(Tier(message.tier), message.block_count, load_s, message.failed)
+
+
+_EVENT_KINDS: dict[type[TransferEvent], link_pb2.TransferEvent.Kind.ValueType] = {
+    Arrived: link_pb2.TransferEvent.KIND_ARRIVED,
+    Released: link_pb2.TransferEvent.KIND_RELEASED,
+    Recompute: link_pb2.TransferEvent.KIND_RECOMPUTE,
+    FirstToken: link_pb2.TransferEvent.KIND_FIRST_TOKEN,
+}
+
+
+def transfer_event_to_proto(event: TransferEvent) -> link_pb2.TransferEvent:
+    """Hidden states have no message: the service samples from them."""
+    return link_pb2.TransferEvent(
+        transfer_id=event.transfer_id,
+        kind=_EVENT_KINDS[type(event)],
+        token_id=event.token_id if isinstance(event, FirstToken) else 0,
+    )
 
 
 # Fields that have the same name and type on both sides.

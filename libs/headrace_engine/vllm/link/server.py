@@ -8,82 +8,41 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import duration_from_seconds, seconds_from_duration
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
     HeadraceError,
     InternalError,
     ProtocolViolation,
     TransferFailed,
-    from_reason,
 )
 from headrace_common.rpc.channel import LOCAL_OPTIONS
-from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import (
-    EngineLoad,
-    kept_from_proto,
-    load_from_proto,
-    report_from_proto,
-    steps_from_proto,
-    tier_load_from_proto,
+    transfer_event_to_proto,
 )
 from headrace_kv.layout import (
     KvDescriptor,
-    KvLayout,
     WorkerRef,
     descriptor_to_proto,
     layout_from_proto,
-    layout_to_proto,
     rank_memory_from_proto,
 )
-from headrace_kv.messages import (
-    Reservation,
-    SendReport,
-    reservation_from_proto,
-)
-from headrace_kv.tiers.load_times import TierLoad
-from headrace_kv.tiers.promises import KeepTerms, Kept
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
+    from headrace_engine.interface import TransferEvent
     from headrace_kv.send.stream import DescriptorSource
-    from headrace_kv.transport.guard import Networks
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-
 UNSENT_MAX = 65_536
 QUERIES_MAX = 1024
-_ANSWERS = {"networks_admitted", "keep_answer", "first_sampled"}
-
-
-@dataclass(frozen=True, slots=True)
-class LinkEvents:
-    """Callbacks for messages of the engine processes. The link's loop calls them; they must not block.
-
-    `lost` gets the reason why a connector's stream has ended before `begin_close`. `tier_loaded` gets a rank's load.
-    `request_failed` gets the transfer id of a request that has ended with an error, and whether a load from a tier is
-    the cause.
-    `blocks_compared` gets what a rank has found, or nothing from the scheduler: see link.proto.
-    `step_started` gets a transfer id, and when its request's first step was planned, by the host's monotonic clock.
-    """
-
-    reserved: Callable[[Reservation], None]
-    report: Callable[[SendReport], None]
-    lost: Callable[[str], None]
-    load: Callable[[EngineLoad], None] = lambda load: None
-    tier_loaded: Callable[[int, TierLoad], None] = lambda rank, load: None
-    request_failed: Callable[[str, bool], None] = lambda transfer_id, load_failed: None
-    step_started: Callable[[str, int], None] = lambda transfer_id, monotonic_ns: None
-    steps: Callable[[EngineSteps], None] = lambda steps: None
-    blocks_compared: Callable[[link_pb2.BlocksCompared], None] = lambda compared: None
 
 
 @dataclass(slots=True)
@@ -101,22 +60,30 @@ class _Peer:
 
 
 class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
-    """Serves one stream of the scheduler's connector and one of each rank's."""
+    """Serves one stream of the scheduler's connector and one of each rank's.
 
-    def __init__(self, path: Path, events: LinkEvents, descriptors: DescriptorSource) -> None:
+    Its loop calls `on_message` with each message that answers nothing, and the rank that sent it: 0 for the scheduler.
+    `on_lost` gets the reason why a connector's stream has ended before `begin_close`. They must not block.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_message: Callable[[int, link_pb2.AttachRequest], None],
+        on_lost: Callable[[str], None],
+        descriptors: DescriptorSource,
+    ) -> None:
         self._path = path
-        self._events = events
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._descriptors = descriptors
         self._server: grpc.aio.Server | None = None
         self._scheduler: _Peer | None = None
         self._ranks: dict[int, _Peer] = {}
         self._changed = asyncio.Event()
         self._closing = False
-        self._update_ids = count(1)
-        # By rank and update.
-        self._admissions: dict[tuple[int, int], asyncio.Future[link_pb2.NetworksAdmitted]] = {}
-        self._keeps: dict[int, asyncio.Future[link_pb2.KeepAnswer]] = {}
-        self._samples: dict[int, asyncio.Future[link_pb2.FirstSampled]] = {}
+        self._query_ids = count(1)
+        self._answers: dict[int, tuple[_Peer, asyncio.Future[link_pb2.AttachRequest]]] = {}
 
     async def start(self) -> None:
         """Serves on the socket. Raises InternalError when it cannot be bound."""
@@ -162,10 +129,6 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             layouts.pop(), tuple(rank_memory_from_proto(item.memory) for item in attachments)
         )
 
-    def process_of(self, rank: int) -> int:
-        """The id of an attached rank's process, 0 where its KV memory is not host memory."""
-        return self._ranks[rank].attachment.process_id
-
     def shared_memories(self) -> dict[int, MappedMemory]:
         """The KV memory of the attached ranks that have shared it. Empty when one of them cannot be mapped."""
         memories: dict[int, MappedMemory] = {}
@@ -183,95 +146,48 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
                 return {}
         return memories
 
+    def transfer_event(self, event: TransferEvent) -> None:
+        """Sends the scheduler what becomes of a transfer."""
+        message = transfer_event_to_proto(event)
+        self.send_to_scheduler(link_pb2.AttachResponse(transfer_event=message))
+
     def request_coming(self) -> None:
         """Announces a request to the scheduler, before vLLM gets it."""
-        self._send(
-            self._scheduler, link_pb2.AttachResponse(request_coming=link_pb2.RequestComing())
-        )
+        self.send_to_scheduler(link_pb2.AttachResponse(request_coming=link_pb2.RequestComing()))
 
-    def arrived(self, transfer_id: str) -> None:
-        """Reports to the scheduler that a transfer is whole."""
-        self._send(
-            self._scheduler,
-            link_pb2.AttachResponse(arrived=link_pb2.Arrived(transfer_id=transfer_id)),
-        )
+    def send_to_scheduler(self, message: link_pb2.AttachResponse) -> None:
+        """Without an answer."""
+        self._send(self._scheduler, message)
 
-    def released(self, transfer_id: str) -> None:
-        """Reports to the scheduler that a transfer has failed and no sender writes for it any more."""
-        self._send(
-            self._scheduler,
-            link_pb2.AttachResponse(released=link_pb2.Released(transfer_id=transfer_id)),
-        )
-
-    def recompute(self, transfer_id: str) -> None:
-        """Reports to the scheduler that what a prompt fetches does not arrive in time."""
-        late = link_pb2.Recompute(transfer_id=transfer_id)
-        self._send(self._scheduler, link_pb2.AttachResponse(recompute=late))
-
-    def first_token(self, transfer_id: str, token_id: int) -> None:
-        """Sends the scheduler the first token of a request that awaits it."""
-        first = link_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
-        self._send(self._scheduler, link_pb2.AttachResponse(first_token=first))
-
-    def open_pool(self, prefix_hash_key: int, layout: KvLayout) -> None:
-        """Lets the scheduler and every rank use the remote pool."""
-        opened = link_pb2.OpenPool(prefix_hash_key=prefix_hash_key, layout=layout_to_proto(layout))
-        for peer in (self._scheduler, *self._ranks.values()):
-            self._send(peer, link_pb2.AttachResponse(open_pool=opened))
-
-    def stop(self, transfer_id: str) -> None:
-        """Makes every rank stop sending a transfer and report."""
+    def send_to_ranks(self, message: link_pb2.AttachResponse) -> None:
+        """To every rank, without an answer."""
         for peer in self._ranks.values():
-            self._send(peer, link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id=transfer_id)))
+            self._send(peer, message)
 
-    async def admit_networks(self, networks: Networks) -> None:
-        """Replaces the networks from which hosts may connect to the ranks' transports. Raises a rank's error.
+    async def ask_scheduler(self, message: link_pb2.AttachResponse) -> link_pb2.AttachRequest:
+        """The scheduler's answer. Raises InternalError when it is lost. The caller bounds the wait."""
+        return await self._ask(self._scheduler, message)
 
-        The caller bounds the wait.
-        """
-        update = link_pb2.AdmitNetworks(
-            update_id=next(self._update_ids), networks=map(str, networks)
-        )
-        keys = [(rank, update.update_id) for rank in self._ranks]
-        for key in keys:
-            self._admissions[key] = asyncio.get_running_loop().create_future()
-            self._send(self._ranks.get(key[0]), link_pb2.AttachResponse(admit_networks=update))
-        try:
-            for admitted in await asyncio.gather(*map(self._admissions.__getitem__, keys)):
-                if admitted.reason:
-                    raise from_reason(admitted.reason, admitted.detail)
-        finally:
-            for key in keys:
-                del self._admissions[key]
+    async def ask_rank(self, rank: int, message: link_pb2.AttachResponse) -> link_pb2.AttachRequest:
+        """As `ask_scheduler`."""
+        return await self._ask(self._ranks.get(rank), message)
 
-    async def keep(self, terms: KeepTerms) -> Kept | None:
-        """Renews or ends a promise. None when its owner has none of that name. The caller bounds the wait."""
-        query = link_pb2.KeepQuery(
-            query_id=next(self._update_ids),
-            transfer_id=terms.name,
-            owner=terms.owner,
-            duration=duration_from_seconds(terms.seconds),
-        )
-        answer = self._keeps[query.query_id] = asyncio.get_running_loop().create_future()
-        self._send(self._scheduler, link_pb2.AttachResponse(keep_query=query))
-        try:
-            return kept_from_proto(await answer)
-        finally:
-            del self._keeps[query.query_id]
-
-    async def sample_first(self, request: link_pb2.SampleFirst) -> link_pb2.FirstSampled:
-        """Has the engine's only rank sample a token beside its steps. Raises InternalError when the rank is lost.
-
-        The caller bounds the wait.
-        """
-        request.number = next(self._update_ids)
-        answer: asyncio.Future[link_pb2.FirstSampled]
-        answer = self._samples[request.number] = asyncio.get_running_loop().create_future()
-        self._send(self._ranks.get(0), link_pb2.AttachResponse(sample_first=request))
+    async def _ask(
+        self, peer: _Peer | None, message: link_pb2.AttachResponse
+    ) -> link_pb2.AttachRequest:
+        if peer is None:
+            raise InternalError("a process of the engine has ended")
+        query_id = next(self._query_ids)
+        answer: asyncio.Future[link_pb2.AttachRequest]
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[query_id] = peer, answer
+        query = link_pb2.AttachResponse(query_id=query_id)
+        query.MergeFrom(message)
+        self._send(peer, query)
         try:
             return await answer
         finally:
-            del self._samples[request.number]
+            del self._answers[query_id]
 
     def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
@@ -283,7 +199,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
 
     def _report_lost(self, why: str) -> None:
         if not self._closing:
-            self._events.lost(why)
+            self._on_lost(why)
 
     async def Attach(
         self,
@@ -319,9 +235,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._scheduler = None
         elif self._ranks.get(peer.attachment.rank) is peer:
             del self._ranks[peer.attachment.rank]
-            for answer in self._samples.values():
-                if not answer.done():
-                    answer.set_exception(InternalError(f"the engine's {peer.name} has ended"))
+        for asked, answer in self._answers.values():
+            if asked is peer and not answer.done():
+                answer.set_exception(InternalError(f"the engine's {peer.name} has ended"))
         self._report_lost(f"the engine's {peer.name} has ended")
 
     async def _read(self, peer: _Peer, requests: AsyncIterator[link_pb2.AttachRequest]) -> None:
@@ -334,44 +250,18 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
                 peer.outbox.put_nowait(None)
 
     def _dispatch(self, peer: _Peer, request: link_pb2.AttachRequest) -> None:
-        kind = request.WhichOneof("message")
-        if kind == "reservation":
-            self._events.reserved(reservation_from_proto(request.reservation))
-        elif kind == "report":
-            self._events.report(report_from_proto(request.report))
-        elif kind == "step_started":
-            started = request.step_started
-            self._events.step_started(started.transfer_id, started.monotonic_ns)
-        elif kind == "load":
-            self._events.load(load_from_proto(request.load))
-        elif kind == "steps":
-            self._events.steps(steps_from_proto(request.steps))
-        elif kind == "blocks_compared":
-            self._events.blocks_compared(request.blocks_compared)
-        elif kind == "tier_loaded":
-            self._events.tier_loaded(
-                peer.attachment.rank, tier_load_from_proto(request.tier_loaded)
-            )
-        elif kind == "request_failed":
-            failed = request.request_failed
-            self._events.request_failed(failed.transfer_id, failed.load_failed)
-        elif kind in _ANSWERS:
-            self._settle(peer, request)
-        elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
+        if request.answered_query_id:
+            asked, answer = self._answers.get(request.answered_query_id, (None, None))
+            if asked is peer and answer is not None and not answer.done():
+                answer.set_result(request)
+        elif not request.HasField("descriptor_query"):
+            self._on_message(peer.attachment.rank, request)
+        elif len(peer.queries) < QUERIES_MAX:
             query = asyncio.create_task(self._answer(peer, request.descriptor_query))
             peer.queries.add(query)
             query.add_done_callback(peer.queries.discard)
         else:
-            log.error("%s of the engine sent %s out of order", peer.name, kind)
-
-    def _settle(self, peer: _Peer, answer: link_pb2.AttachRequest) -> None:
-        if answer.HasField("networks_admitted"):
-            key = (peer.attachment.rank, answer.networks_admitted.update_id)
-            _settle(self._admissions.get(key), answer.networks_admitted)
-        elif answer.HasField("keep_answer"):
-            _settle(self._keeps.get(answer.keep_answer.query_id), answer.keep_answer)
-        else:
-            _settle(self._samples.get(answer.first_sampled.number), answer.first_sampled)
+            log.error("%s of the engine asks for too many descriptors at once", peer.name)
 
     async def _answer(self, peer: _Peer, query: link_pb2.DescriptorQuery) -> None:
         answer = link_pb2.DescriptorAnswer(query_id=query.query_id)
@@ -382,9 +272,3 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         except HeadraceError as exc:
             answer.reason, answer.detail = exc.reason, exc.detail
         self._send(peer, link_pb2.AttachResponse(descriptor_answer=answer))
-
-
-def _settle(waiting: asyncio.Future[Answer] | None, answer: Answer) -> None:
-    """Gives an answer to what waits for it, if anything does still."""
-    if waiting is not None and not waiting.done():
-        waiting.set_result(answer)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
@@ -33,16 +33,15 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
+from headrace_engine.vllm.parallel import gather_from_stages, stage_of_this_rank
 from headrace_engine.vllm.rank.comparison import BlockComparer
 from headrace_engine.vllm.rank.hidden_states import listen, sample_beside_steps
 from headrace_engine.vllm.rank.memory import (
     Arena,
     describe_arena,
     join_stages,
-    layout_of,
     rank_memory,
 )
-from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
 from headrace_kv.hidden_state import hidden_state_rank
 from headrace_kv.layout import (
     STATE,
@@ -52,13 +51,11 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_to_proto,
 )
-from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.sender import RankSender
 from headrace_kv.send.stream import SenderContext
 from headrace_kv.shard_map import heads_held
 from headrace_kv.tiers.copier import TierCopier
-from headrace_kv.tiers.load_times import TierLoad
 from headrace_kv.tiers.pool import PoolKeys, pool_secret
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.guard import parse_networks
@@ -84,13 +81,11 @@ class ConnectorWorker:
     ) -> None:
         request_tile_registers()
         self._settings = settings
+        self._vllm_config = vllm_config
         self._groups = groups
-        self._tensor_parallel_size = tensor_parallel_size(vllm_config)
         self._stage, self._rank_in_stage = stage_of_this_rank(), tensor_parallel_rank()
-        self._rank = self._stage * self._tensor_parallel_size + self._rank_in_stage
-        self._block_format_of = block_interior(vllm_config)
-        self._hidden_format = hidden_format(vllm_config)
-        self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
+        self._stage_ranks = tensor_parallel_size(vllm_config)
+        self._rank = self._stage * self._stage_ranks + self._rank_in_stage
         # Numbers in the stage until `register_kv_caches`, then in the layout.
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
@@ -98,7 +93,9 @@ class ConnectorWorker:
         # Of a decode rank, until it sends its first prefix.
         self._start_sending_later: Callable[[], None] | None = None
         self._link: EngineLink | None = None
-        self._executor = StepExecutor(self._rank, self._send_report)
+        self._executor = StepExecutor(
+            self._rank, lambda report: self._send(report=report_to_proto(report))
+        )
         self._comparer: BlockComparer | None = None
         self._comparisons: Sequence[BlockComparison] = ()
         self._tiers: TierExecutor | None = None
@@ -112,35 +109,20 @@ class ConnectorWorker:
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service. Raises ConfigError."""
-        arena = describe_arena(
-            kv_caches,
-            self._groups,
-            rank=self._rank_in_stage,
-            tensor_parallel_size=self._tensor_parallel_size,
-            block_format_of=self._block_format_of,
-        )
-        stages = join_stages(gather_from_stages(arena.groups))
-        arena = stages.in_model(arena, self._stage)
-        layout = layout_of(
-            arena,
-            fingerprint=self._settings.fingerprint,
-            tensor_parallel_size=self._tensor_parallel_size,
-            stage_starts=stages.stage_starts,
-        )
-        first = stages.stage_starts[self._stage]
-        self._layer_numbers = {name: first + number for name, number in self._layer_numbers.items()}
-        if self._settings.role != "prefill":
+        settings, tensor = self._settings, next(iter(kv_caches.values()))
+        arena, layout = self._describe(kv_caches)
+        if settings.role != "prefill":
             self._comparer = self._open_comparer(kv_caches)
-        memory_descriptor = self._share(arena, next(iter(kv_caches.values())))
-        admitted = self._settings.admitted
+        # It moves pages, which the transport registers where they are.
+        memory_descriptor = self._share(arena, tensor)
         self._transport, order = open_tensor_transport(
-            next(iter(kv_caches.values())),
-            self._settings.transport,
-            self._settings.host,
-            gpu_direct=self._settings.gpu_direct,
-            rdma_devices=self._settings.rdma_devices,
-            admitted=None if admitted is None else parse_networks(admitted),
-            quiet_s=self._settings.write_quiet_s,
+            tensor,
+            settings.transport,
+            settings.host,
+            gpu_direct=settings.gpu_direct,
+            rdma_devices=settings.rdma_devices,
+            admitted=None if settings.admitted is None else parse_networks(settings.admitted),
+            quiet_s=settings.write_quiet_s,
         )
         memory = rank_memory(
             arena,
@@ -148,38 +130,48 @@ class ConnectorWorker:
             transport=self._transport.name,
             session=self._transport.session,
         )
-        if self._settings.tiers.names:
-            self._copier = self._open_tiers(layout, memory, next(iter(kv_caches.values())))
-            self._tiers = TierExecutor(
-                self._copier,
-                self._send_load,
-                self._pool,
-                self._executor.send_from_host,
-                order.mark,
-            )
-        on_host = next(iter(kv_caches.values())).device.type == "cpu"
+        if settings.tiers.names:
+            self._open_tiers(layout, memory, tensor, order)
         attachment = link_pb2.Attachment(
             rank=self._rank,
             layout=layout_to_proto(layout),
             memory=rank_memory_to_proto(memory),
-            process_id=os.getpid() if on_host else 0,
+            process_id=os.getpid() if tensor.device.type == "cpu" else 0,
             memory_descriptor=memory_descriptor,
         )
-        self._link = EngineLink(Path(self._settings.link_path), attachment, self._on_response)
+        self._link = EngineLink(Path(settings.link_path), attachment, self._on_response)
         start_sending = partial(
             self._start_sending, self._link, self._transport, order, layout, memory
         )
-        if self._settings.role == "decode":
+        if settings.role == "decode":
             self._executor.start(order.fence)
             self._start_sending_later = start_sending
         else:
             start_sending()
 
+    def _describe(self, kv_caches: Mapping[str, Tensor]) -> tuple[Arena, KvLayout]:
+        """The rank's memory and the worker's layout, with all stages. Numbers the layers as the layout does."""
+        arena = describe_arena(
+            kv_caches,
+            self._groups,
+            rank=self._rank_in_stage,
+            tensor_parallel_size=self._stage_ranks,
+            block_format_of=block_interior(self._vllm_config),
+        )
+        stages = join_stages(gather_from_stages(arena.groups))
+        first = stages.stage_starts[self._stage]
+        self._layer_numbers = {name: first + number for name, number in self._layer_numbers.items()}
+        layout = KvLayout(
+            self._settings.fingerprint, self._stage_ranks, stages.groups, stages.stage_starts
+        )
+        return stages.in_model(arena, self._stage), layout
+
     def _open_comparer(self, kv_caches: Mapping[str, Tensor]) -> BlockComparer:
         group = self._groups[0]
-        heads = heads_held(self._rank_in_stage, self._tensor_parallel_size, group.head_count)
+        heads = heads_held(self._rank_in_stage, self._stage_ranks, group.head_count)
         layers = [(self._layer_numbers[name], name) for _, name in group.layers]
-        return BlockComparer(kv_caches, layers, heads.start, self._cache_dtype)
+        cache_dtype = str(self._vllm_config.cache_config.cache_dtype)
+        return BlockComparer(kv_caches, layers, heads.start, cache_dtype)
 
     def _share(self, arena: Arena, tensor: Tensor) -> int:
         """The descriptor with which the service maps what decode receives, 0 where it does not."""
@@ -191,18 +183,28 @@ class ConnectorWorker:
             log.info("rank %d shares nothing with the service: %s", self._rank, error.detail)
             return 0
 
-    def _open_tiers(self, layout: KvLayout, memory: RankMemory, tensor: Tensor) -> TierCopier:
+    def _open_tiers(
+        self, layout: KvLayout, memory: RankMemory, tensor: Tensor, order: DeviceOrder
+    ) -> None:
         """Raises ConfigError."""
         (group,) = self._groups
-        counts = self._settings.tiers.block_counts(group.block_bytes)
-        return TierCopier(
+        tiers = self._settings.tiers
+        counts = tiers.block_counts(group.block_bytes)
+        self._copier = TierCopier(
             layout,
             memory,
             host_blocks=counts[Tier.HOST],
             disk_blocks=counts.get(Tier.DISK, 0),
-            disk_folder=Path(self._settings.tiers.disk_folder),
-            pooled=self._settings.tiers.pooled,
+            disk_folder=Path(tiers.disk_folder),
+            pooled=tiers.pooled,
             device_memory=open_tier_memory(tensor),
+        )
+        self._tiers = TierExecutor(
+            self._copier,
+            lambda load: self._send(tier_loaded=tier_load_to_proto(load)),
+            self._pool,
+            self._executor.send_from_host,
+            order.mark,
         )
 
     def _start_sending(
@@ -229,7 +231,7 @@ class ConnectorWorker:
             credentials=self._settings.credentials,
             kill_timer=KillTimer(),
             host_memory=host_memory,
-            hidden_format=self._hidden_format,
+            hidden_format=hidden_format(self._vllm_config),
         )
         self._sender = RankSender(context)
         layers = {
@@ -275,10 +277,10 @@ class ConnectorWorker:
         """The compared blocks stay until the step's results are handled."""
         comparisons, self._comparisons = self._comparisons, ()
         for one in comparisons:
-            if self._comparer is not None and self._link is not None:
+            if self._comparer is not None:
                 layers = self._comparer.compare(one.received_block, one.computed_block)
                 compared = link_pb2.BlocksCompared(comparison_id=one.comparison_id, layers=layers)
-                self._link.send(link_pb2.AttachRequest(blocks_compared=compared))
+                self._send(blocks_compared=compared)
 
     def get_transfer_results(self) -> tuple[set[str], set[str], set[str]]:
         """After the model's forward pass. See StepExecutor.end_step."""
@@ -312,28 +314,23 @@ class ConnectorWorker:
         if self._transport is not None:
             self._transport.close()
 
-    def _send_load(self, load: TierLoad) -> None:
+    def _send(self, **message: Any) -> None:
         if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(load)))
-
-    def _send_report(self, report: SendReport) -> None:
-        if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(report=report_to_proto(report)))
+            self._link.send(link_pb2.AttachRequest(**message))
 
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("stop"):
             self._executor.stop(response.stop.transfer_id)
         elif response.HasField("admit_networks"):
-            self._admissions.submit(self._admit, response.admit_networks)
+            self._admissions.submit(self._admit, response)
         elif response.HasField("sample_first"):
-            self._samples.submit(self._sample, response.sample_first)
+            self._samples.submit(self._sample, response)
         elif response.HasField("open_pool"):
             self._open_pool(response.open_pool)
 
-    def _sample(self, request: link_pb2.SampleFirst) -> None:
-        sampled = sample_beside_steps(request)
-        if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(first_sampled=sampled))
+    def _sample(self, query: link_pb2.AttachResponse) -> None:
+        sampled = sample_beside_steps(query.sample_first)
+        self._send(first_sampled=sampled, answered_query_id=query.query_id)
 
     def _open_pool(self, opened: link_pb2.OpenPool) -> None:
         if self._pool is None or self._copier is None:
@@ -344,13 +341,12 @@ class ConnectorWorker:
         pool = self._settings.pool_opener()(memories, secret, lambda: None)
         self._pool.attach(pool, PoolKeys(secret, layout))
 
-    def _admit(self, update: link_pb2.AdmitNetworks) -> None:
+    def _admit(self, query: link_pb2.AttachResponse) -> None:
         """Runs on a thread of its own, because the transport may wait for connections to end."""
-        answer = link_pb2.NetworksAdmitted(update_id=update.update_id)
+        answer = link_pb2.NetworksAdmitted()
         try:
             if self._transport is not None:
-                self._transport.admit(parse_networks(update.networks))
+                self._transport.admit(parse_networks(query.admit_networks.networks))
         except HeadraceError as error:
             answer.reason, answer.detail = error.reason, error.detail
-        if self._link is not None:
-            self._link.send(link_pb2.AttachRequest(networks_admitted=answer))
+        self._send(networks_admitted=answer, answered_query_id=query.query_id)

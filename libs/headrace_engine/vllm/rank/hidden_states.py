@@ -153,7 +153,7 @@ def _apply_head(
 
 def sample_beside_steps(request: link_pb2.SampleFirst) -> link_pb2.FirstSampled:
     """HiddenStates.headrace_first_token on one thread of the caller, while the compute thread runs steps."""
-    answer = link_pb2.FirstSampled(number=request.number)
+    answer = link_pb2.FirstSampled()
     _threads_beside_steps.add(threading.get_ident())
     try:
         if _beside_steps is None:

@@ -14,7 +14,6 @@ from headrace_kv.layout import (
     TOKEN_OUTER,
     TOKENS,
     CacheGroup,
-    KvLayout,
     Part,
     RankMemory,
     Region,
@@ -206,17 +205,6 @@ def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: in
         if part.block_format == TOKEN_OUTER
         else 0,
     )
-
-
-def layout_of(
-    arena: Arena,
-    *,
-    fingerprint: str,
-    tensor_parallel_size: int,
-    stage_starts: tuple[int, ...] = (0,),
-) -> KvLayout:
-    """The worker's layout, which is the same on every rank. The arena's groups have the layers of all stages."""
-    return KvLayout(fingerprint, tensor_parallel_size, arena.groups, stage_starts)
 
 
 def rank_memory(arena: Arena, *, rank: int, transport: str, session: str) -> RankMemory:

@@ -1,15 +1,15 @@
-"""The scheduler's half of the connector, as far as it is the same with and without Headrace's services."""
+"""The scheduler's half of the connector."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.settings import PrefillTimes
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
@@ -64,44 +64,97 @@ class StepsUnderWay:
         self._have_results.append(has_results)
 
 
-class ConnectorScheduler(ABC):
+class Peers:
+    """Where requests get their peers from, and where the blocks that are reserved for them are reported.
+
+    The scheduling thread calls all methods. This one is of an engine without peers.
+    """
+
+    idle_step_s = SHORT_STEP_S
+    """The longest that a step without tokens waits for an event."""
+
+    def start(self, planner: StepPlanner) -> None:
+        """Once, at first. Events of transfers go to `planner` from now on. Raises ConfigError or InternalError."""
+
+    def reserved(self, reservation: Reservation) -> None:
+        """See StepPlanner."""
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Sets vLLM's blocks, once."""
+
+    def request_added(self, request: Request) -> None:
+        """The scheduler has a new request."""
+
+    def may_schedule(self, request: Request, cached_tokens: int) -> bool:
+        """Whether the request need not wait for its transfer to be arranged."""
+        return True
+
+    def step_planned(self, output: SchedulerOutput, plan: StepPlan) -> None:
+        """A step is planned. May add to the plan."""
+
+    def step_ended(self) -> None:
+        """The results of the oldest planned step are handled."""
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What was learned of the time of steps."""
+        return NO_STEPS
+
+    def request_finished(
+        self,
+        request: Request,
+        block_ids: tuple[tuple[int, ...], ...],
+        times: PrefillTimes | None,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks, by group of the layout, must stay, and the kv_transfer_params of the last output.
+
+        `times` of a request that has opened its transfer.
+        """
+        return False, None
+
+    def close(self) -> None:
+        """Ends every transfer."""
+
+
+class ConnectorScheduler:
     """Its public methods are hooks of vLLM's KVConnectorBase_V1. The scheduling thread calls them."""
 
     def __init__(
         self,
         groups: tuple[LayerGroup, ...],
-        on_reserved: Callable[[Reservation], None],
-        idle_step_s: float,
+        peers: Peers,
         tiers: TierPlanner,
         steps_max: int = 1,
         *,
         in_lockstep: bool = False,
     ) -> None:
-        """`idle_step_s`: the longest that a step without tokens waits for an event. `steps_max`: see StepsUnderWay.
+        """`steps_max`: see StepsUnderWay. Raises what `peers` raise.
 
         `in_lockstep`: other data-parallel ranks wait in each of their steps for this one's, so no step waits for an
         event.
         """
         self._tiers = tiers
-        self._planner = StepPlanner(groups, on_reserved)
+        self._peers = peers
+        self._planner = StepPlanner(groups, peers.reserved)
         # One group of vLLM may count as two.
         self._group_ids = tuple(sorted({group.index for group in groups}))
-        self._idle_step_s = idle_step_s
         self._in_lockstep = in_lockstep
         self._steps_under_way = StepsUnderWay(steps_max)
         self._flush_requested = False
         self._loads_beside = False
+        peers.start(self._planner)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._planner.holds.bind(kv_cache_manager.block_pool)
         sort_new_blocks(kv_cache_manager)
+        self._peers.bind(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self) -> tuple[int, ...]:
         """All groups: vLLM must not clear blocks that prefill may be writing into."""
         return self._group_ids
 
-    @abstractmethod
-    def on_new_request(self, request: Request) -> None: ...
+    def on_new_request(self, request: Request) -> None:
+        self._peers.request_added(request)
 
     def reset_cache(self) -> bool:
         """vLLM has emptied the prefix cache. Asks for a step, since vLLM publishes KV events in steps only."""
@@ -116,7 +169,7 @@ class ConnectorScheduler(ABC):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if not self._may_schedule(request):
+        if not self._peers.may_schedule(request, num_computed_tokens):
             return None, False
         if request.skip_reading_prefix_cache:
             # vLLM would ignore what is found, and it computes the whole prompt.
@@ -129,10 +182,6 @@ class ConnectorScheduler(ABC):
             request.kv_transfer_params, request.num_tokens, num_computed_tokens + found
         )
         return found + missing, found + missing > 0
-
-    def _may_schedule(self, request: Request) -> bool:
-        """Whether the request need not wait for its transfer to be arranged."""
-        return True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -159,7 +208,7 @@ class ConnectorScheduler(ABC):
         waits = not (computes or self._in_lockstep or self._steps_under_way.may_have_results)
         if waits:
             # The engine learns of the end of a load with a step's results.
-            idle_s = SHORT_STEP_S if self._is_loading else self._idle_step_s
+            idle_s = SHORT_STEP_S if self._is_loading else self._peers.idle_step_s
             self._planner.wait_for_event(idle_s)
         scheduled = tuple(scheduled_requests(scheduler_output))
         preempted_ids = scheduler_output.preempted_req_ids or ()
@@ -168,6 +217,7 @@ class ConnectorScheduler(ABC):
         # The end of a load is a result of a step that plans nothing.
         has_results = computes or plan != StepPlan() or self._is_loading
         self._steps_under_way.add(has_results=has_results)
+        self._peers.step_planned(scheduler_output, plan)
         return plan
 
     def set_loads_beside(self, loads: bool) -> None:
@@ -208,21 +258,30 @@ class ConnectorScheduler(ABC):
 
     def take_events(self) -> list[KVCacheEvent]:
         """What the tiers below KV memory have stored and evicted. Blocks are named as in the events of KV memory."""
+        # vLLM asks for events once the results of a step are handled.
+        self._peers.step_ended()
         return [tier_event(change) for change in self._tiers.take_changes()]
 
     @property
     def step_times(self) -> StepTimes:
-        """What was learned of the time of steps."""
-        return NO_STEPS
+        """See Peers."""
+        return self._peers.step_times
 
-    @abstractmethod
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must stay, and the kv_transfer_params of its last output."""
+        times = self._planner.request_finished(request.request_id)
+        held, params = self._peers.request_finished(
+            request, self._planner.in_layout_order(block_ids), times
+        )
+        copies = self._tiers.request_finished(
+            request.request_id, request.num_computed_tokens, sends=times is not None
+        )
+        return held or copies or times is not None, params
 
-    @abstractmethod
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        self._peers.close()
 
 
 def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:

@@ -15,7 +15,14 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_engine.connector.settings import read_kept, receive_params
-from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
+from headrace_engine.interface import (
+    DecodeEnded,
+    DecodeEvent,
+    DecodeTokens,
+    DecodeWork,
+    FirstToken,
+    Released,
+)
 from headrace_engine.vllm.service.sampling import (
     STEP_LIMIT,
     prompt_logprobs_of,
@@ -135,7 +142,8 @@ class DecodeRequest:
             first = await self._choose_first_token(self._next)
             ended = self._end_after(first.token_ids[0])
             if ended is None:
-                self._link.first_token(self._work.transfer_id, first.token_ids[0])
+                given = FirstToken(self._work.transfer_id, first.token_ids[0])
+                self._link.transfer_event(given)
             yield first
             if ended is not None:
                 yield ended
@@ -259,4 +267,4 @@ class DecodeRequest:
         await self._outputs.aclose()
         held = self._reservation
         if held is not None and not self._reservation_yielded and held.start_token < held.end_token:
-            self._link.released(held.transfer_id)
+            self._link.transfer_event(Released(held.transfer_id))

@@ -160,7 +160,8 @@ class FirstTokenSampler:
         self, state: bytes, prompt: list[int], params: bytes, bitmask: bytes, _: object
     ) -> Sequence[Any]:
         request = link_pb2.SampleFirst(state=state, prompt=prompt, params=params, bitmask=bitmask)
-        sampled = await self._link.sample_first(request)
+        query = link_pb2.AttachResponse(sample_first=request)
+        sampled = (await self._link.ask_rank(0, query)).first_sampled
         if sampled.detail:
             raise InternalError(f"vLLM could not sample: {sampled.detail}")
         return sampled.token_id, sampled.ranked_ids, sampled.logprobs

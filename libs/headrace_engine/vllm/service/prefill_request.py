@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     HeadraceError,
@@ -17,7 +18,7 @@ from headrace_common.errors import (
     from_reason,
 )
 from headrace_engine.connector.settings import PrefillTimes, PrefixParams, send_params
-from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
+from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
     rejected,
@@ -74,7 +75,7 @@ class PrefillRequest:
         """The scheduler has allocated blocks for a prefix, which is fetched or not."""
         prefix = self._work.prefix
         if prefix is None or not prefix.start(reservation):
-            self._link.released(reservation.transfer_id)
+            self._link.transfer_event(Released(reservation.transfer_id))
 
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of the transfer under way any more."""
@@ -193,7 +194,8 @@ class PrefillRequest:
         """Ends the computation and waits until every rank is quiet (I2)."""
         transfer_id = self._work.target.transfer_id
         start_s = time.monotonic()
-        self._link.stop(transfer_id)
+        stop = link_pb2.Stop(transfer_id=transfer_id)
+        self._link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
         compute.cancel()
         await asyncio.wait({compute})
         try:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 from headrace_common.errors import HeadraceError, InternalError, WorkerGone
-from headrace_engine.vllm.data_parallel import GroupPlace
+from headrace_engine.vllm.parallel import GroupPlace
 
 log = logging.getLogger(__name__)
 

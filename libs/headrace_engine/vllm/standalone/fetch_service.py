@@ -147,33 +147,26 @@ class DecodeMemories:
 
 
 class _Fetch:
-    """One Fetch call. It ends when every rank has reported, or at the first failure."""
+    """One Fetch call. `ended` has the bytes once every rank has reported, or the first failure."""
 
     def __init__(self, rank_count: int) -> None:
-        self.ended = asyncio.Event()
-        self.failure: HeadraceError | None = None
-        self._rank_count = rank_count
-        self._bytes: dict[int, int] = {}
-
-    @property
-    def quiet(self) -> bool:
-        return len(self._bytes) == self._rank_count
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(self._bytes.values())
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.missing = set(range(rank_count))
+        self._payload_bytes = 0
 
     def add_report(self, report: SendReport) -> None:
-        self._bytes[report.rank] = report.payload_bytes
+        self.missing.discard(report.rank)
+        self._payload_bytes += report.payload_bytes
         if report.reason:
             self.fail(from_reason(report.reason, f"rank {report.rank}: {report.detail}"))
-        if self.quiet:
-            self.ended.set()
+        elif not self.missing and not self.ended.done():
+            self.ended.set_result(self._payload_bytes)
 
     def fail(self, error: HeadraceError) -> None:
-        if self.failure is None:
-            self.failure = error
-        self.ended.set()
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            # The call may have been cancelled.
+            self.ended.exception()
 
 
 class FetchService(pair_pb2_grpc.PairServiceServicer):
@@ -244,7 +237,7 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
             return await self._wait(fetch, target)
         finally:
             del self._fetches[target.transfer_id]
-            if not fetch.quiet:
+            if fetch.missing:
                 # The ranks keep the transfer's blocks until they are quiet.
                 self._pending.close(target.transfer_id, "decode cancelled it")
                 self._stop(target.transfer_id)
@@ -252,16 +245,13 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
     async def _wait(self, fetch: _Fetch, target: TransferTarget) -> pair_pb2.FetchResponse:
         try:
             async with asyncio.timeout(max(0.0, Deadline(target.deadline_s).remaining_s())):
-                await fetch.ended.wait()
+                return pair_pb2.FetchResponse(payload_bytes=await fetch.ended)
         except TimeoutError:
             raise TransferTimeout(
                 f"transfer {target.transfer_id} was not sent in time: "
                 "the prompt did not arrive, or took too long",
                 metadata={"transfer_id": target.transfer_id},
             ) from None
-        if fetch.failure is not None:
-            raise fetch.failure
-        return pair_pb2.FetchResponse(payload_bytes=fetch.payload_bytes)
 
     def close(self) -> None:
         """Ends every Fetch."""

@@ -1,4 +1,4 @@
-"""Which requests of a stock vLLM server wait, fetch, send or are held. Uses no vLLM types."""
+"""Which requests of a stock vLLM server wait, fetch, send or are held."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
@@ -16,21 +18,28 @@ from headrace_common.errors import (
     ProtocolViolation,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_engine.connector.settings import PARAMS_KEY, receive_params, send_params
+from headrace_common.registry.adapters import ADAPTERS_MAX
+from headrace_engine.connector.settings import PARAMS_KEY, PrefillTimes, receive_params, send_params
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
-from headrace_engine.vllm.standalone.fetch_client import (
+from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.vllm.model_folder import digest_of_adapter
+from headrace_engine.vllm.scheduler.connector_scheduler import Peers
+from headrace_engine.vllm.standalone.fetch_service import PendingFetch
+from headrace_engine.vllm.standalone.node import FetchPlan, StandaloneNode
+from headrace_engine.vllm.standalone.params import (
     ConsumerParams,
-    FetchPlan,
     ProducerParams,
     clear_request,
     held_params,
     prompt_digest,
     read_request,
 )
-from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
-from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import TransferSummary
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -82,37 +91,26 @@ class _Receiving:
         }
 
 
-class PairPeer(Protocol):
-    """Passes calls of the scheduling thread to the node's event loop, without blocking."""
+class PairScheduler(Peers):
+    """Requests name their peers in kv_transfer_params. The scheduling thread calls it.
 
-    def start_fetch(self, plan: FetchPlan) -> None: ...
-
-    def cancel_fetch(self, transfer_id: str) -> None: ...
-
-    def fail_fetch(self, transfer_id: str, error: HeadraceError) -> None: ...
-
-
-class PairScheduler:
-    """The scheduling thread calls it. Any thread may call `transfer_whole`."""
+    Any thread may call `transfer_whole`.
+    """
 
     def __init__(
         self,
+        node: StandaloneNode,
         *,
-        ref: WorkerRef,
-        endpoint: str,
-        pending: PendingFetches,
-        peer: PairPeer,
         can_send: bool,
         can_receive: bool,
         timeout_s: float,
         kv_hold_timeout_s: float,
     ) -> None:
-        self._ref = ref
-        self._endpoint = endpoint
-        self._pending = pending
-        self._peer = peer
+        self._node = node
+        self._endpoint = ""
         self._can_send = can_send
         self._can_receive = can_receive
+        self._pending = node.pending_fetches
         self._timeout_s = timeout_s
         self._kv_hold_timeout_s = kv_hold_timeout_s
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -122,6 +120,32 @@ class PairScheduler:
         self._sending: dict[str, str] = {}
         self._to_hold: set[str] = set()
         self._held: dict[str, _Held] = {}
+
+    def start(self, planner: StepPlanner) -> None:
+        """Returns once all ranks have attached."""
+        self._planner = planner
+        self._endpoint = self._node.start(
+            self.transfer_whole, lambda failed_id: planner.transfer_settled(failed_id, whole=False)
+        )
+
+    def may_schedule(self, request: Request, cached_tokens: int) -> bool:
+        return self.prepare(prompt_of(request))
+
+    def step_planned(self, output: SchedulerOutput, plan: StepPlan) -> None:
+        self.plan_held(plan)
+
+    def request_finished(
+        self,
+        request: Request,
+        block_ids: tuple[tuple[int, ...], ...],
+        times: PrefillTimes | None,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.prompt_finished(
+            prompt_of(request), block_ids, opened=times is not None, complete=is_complete(request)
+        )
+
+    def close(self) -> None:
+        self._node.close()
 
     def prepare(self, prompt: Prompt) -> bool:
         """Replaces the request's parameters by those of the connector. False while it must wait for a Fetch.
@@ -204,25 +228,26 @@ class PairScheduler:
             f"transfer {transfer_id} is of another prompt here: send both requests with equal prompts",
             metadata={"transfer_id": transfer_id},
         )
-        self._peer.fail_fetch(transfer_id, error)
+        self._node.fail_fetch(transfer_id, error)
         raise error
 
-    def blocks_reserved(self, reservation: Reservation) -> None:
+    def reserved(self, reservation: Reservation) -> None:
         """The connector's scheduler has blocks for a transfer. The reservation is empty when nothing is missing."""
         params, prompt = self._fetching.pop(reservation.transfer_id)
         receiving = self._receiving.get(prompt.request_id)
         if receiving is not None:
             receiving.reserve(reservation)
         digest = prompt_digest(prompt.token_ids[: reservation.end_token], prompt.extras)
-        self._peer.start_fetch(FetchPlan(reservation, params, digest))
+        self._node.start_fetch(FetchPlan(reservation, params, digest))
 
     def transfer_whole(self, transfer_id: str, summary: TransferSummary) -> None:
         """A transfer's KV cache has arrived. The request's last output carries the summary."""
         for receiving in list(self._receiving.values()):
             if receiving.transfer_id == transfer_id:
                 receiving.complete(summary)
+        self._planner.transfer_settled(transfer_id, whole=True)
 
-    def request_finished(
+    def prompt_finished(
         self,
         prompt: Prompt,
         block_ids: tuple[tuple[int, ...], ...],
@@ -239,7 +264,7 @@ class PairScheduler:
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
             self._fetching.pop(receiving.transfer_id, None)
-            self._peer.cancel_fetch(receiving.transfer_id)
+            self._node.cancel_fetch(receiving.transfer_id)
             return False, receiving.to_params()
         waiting = self._waiting.pop(request_id, None)
         transfer_id = waiting.transfer_id if waiting is not None else ""
@@ -248,7 +273,7 @@ class PairScheduler:
         self._sending.pop(request_id, None)
         if transfer_id:
             self._pending.close(transfer_id, "its request has ended")
-            self._peer.fail_fetch(transfer_id, Cancelled("the prompt's request has ended"))
+            self._node.fail_fetch(transfer_id, Cancelled("the prompt's request has ended"))
         if request_id in self._to_hold:
             self._to_hold.discard(request_id)
             if complete and len(prompt.token_ids) > 1:
@@ -260,7 +285,7 @@ class PairScheduler:
         self._held[transfer_id] = _Held(
             prompt.request_id, prompt, block_ids, Deadline.after(self._kv_hold_timeout_s)
         )
-        return held_params(transfer_id, self._ref, self._endpoint)
+        return held_params(transfer_id, self._node.ref, self._endpoint)
 
     def plan_held(self, plan: StepPlan) -> None:
         """Adds held prompts that are fetched to a step's plan, and frees those that no engine has fetched in time."""
@@ -284,3 +309,34 @@ class PairScheduler:
             target,
             TokenRange(target.transfer_id, target.start_token, target.end_token, held.block_ids),
         )
+
+
+def prompt_of(request: Request) -> Prompt:
+    """The request's prompt. One that is not made of tokens has none here, and is not transferred."""
+    adapter = request.lora_request
+    return Prompt(
+        request_id=request.request_id,
+        token_ids=() if request.prompt_embeds is not None else request.prompt_token_ids or (),
+        extras=(
+            _identity_of(adapter.lora_name, adapter.lora_path) if adapter is not None else "",
+            *(feature.identifier for feature in request.mm_features),
+        ),
+        params=request.kv_transfer_params,
+    )
+
+
+@lru_cache(maxsize=ADAPTERS_MAX)
+def _identity_of(name: str, path: str) -> str:
+    """Adapters of one name differ when their files do. Without files in a folder, the name of the download counts."""
+    try:
+        return f"adapter {name} {digest_of_adapter(Path(path))}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"adapter {name} {path}"
+
+
+def is_complete(request: Request) -> bool:
+    """Whether the request has ended by itself, so that its whole prompt is in the cache."""
+    from vllm.v1.request import RequestStatus
+
+    ended = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+    return request.status in ended and request.num_computed_tokens >= request.num_prompt_tokens

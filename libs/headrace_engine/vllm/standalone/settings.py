@@ -27,7 +27,7 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
-from headrace_engine.vllm.stages import stage_count
+from headrace_engine.vllm.parallel import stage_count
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -17,12 +17,14 @@ from headrace_common.errors import Cancelled, NotFound
 from headrace_common.registry.adapters import Adapter
 from headrace_engine.config import EngineConfig, WorkerRole
 from headrace_engine.interface import (
+    Arrived,
     DecodeEnded,
     DecodeEvent,
     DecodeTokens,
     DecodeWork,
     PrefillOutcome,
     PrefillWork,
+    Released,
     Sampling,
 )
 from headrace_engine.sim.engine import SimEngine
@@ -321,13 +323,13 @@ class Pair:
             started = self._send(work, reader, reservation)
             try:
                 summary = await started.transfer.wait()
-                self.decode.arrived(reservation.transfer_id)
+                self.decode.transfer_event(Arrived(reservation.transfer_id))
                 outcome = await started.prefill
             finally:
                 started.prefill.cancel()
                 # The transfer may become complete while its wait is cancelled.
                 if started.transfer.states.entered_unix_ns(TransferState.COMPLETE):
-                    self.decode.arrived(reservation.transfer_id)
+                    self.decode.transfer_event(Arrived(reservation.transfer_id))
                 else:
                     self.receiver.cancel(
                         reservation.transfer_id, Cancelled.reason, "the request was cancelled"
@@ -383,7 +385,7 @@ async def pair(
             layout=decode_side.descriptor.layout,
             tickets=NoTickets(),
             lease_ttl_s=LEASE_S,
-            on_released=decode_side.released,
+            on_released=lambda transfer_id: decode_side.transfer_event(Released(transfer_id)),
             quarantine_s=0.1,
             broadcast=decode_side.broadcast,
             checks=checks,

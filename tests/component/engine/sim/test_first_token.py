@@ -10,7 +10,17 @@ from functools import partial
 import pytest
 
 from headrace_common.errors import KvCorrupt, TransferFailed
-from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Sampling
+from headrace_engine.interface import (
+    Arrived,
+    DecodeEnded,
+    DecodeEvent,
+    DecodeTokens,
+    DecodeWork,
+    FirstHiddenState,
+    FirstToken,
+    Released,
+    Sampling,
+)
 from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.sampling import hidden_state_of
 from tests.component.engine.sim.support import (
@@ -106,15 +116,15 @@ async def first_by_prefill(
     assert started.reservation.start_token < started.reservation.end_token == len(prompt)
     first = await token
     if not late:
-        both.decode.first_token(transfer_id, first.token_ids[0])
+        both.decode.transfer_event(FirstToken(transfer_id, first.token_ids[0]))
     await started.transfer.wait()
-    both.decode.arrived(transfer_id)
+    both.decode.transfer_event(Arrived(transfer_id))
     await started.prefill
     if late:
         # The engine must not run before.
         for _ in range(20):
             await asyncio.sleep(0)
-        both.decode.first_token(transfer_id, first.token_ids[0])
+        both.decode.transfer_event(FirstToken(transfer_id, first.token_ids[0]))
     return await read_rest(both, work, first, started.reader)
 
 
@@ -125,12 +135,12 @@ async def first_from_hidden_state(
     free = both.decode.free_block_count()
     work = first_token_work(prompt, sampling, transfer_id, from_hidden_state=True)
     started = await both.start(work)
-    both.decode.first_hidden_state(transfer_id, await started.transfer.hidden_state())
+    both.decode.transfer_event(FirstHiddenState(transfer_id, await started.transfer.hidden_state()))
     first = await anext(started.reader)
     assert isinstance(first, DecodeTokens)
     assert len(first.token_ids) == 1
     await asyncio.gather(started.transfer.wait(), started.prefill)
-    both.decode.arrived(transfer_id)
+    both.decode.transfer_event(Arrived(transfer_id))
     end = await read_rest(both, work, first, started.reader)
     await until(lambda: both.decode.free_block_count() == free)
     return end
@@ -187,9 +197,9 @@ async def test_an_abort_before_the_first_token_frees_the_blocks() -> None:
         free = both.decode.free_block_count()
         started = await both.start(first_token_work(prompt_of(40), GREEDY))
         await asyncio.gather(started.prefill, started.transfer.wait())
-        both.decode.arrived("x1")
+        both.decode.transfer_event(Arrived("x1"))
         await close(started.reader)
-        both.decode.first_token("x1", 3)
+        both.decode.transfer_event(FirstToken("x1", 3))
         await until(lambda: both.decode.free_block_count() == free)
 
 
@@ -228,7 +238,7 @@ async def test_one_wrong_byte_of_the_hidden_state_is_an_error() -> None:
         await reserve(reader)
         state = bytearray(hidden_state_of(12345))
         state[-1] ^= 1
-        engine.first_hidden_state("x1", bytes(state))
+        engine.transfer_event(FirstHiddenState("x1", bytes(state)))
         with pytest.raises(KvCorrupt):
             await anext(reader)
-        engine.released("x1")
+        engine.transfer_event(Released("x1"))

@@ -16,6 +16,7 @@ from headrace_common.errors import (
     InternalError,
     TransferTimeout,
 )
+from headrace_engine.interface import Arrived
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import Chunk
 from headrace_kv.messages import LayerSent
@@ -83,7 +84,7 @@ async def test_a_layer_is_sent_before_the_next_one_is_computed() -> None:
         assert not started.prefill.done()
         await advance_until(started.prefill.done, clock)
         await asyncio.gather(started.prefill, started.transfer.wait())
-        both.decode.arrived("x1")
+        both.decode.transfer_event(Arrived("x1"))
         await close(started.reader)
 
 

@@ -6,7 +6,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.interface import DecodeEnded, DecodeTokens
+from headrace_engine.interface import (
+    Arrived,
+    DecodeEnded,
+    DecodeTokens,
+    Released,
+    TransferEvent,
+)
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.messages import Reservation
 from tests.component.engine.sim.support import (
@@ -38,7 +44,7 @@ async def test_a_reservation_holds_what_is_missing_but_the_last_token(
     reservation = await reserve(reader)
     assert (reservation.start_token, reservation.end_token) == (start, 38)
     assert len(reservation.block_ids) == block_count
-    engine.arrived("x1")
+    engine.transfer_event(Arrived("x1"))
     assert isinstance(await anext(reader), DecodeTokens)
     await close(reader)
 
@@ -47,7 +53,7 @@ async def test_a_cache_that_was_never_sent_gives_another_answer(engine: SimEngin
     tokens: list[int] = []
     async for event in engine.decode(decode_work(PROMPT, remote_kv=True)):
         if isinstance(event, Reservation):
-            engine.arrived("x1")
+            engine.transfer_event(Arrived("x1"))
         elif isinstance(event, DecodeTokens):
             tokens.extend(event.token_ids)
     assert len(tokens) == 6
@@ -73,18 +79,18 @@ async def test_blocks_are_shared_only_once_they_have_arrived(engine: SimEngine) 
     await anext(first)
     second = engine.decode(decode_work(PROMPT, transfer_id="x2", remote_kv=True))
     assert (await reserve(second)).start_token == 0
-    engine.arrived("x1")
+    engine.transfer_event(Arrived("x1"))
     third = engine.decode(decode_work(PROMPT, transfer_id="x3", remote_kv=True))
     assert (await reserve(third)).start_token == 32
     for reader in (first, second, third):
         await close(reader)
-    engine.released("x2")
-    engine.released("x3")
+    engine.transfer_event(Released("x2"))
+    engine.transfer_event(Released("x3"))
 
 
-@pytest.mark.parametrize("ending", ["arrived", "released"])
+@pytest.mark.parametrize("ending", [Arrived("x1"), Released("x1")])
 async def test_an_aborted_reservation_stays_held_until_its_transfer_ends(
-    engine: SimEngine, ending: str
+    engine: SimEngine, ending: TransferEvent
 ) -> None:
     before = engine.free_block_count()
     reader = engine.decode(decode_work(PROMPT, remote_kv=True))
@@ -93,9 +99,9 @@ async def test_an_aborted_reservation_stays_held_until_its_transfer_ends(
     await answer_of(engine, decode_work([1, 2, 3], transfer_id="x2"))
     # 39 tokens of prompt and 5 of the answer: 6 blocks of 8.
     assert engine.free_block_count() == before - 6
-    getattr(engine, ending)("x1")
+    engine.transfer_event(ending)
     await until(lambda: engine.free_block_count() == before)
-    getattr(engine, ending)("x1")
+    engine.transfer_event(ending)
 
 
 async def test_an_unread_reservation_is_released_with_its_request(engine: SimEngine) -> None:
@@ -113,7 +119,7 @@ async def test_an_unread_reservation_is_released_with_its_request(engine: SimEng
 async def test_a_released_reservation_fails_its_request(engine: SimEngine) -> None:
     reader = engine.decode(decode_work(PROMPT, remote_kv=True))
     await anext(reader)
-    engine.released("x1")
+    engine.transfer_event(Released("x1"))
     with pytest.raises(TransferFailed):
         await anext(reader)
 
@@ -122,15 +128,15 @@ async def test_reports_of_other_or_ended_transfers_change_nothing(engine: SimEng
     reader = engine.decode(decode_work(PROMPT, remote_kv=True))
     await reserve(reader)
     free = engine.free_block_count()
-    engine.arrived("x2")
-    engine.released("x2")
+    engine.transfer_event(Arrived("x2"))
+    engine.transfer_event(Released("x2"))
     waiting = asyncio.ensure_future(anext(reader))
     await check_answer(engine, decode_work(PROMPT, transfer_id="x3"))
     assert not waiting.done()
     assert engine.free_block_count() == free
-    engine.arrived("x1")
+    engine.transfer_event(Arrived("x1"))
     assert isinstance(await waiting, DecodeTokens)
     # The request has its cache now, so a late report must not fail it.
-    engine.released("x1")
+    engine.transfer_event(Released("x1"))
     rest = [event async for event in reader]
     assert isinstance(rest[-1], DecodeEnded)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import TransferFailed
+from headrace_engine.interface import Arrived
 from headrace_kv.copy_plan import Runs
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.blocks import CachedBlock
@@ -93,7 +94,7 @@ async def again(both: Pair, prompt: list[int]) -> Handed:
 async def finish(both: Pair, started: Started, prompt: list[int]) -> None:
     """Reads a started request to its end. Its answer is right."""
     await started.transfer.wait()
-    both.decode.arrived(started.reservation.transfer_id)
+    both.decode.transfer_event(Arrived(started.reservation.transfer_id))
     events = [event async for event in started.reader]
     assert tokens_of(events) == both.decode.model.expected_tokens(prompt, GREEDY.max_tokens)
     await started.prefill

@@ -159,8 +159,8 @@ def test_only_these_modules_import_vllm() -> None:
         "connector.py",
         "continuation.py",
         "compat.py",
-        "data_parallel.py",
         "offload_connector.py",
+        "parallel.py",
         "drafts.py",
         "rank/hidden_states.py",
         "scheduler/paced_scheduler.py",
@@ -170,8 +170,7 @@ def test_only_these_modules_import_vllm() -> None:
         "service/launch.py",
         "service/prompts.py",
         "service/sampling.py",
-        "stages.py",
-        "standalone/connector_scheduler.py",
+        "standalone/pair_scheduler.py",
     }
 
 

@@ -14,16 +14,23 @@ import pytest
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import InternalError, QueueFull, StaleIncarnation
+from headrace_common.errors import InternalError, StaleIncarnation
+from headrace_engine.interface import Arrived, FirstToken, Recompute, Released
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
     keep_answer,
+    kept_from_proto,
     read_startup_error,
+    report_from_proto,
     report_to_proto,
+    terms_from_proto,
+    terms_to_proto,
+    tier_load_from_proto,
     tier_load_to_proto,
+    transfer_event_to_proto,
     write_startup_error,
 )
-from headrace_engine.vllm.link.server import LinkEvents, LinkServer
+from headrace_engine.vllm.link.server import LinkServer
 from headrace_kv.layout import (
     KvDescriptor,
     KvLayout,
@@ -32,11 +39,15 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_to_proto,
 )
-from headrace_kv.messages import Reservation, SendReport, reservation_to_proto
+from headrace_kv.messages import (
+    Reservation,
+    SendReport,
+    reservation_from_proto,
+    reservation_to_proto,
+)
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.load_times import TierLoad
 from headrace_kv.tiers.promises import KeepTerms, Kept
-from headrace_kv.transport.guard import parse_networks
 from tests.transfer_links import sent_link
 from tests.waiting import until
 
@@ -71,12 +82,8 @@ class Ends:
     """A server and three connectors with the messages that each has received."""
 
     server: LinkServer
-    reserved: list[Reservation]
-    reports: list[SendReport]
+    messages: list[tuple[int, link_pb2.AttachRequest]]
     lost: list[str]
-    loads: list[tuple[int, TierLoad]]
-    starts: list[tuple[str, int]]
-    failed: list[tuple[str, bool]]
     links: dict[str, EngineLink] = field(default_factory=dict)
     received: dict[str, list[str | None]] = field(default_factory=dict)
 
@@ -95,22 +102,12 @@ async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
 
 @asynccontextmanager
 async def attached(path: Path) -> AsyncIterator[Ends]:
-    reserved: list[Reservation] = []
-    reports: list[SendReport] = []
+    messages: list[tuple[int, link_pb2.AttachRequest]] = []
     lost: list[str] = []
-    loads: list[tuple[int, TierLoad]] = []
-    starts: list[tuple[str, int]] = []
-    failed: list[tuple[str, bool]] = []
-    events = LinkEvents(
-        reserved.append,
-        reports.append,
-        lost.append,
-        tier_loaded=lambda rank, load: loads.append((rank, load)),
-        step_started=lambda *start: starts.append(start),
-        request_failed=lambda *failure: failed.append(failure),
+    server = LinkServer(
+        path, lambda rank, message: messages.append((rank, message)), lost.append, no_descriptors
     )
-    server = LinkServer(path, events, no_descriptors)
-    ends = Ends(server, reserved, reports, lost, loads, starts, failed)
+    ends = Ends(server, messages, lost)
     # The connectors start first, as when an engine starts.
     ends.attach(path, "scheduler", link_pb2.Attachment(scheduler=True))
     ends.attach(path, "rank 1", rank_attachment(1))
@@ -144,103 +141,89 @@ async def test_neither_end_sends_pings(tmp_path: Path, monkeypatch: pytest.Monke
     assert not [name for name in seen if "ping" in name or "keepalive" in name]
 
 
-async def test_every_rank_confirms_the_networks_that_it_admits(tmp_path: Path) -> None:
+async def test_a_query_gets_its_own_answer_from_the_connector_that_was_asked(
+    tmp_path: Path,
+) -> None:
     async with attached(tmp_path / "link") as ends:
         await ends.server.wait_attached(2, timeout_s=10)
-        networks = parse_networks(["10.0.0.7"])
-        admitting = asyncio.create_task(ends.server.admit_networks(networks))
+        query = link_pb2.AttachResponse(
+            admit_networks=link_pb2.AdmitNetworks(networks=["10.0.0.7/32"])
+        )
+        asking = [asyncio.create_task(ends.server.ask_rank(rank, query)) for rank in (0, 1)]
         await until(
             lambda: ends.received["rank 0"] == ends.received["rank 1"] == ["admit_networks"]
         )
         assert ends.received["scheduler"] == []
 
-        def confirm(name: str, update_id: int, **failure: str) -> None:
-            admitted = link_pb2.NetworksAdmitted(update_id=update_id, **failure)
-            ends.links[name].send(link_pb2.AttachRequest(networks_admitted=admitted))
+        def answer(name: str, query_id: int, **failure: str) -> None:
+            admitted = link_pb2.NetworksAdmitted(**failure)
+            ends.links[name].send(
+                link_pb2.AttachRequest(networks_admitted=admitted, answered_query_id=query_id)
+            )
 
-        confirm("rank 0", 1)
-        # The second rank's answer to another update does not count.
-        confirm("rank 1", 7)
-        await asyncio.sleep(0.1)
-        assert not admitting.done()
-        confirm("rank 1", 1)
-        await asyncio.wait_for(admitting, 5)
-        failing = asyncio.create_task(ends.server.admit_networks(networks))
-        confirm("rank 0", 2)
-        await until(lambda: len(ends.received["rank 1"]) == 2)
-        confirm("rank 1", 2, reason="QUEUE_FULL", detail="too many networks")
-        confirm("rank 0", 2)
-        with pytest.raises(QueueFull, match="too many networks"):
-            await asyncio.wait_for(failing, 5)
+        # Neither the answer to another connector's query nor one to no query counts.
+        for query_id in (2, 7):
+            answer("rank 0", query_id)
+        answer("rank 0", 1)
+        assert not (await asyncio.wait_for(asking[0], 5)).networks_admitted.reason
+        assert not asking[1].done()
+        answer("rank 1", 2, reason="QUEUE_FULL", detail="too many networks")
+        # A second answer changes nothing.
+        answer("rank 1", 2)
+        answered = (await asyncio.wait_for(asking[1], 5)).networks_admitted
+        assert (answered.reason, answered.detail) == ("QUEUE_FULL", "too many networks")
+        assert ends.messages == []
 
 
-async def test_the_scheduler_answers_what_becomes_of_a_promise(tmp_path: Path) -> None:
+async def test_a_query_fails_when_its_connector_is_lost(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
         await ends.server.wait_attached(2, timeout_s=10)
-        kept = Kept(96, Tier.DISK, 30.5)
-        keeping = asyncio.create_task(ends.server.keep(KeepTerms("x1", "aa", 30.5)))
-        await until(lambda: ends.received["scheduler"] == ["keep_query"])
-        # An answer to another query does not count.
-        for answer in (keep_answer(7, None), keep_answer(1, kept), keep_answer(1, None)):
-            ends.links["scheduler"].send(link_pb2.AttachRequest(keep_answer=answer))
-        assert await asyncio.wait_for(keeping, 5) == kept
-        unknown = asyncio.create_task(ends.server.keep(KeepTerms("x2", "aa", 0.0)))
-        await until(lambda: len(ends.received["scheduler"]) == 2)
-        ends.links["scheduler"].send(link_pb2.AttachRequest(keep_answer=keep_answer(2, None)))
-        assert await asyncio.wait_for(unknown, 5) is None
-
-
-async def test_a_rank_answers_each_sample_or_is_lost(tmp_path: Path) -> None:
-    async with attached(tmp_path / "link") as ends:
-        await ends.server.wait_attached(2, timeout_s=10)
-        sampling = [
-            asyncio.create_task(ends.server.sample_first(link_pb2.SampleFirst(state=b"row")))
-            for _ in range(2)
-        ]
-        await until(lambda: ends.received["rank 0"] == ["sample_first"] * 2)
-        assert ends.received["rank 1"] == []
-        # The second answer is for a call that has ended, or was never made.
-        for number in (2, 9):
-            sampled = link_pb2.FirstSampled(number=number, token_id=5)
-            ends.links["rank 0"].send(link_pb2.AttachRequest(first_sampled=sampled))
-        assert (await asyncio.wait_for(sampling[1], 5)).token_id == 5
-        assert not sampling[0].done()
+        query = link_pb2.AttachResponse(sample_first=link_pb2.SampleFirst(state=b"row"))
+        asking = asyncio.create_task(ends.server.ask_rank(0, query))
+        await until(lambda: ends.received["rank 0"] == ["sample_first"])
         ends.links["rank 0"].close()
         with pytest.raises(InternalError, match="rank 0 has ended"):
-            await asyncio.wait_for(sampling[0], 5)
+            await asyncio.wait_for(asking, 5)
+        with pytest.raises(InternalError, match="has ended"):
+            await ends.server.ask_rank(0, query)
 
 
 async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
         descriptor = await ends.server.wait_attached(2, timeout_s=10)
         assert descriptor == KvDescriptor(LAYOUT, (memory(0), memory(1)))
-        ends.links["scheduler"].send(
-            link_pb2.AttachRequest(reservation=reservation_to_proto(RESERVATION))
-        )
-        ends.links["rank 1"].send(link_pb2.AttachRequest(report=report_to_proto(REPORT)))
-        ends.links["rank 1"].send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(LOADED)))
-        started = link_pb2.StepStarted(transfer_id="x1", monotonic_ns=7)
-        ends.links["scheduler"].send(link_pb2.AttachRequest(step_started=started))
-        for load_failed in (True, False):
-            failure = link_pb2.RequestFailed(transfer_id="x9", load_failed=load_failed)
-            ends.links["scheduler"].send(link_pb2.AttachRequest(request_failed=failure))
-        await until(lambda: bool(ends.reserved and ends.reports and ends.loads and ends.starts))
-        await until(lambda: ends.failed == [("x9", True), ("x9", False)])
-        assert (ends.reserved, ends.reports) == ([RESERVATION], [REPORT])
-        assert ends.loads == [(1, LOADED)]
-        assert ends.starts == [("x1", 7)]
-        ends.server.arrived("x1")
-        ends.server.released("x2")
+        reserved = link_pb2.AttachRequest(reservation=reservation_to_proto(RESERVATION))
+        ends.links["scheduler"].send(reserved)
+        await until(lambda: bool(ends.messages))
+        report = link_pb2.AttachRequest(report=report_to_proto(REPORT))
+        ends.links["rank 1"].send(report)
+        await until(lambda: len(ends.messages) == 2)
+        assert ends.messages == [(0, reserved), (1, report)]
+        ends.server.transfer_event(Arrived("x1"))
         ends.server.request_coming()
-        ends.server.stop("x3")
-        ends.server.recompute("x4")
+        ends.server.send_to_ranks(link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id="x3")))
         expected = {
-            "scheduler": ["arrived", "released", "request_coming", "recompute"],
+            "scheduler": ["transfer_event", "request_coming"],
             "rank 0": ["stop"],
             "rank 1": ["stop"],
         }
         await until(lambda: ends.received == expected, what=lambda: f"{ends.received}")
         assert ends.lost == []
+
+
+def test_values_are_equal_after_conversion_for_the_link() -> None:
+    assert reservation_from_proto(reservation_to_proto(RESERVATION)) == RESERVATION
+    assert report_from_proto(report_to_proto(REPORT)) == REPORT
+    assert tier_load_from_proto(tier_load_to_proto(LOADED)) == LOADED
+    kept = Kept(96, Tier.DISK, 30.5)
+    assert kept_from_proto(keep_answer(kept)) == kept
+    assert kept_from_proto(keep_answer(None)) is None
+    terms = KeepTerms("x1", "aa", 30.5)
+    assert terms_from_proto(terms_to_proto(terms)) == terms
+    event = transfer_event_to_proto(FirstToken("x1", 7))
+    assert (event.transfer_id, event.token_id) == ("x1", 7)
+    kinds = {transfer_event_to_proto(kind("x1")).kind for kind in (Arrived, Released, Recompute)}
+    assert len({event.kind, *kinds}) == 4
 
 
 async def test_ranks_find_descriptors_through_the_service(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace_common.errors import InternalError, WorkerGone
-from headrace_engine.vllm.data_parallel import GroupPlace
+from headrace_engine.vllm.parallel import GroupPlace
 from headrace_engine.vllm.service import rank_group
 from headrace_engine.vllm.service.rank_group import RankGroup
 from tests.ports import free_port

@@ -14,10 +14,16 @@ from headrace_engine.vllm.rank.memory import (
     WHOLE_BLOCKS,
     Arena,
     describe_arena,
-    layout_of,
     rank_memory,
 )
-from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
+from headrace_kv.layout import (
+    STATE,
+    TOKEN_OUTER,
+    TOKENS,
+    GroupKind,
+    KvLayout,
+    Part,
+)
 
 BASE = 0x10000
 
@@ -108,7 +114,7 @@ def test_regions_match_the_addresses_of_the_tensors() -> None:
     region = arena.regions[1]
     assert (region.layer, region.block_stride_bytes) == (1, 3 * 4096 * 4)
     assert (region.head_stride_bytes, region.unit_bytes) == (4096 * 4, 32 * 128 * 4)
-    layout = layout_of(arena, fingerprint="m:1", tensor_parallel_size=2)
+    layout = KvLayout("m:1", 2, arena.groups)
     assert (layout.dtype, layout.layer_count, layout.block_tokens) == ("float32", 2, 32)
     assert layout.groups[0].parts == (Part("kv", "float32", region.unit_bytes, "packed-32"),)
     memory = rank_memory(arena, rank=1, transport="mooncake", session="h:1")

@@ -1,16 +1,66 @@
-"""The load of an engine, counted from the scheduler's hooks."""
+"""The load and the steps of an engine, from the scheduler's hooks."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
 
-from headrace_common.time_model.model import NO_STEPS
+from headrace_common.time_model.model import NO_STEPS, Step
 from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
-from headrace_engine.vllm.scheduler.service_scheduler import LoadMeter, report_changes
+from headrace_engine.vllm.scheduler.load import LoadMeter, StepStarts, report_changes, step_of
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.promises import PromiseCounts
-from tests.unit.engine.vllm.scheduler.test_planned_steps import output
+
+
+def output(
+    new: dict[str, tuple[int, int]] | None = None,
+    cached: dict[str, tuple[int, int]] | None = None,
+    drafts: dict[str, list[int]] | None = None,
+    preempted: set[str] | None = None,
+) -> Any:
+    """A step, with the computed tokens and the tokens of each request."""
+    new, cached = new or {}, cached or {}
+    counts = {name: count for name, (_, count) in {**new, **cached}.items()}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=computed)
+            for name, (computed, _) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached), num_computed_tokens=[computed for computed, _ in cached.values()]
+        ),
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_spec_decode_tokens=drafts or {},
+        preempted_req_ids=preempted,
+    )
+
+
+def test_answers_count_with_their_context() -> None:
+    step = step_of(output({"a": (99, 1)}, {"b": (10, 1), "c": (20, 1)}))
+    assert step == Step(running=3, context_tokens=129)
+
+
+def test_a_part_of_a_prompt_attends_to_what_is_before_it() -> None:
+    assert step_of(output(cached={"a": (512, 256)})) == Step(256, 256 * (512 + 128))
+
+
+def test_prompts_and_answers_share_a_step() -> None:
+    step = step_of(output({"a": (0, 100)}, {"b": (300, 1)}))
+    assert step == Step(100, 100 * 50, 1, 300)
+
+
+def test_prompts_of_others_are_sent() -> None:
+    step = step_of(output({"a": (0, 100), "b": (0, 60)}), sending={"b"})
+    assert (step.prompt_tokens, step.sent_tokens) == (160, 60)
+
+
+def test_drafts_make_no_prompt_of_an_answer() -> None:
+    step = step_of(output(cached={"a": (300, 4)}, drafts={"a": [1, 2, 3]}))
+    assert step == Step(running=1, context_tokens=300)
 
 
 def test_requests_count_as_waiting_and_running_through_every_state() -> None:
@@ -78,3 +128,32 @@ def test_a_load_is_equal_after_conversion_for_the_link() -> None:
     promises = PromiseCounts(5, {Tier.HOST: 6, Tier.DISK: 0}, 7)
     load = EngineLoad(1, 2, 3, 4, promises=promises)
     assert load_from_proto(load_to_proto(load)) == load
+
+
+def test_each_request_is_reported_once_with_its_first_step() -> None:
+    reported: list[tuple[str, int]] = []
+    starts = StepStarts(lambda name, at_ns: reported.append((name, at_ns)))
+    starts.request_added("a-1", "a")
+    starts.request_added("b-1", "b")
+    starts.request_added("c-1", "")
+    before_ns = time.monotonic_ns()
+    # A request that waits for its KV has no tokens in a step.
+    starts.step_planned({"other": 3, "c-1": 1})
+    assert reported == []
+    starts.step_planned({"a-1": 1, "other": 3})
+    starts.step_planned({"a-1": 1})
+    ((name, at_ns),) = reported
+    assert name == "a"
+    assert before_ns <= at_ns <= time.monotonic_ns()
+    starts.step_planned({"a-1": 1, "b-1": 5})
+    assert [name for name, _ in reported] == ["a", "b"]
+
+
+def test_a_request_that_ends_before_its_first_step_is_forgotten() -> None:
+    reported: list[str] = []
+    starts = StepStarts(lambda name, _: reported.append(name))
+    starts.request_added("a-1", "a")
+    starts.request_finished("a-1")
+    starts.request_finished("never added")
+    starts.step_planned({"a-1": 1})
+    assert reported == []

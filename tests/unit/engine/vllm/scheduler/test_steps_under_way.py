@@ -10,9 +10,13 @@ import pytest
 from headrace_engine.connector.settings import receive_params
 from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
-from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_kv.tiers.tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
+
+
+class WaitingPeers(Peers):
+    idle_step_s = 1.0
 
 
 class Scheduler(ConnectorScheduler):
@@ -20,22 +24,13 @@ class Scheduler(ConnectorScheduler):
 
     def __init__(self, steps_max: int, waits: list[float], *, in_lockstep: bool = False) -> None:
         tiers = TierPlanner(LowerTiers({}), 1)
-        super().__init__(
-            ATTENTION, lambda one: None, 1.0, tiers, steps_max, in_lockstep=in_lockstep
-        )
+        super().__init__(ATTENTION, WaitingPeers(), tiers, steps_max, in_lockstep=in_lockstep)
         self._waits = waits
         params = receive_params("x1")
         self._planner.blocks_allocated("r", params, (tuple(range(4)),), 100, 99, never)
 
     def arrive(self) -> None:
         self._planner.transfer_settled("x1", whole=True)
-
-    def on_new_request(self, request: Any) -> None: ...
-
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return False, None
-
-    def shutdown(self) -> None: ...
 
     def waits(self, tokens: int = 0) -> bool:
         """Plans a step. Whether it would wait for an event."""

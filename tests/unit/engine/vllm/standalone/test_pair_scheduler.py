@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,16 +19,16 @@ from headrace_common.errors import (
 )
 from headrace_engine.connector.settings import ReceiveParams, read_params, receive_params
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
-from headrace_engine.vllm.standalone.connector_scheduler import require_all_tokens
-from headrace_engine.vllm.standalone.fetch_client import (
+from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
+from headrace_engine.vllm.standalone.node import FetchPlan, require_all_tokens
+from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
+from headrace_engine.vllm.standalone.params import (
     ConsumerParams,
-    FetchPlan,
     ProducerParams,
     prompt_digest,
     read_request,
 )
-from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
-from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget
@@ -46,13 +46,19 @@ CONSUMES: dict[str, Any] = {
 PRODUCES: dict[str, Any] = {"do_remote_decode": True, "transfer_id": "x1"}
 
 
-class Peer:
+class Node:
     """Records its calls."""
 
+    ref = WorkerRef("p", "1")
+
     def __init__(self) -> None:
+        self.pending_fetches = PendingFetches(limit=4)
         self.started: list[FetchPlan] = []
         self.cancelled: list[str] = []
         self.failed: list[tuple[str, str]] = []
+
+    def start(self, on_whole: object, on_failed: object) -> str:
+        return "h:7730"
 
     def start_fetch(self, plan: FetchPlan) -> None:
         self.started.append(plan)
@@ -68,17 +74,12 @@ class Rig:
     """A scheduler with its peer and the fetches of other engines."""
 
     def __init__(self, **changes: Any) -> None:
-        self.peer = Peer()
-        self.pending = PendingFetches(limit=4)
+        self.peer = Node()
+        self.pending = self.peer.pending_fetches
         values = {"can_send": True, "can_receive": True, "kv_hold_timeout_s": 60.0} | changes
-        self.scheduler = PairScheduler(
-            ref=WorkerRef("p", "1"),
-            endpoint="h:7730",
-            pending=self.pending,
-            peer=self.peer,
-            timeout_s=60.0,
-            **values,
-        )
+        self.scheduler = PairScheduler(cast("Any", self.peer), timeout_s=60.0, **values)
+        self.planner = StepPlanner((), self.scheduler.reserved)
+        self.scheduler.start(self.planner)
 
     def prepared(self, params: dict[str, Any] | None, request_id: str = "r") -> Prompt:
         """A request that may run now."""
@@ -89,7 +90,7 @@ class Rig:
     def finish(
         self, prompt: Prompt, opened: bool = False, complete: bool = True
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.request_finished(
+        return self.scheduler.prompt_finished(
             prompt, ((4, 5, 6),), opened=opened, complete=complete
         )
 
@@ -130,7 +131,7 @@ def test_a_consuming_request_gets_the_connectors_params_and_starts_a_fetch(rig: 
     assert read_params(prompt.params) == ReceiveParams("x1")
     assert rig.scheduler.prepare(prompt), "asked again when there was no room"
     reservation = Reservation("x1", (7, 8), 32, END)
-    rig.scheduler.blocks_reserved(reservation)
+    rig.scheduler.reserved(reservation)
     (plan,) = rig.peer.started
     assert plan.reservation == reservation
     assert (plan.params.pair_address, plan.params.incarnation) == ("h:7730", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from headrace_engine.connector import pool_planner
 from headrace_engine.connector.pool_planner import PoolUse
 from headrace_engine.connector.step_plan import PoolMove, StepPlan
 from headrace_engine.connector.tier_planner import BlockChange, TierPlanner
-from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
@@ -141,23 +140,12 @@ def test_a_published_block_that_is_computed_again_is_published_again(lookup: Loo
         tiers.pool.moves_ended([(move.number, 1)])
 
 
-class Scheduler(ConnectorScheduler):
-    """Without requests."""
-
-    def on_new_request(self, request: Any) -> None: ...
-
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return False, None
-
-    def shutdown(self) -> None: ...
-
-
 def test_an_engine_without_requests_makes_steps_for_moves_of_a_moment(
     lookup: Lookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_planner, "IDLE_STEPS_S", LONG_S)
     tiers = planner(lookup, publishes=True)
-    scheduler = Scheduler(ATTENTION, lambda _: None, 0.0, tiers)
+    scheduler = ConnectorScheduler(ATTENTION, Peers(), tiers)
     pending = [scheduler.has_pending_push_work()]
     computed(tiers, "a", hashes(1))
     pending.append(scheduler.has_pending_push_work())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_engine.connector.tier_planner import TierPlanner
-from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
@@ -21,16 +21,9 @@ class Scheduler(ConnectorScheduler):
 
     def __init__(self) -> None:
         tiers = TierPlanner(LowerTiers({Tier.HOST: 8}), BLOCK)
-        super().__init__(ATTENTION, lambda one: None, 1.0, tiers)
+        super().__init__(ATTENTION, Peers(), tiers)
         self._names: list[bytes] = []
         tiers.request_added("r", self._names)
-
-    def on_new_request(self, request: Any) -> None: ...
-
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return self._tiers.request_finished("r", request.num_computed_tokens, sends=False), None
-
-    def shutdown(self) -> None: ...
 
     def know(self, token_count: int) -> None:
         """The request has so many tokens."""
@@ -84,7 +77,7 @@ def test_a_block_with_a_rejected_draft_is_stored_when_its_last_token_is_computed
 def test_a_request_that_ends_after_a_rejected_draft_does_not_store_its_last_block(
     scheduler: Scheduler,
 ) -> None:
-    scheduler.request_finished(SimpleNamespace(num_computed_tokens=7), ())
+    scheduler.request_finished(SimpleNamespace(request_id="r", num_computed_tokens=7), ([],))
     assert scheduler.stored(0, 0) == []
 
 

@@ -1,0 +1,156 @@
+"""What a scheduler's hooks show of its load and its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Container, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from headrace_common.time_model.model import Step, StepTimes
+from headrace_engine.steps import EngineSteps, StepMeter
+from headrace_engine.vllm.link.messages import EngineLoad
+from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+REPORT_S: Final = 0.05
+_POLLS_PER_STEPS: Final = 5
+_POLLS_PER_SECOND: Final = 20
+
+
+class LoadMeter:
+    """Follows requests and steps by the scheduler's hooks, on the scheduling thread. Any thread may read."""
+
+    def __init__(self, count_promises: Callable[[], PromiseCounts] = lambda: NO_PROMISES) -> None:
+        self._meter = StepMeter()
+        self._known: set[str] = set()
+        self._running: set[str] = set()
+        self._count_blocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._count_promises = count_promises
+
+    def bind(self, count_blocks: Callable[[], tuple[int, int]]) -> None:
+        """`count_blocks` reads vLLM's (used, total) blocks."""
+        self._count_blocks = count_blocks
+
+    def request_added(self, request_id: str) -> None:
+        """The scheduler has a new request."""
+        self._known.add(request_id)
+        self._meter.request_added()
+
+    def step_planned(self, output: SchedulerOutput, sending: Container[str] = ()) -> None:
+        """A step is planned. One of its requests may have been preempted before. `sending`: see step_of."""
+        self._running.difference_update(output.preempted_req_ids or ())
+        self._running.update(output.num_scheduled_tokens)
+        continues = bool(output.scheduled_cached_reqs.req_ids)
+        self._meter.planned(step_of(output, sending), len(self._known), continues=continues)
+
+    def step_ended(self) -> None:
+        """The results of the oldest planned step are handled."""
+        self._meter.ended()
+
+    def request_finished(self, request_id: str) -> None:
+        """A request has ended, in whatever state."""
+        self._known.discard(request_id)
+        self._running.discard(request_id)
+        if not self._known:
+            self._meter.idle()
+
+    @property
+    def steps(self) -> EngineSteps:
+        """The steps until now."""
+        return self._meter.steps
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What the steps have shown."""
+        return self._meter.times
+
+    def read(self) -> EngineLoad:
+        """The current load."""
+        used, total = self._count_blocks()
+        running = len(self._running)
+        waiting = max(0, len(self._known) - running)
+        return EngineLoad(running, waiting, used, total, self.step_times, self._count_promises())
+
+
+def step_of(output: SchedulerOutput, sending: Container[str] = ()) -> Step:
+    """A request with one token beside its drafts counts as an answer. The KV of requests in `sending` is sent."""
+    cached, new, tokens = (
+        output.scheduled_cached_reqs,
+        output.scheduled_new_reqs,
+        output.num_scheduled_tokens,
+    )
+    context_tokens = sum(cached.num_computed_tokens)
+    context_tokens += sum(request.num_computed_tokens for request in new)
+    if output.total_num_scheduled_tokens == len(tokens):
+        return Step(running=len(tokens), context_tokens=context_tokens)
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((request.req_id, request.num_computed_tokens) for request in new)
+    drafts = output.scheduled_spec_decode_tokens
+    prompt_tokens, attended_tokens, running, sent_tokens = 0, 0.0, 0, 0
+    for request_id, added in tokens.items():
+        if added - len(drafts.get(request_id, ())) <= 1:
+            running += 1
+            continue
+        before = computed[request_id]
+        prompt_tokens += added
+        attended_tokens += added * (before + added / 2)
+        context_tokens -= before
+        if request_id in sending:
+            sent_tokens += added
+    return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
+
+
+async def report_changes(
+    meter: LoadMeter,
+    send: Callable[[EngineLoad], None],
+    send_steps: Callable[[EngineSteps], None] = lambda steps: None,
+) -> None:
+    """Sends the load at the start and after each change. Polls every `REPORT_S`: no hook follows a block's return.
+
+    Sends the steps every 0.25 s if there were any, and else every second.
+    """
+    last: EngineLoad | None = None
+    last_steps: EngineSteps | None = None
+    for poll in count():
+        load, steps = meter.read(), meter.steps
+        if load != last:
+            send(load)
+            last = load
+        if poll % _POLLS_PER_SECOND == 0 or (poll % _POLLS_PER_STEPS == 0 and steps != last_steps):
+            send_steps(steps)
+            last_steps = steps
+        await asyncio.sleep(REPORT_S)
+
+
+class StepStarts:
+    """Reports each named request once, when its first step was planned. The scheduling thread calls all methods."""
+
+    def __init__(self, on_start: Callable[[str, int], None]) -> None:
+        """`on_start` gets the name and nanoseconds of the host's monotonic clock."""
+        self._on_start = on_start
+        self._names: dict[str, str] = {}
+
+    def request_added(self, request_id: str, name: str) -> None:
+        """The scheduler has a new request. One with an empty name is not reported."""
+        if name:
+            self._names[request_id] = name
+
+    def step_planned(self, scheduled: Mapping[str, int]) -> None:
+        """A step is about to begin. `scheduled` has its requests, with their tokens."""
+        if not self._names:
+            return
+        started = self._names.keys() & scheduled.keys()
+        if not started:
+            return
+        now_ns = time.monotonic_ns()
+        for request_id in started:
+            self._on_start(self._names.pop(request_id), now_ns)
+
+    def request_finished(self, request_id: str) -> None:
+        """The request has ended, perhaps before its first step."""
+        self._names.pop(request_id, None)
