@@ -12,6 +12,53 @@ from headrace_kv.messages import Reservation, TransferTarget
 
 
 @dataclass(frozen=True, slots=True)
+class ReceiveParams:
+    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token."""
+
+    transfer_id: str
+    awaits_first_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixParams:
+    """For a prefill request: its decode worker has the KV of the tokens before `end_token`.
+
+    Fewer than `least_tokens` of them are not fetched. Transfer `transfer_id` brings them.
+    """
+
+    transfer_id: str
+    end_token: int
+    least_tokens: int
+
+    def missing_tokens(self, cached_tokens: int) -> int:
+        """How many tokens are fetched after the cached ones."""
+        missing = self.end_token - cached_tokens
+        return missing if missing >= max(1, self.least_tokens) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendParams:
+    """For a prefill request, which may fetch a `prefix`. `cached_only`: see PrefillWork."""
+
+    target: TransferTarget
+    prefix: PrefixParams | None = None
+    cached_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Times of a finished prefill on its scheduler, in nanoseconds since the Unix epoch.
+
+    `fetched_tokens` are not among the `cached_tokens`.
+    """
+
+    cached_tokens: int
+    compute_start_unix_ns: int
+    compute_end_unix_ns: int
+    fetched_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """A request's part of a step: the tokens [computed_tokens, computed_tokens + step_tokens).
 

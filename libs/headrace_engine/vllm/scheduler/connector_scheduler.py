@@ -16,6 +16,7 @@ from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
+from headrace_engine.vllm.settings import consume_params, read_params
 from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
@@ -126,7 +127,9 @@ class ConnectorScheduler(ABC):
         if found is None:
             return None, False
         missing = self._planner.missing_tokens(
-            request.kv_transfer_params, request.num_tokens, num_computed_tokens + found
+            read_params(request.kv_transfer_params),
+            request.num_tokens,
+            num_computed_tokens + found,
         )
         return found + missing, found + missing > 0
 
@@ -141,7 +144,7 @@ class ConnectorScheduler(ABC):
         loaded = self._tiers.blocks_allocated(request.request_id, block_ids[0], num_external_tokens)
         self._planner.blocks_allocated(
             request.request_id,
-            request.kv_transfer_params,
+            consume_params(request.kv_transfer_params),
             block_ids,
             request.num_tokens,
             num_external_tokens - loaded,

@@ -15,13 +15,6 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import Step, StepTimes
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import (
-    PRIORITY_KEY,
-    STEP_KEY,
-    ConnectorSettings,
-    keep_terms,
-    kept_params,
-)
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import LONG_STEP_S
 from headrace_engine.connector.tier_planner import TierPlanner
@@ -41,6 +34,14 @@ from headrace_engine.vllm.scheduler.comparisons import ComparisonPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import (
     ConnectorScheduler,
     scheduled_requests,
+)
+from headrace_engine.vllm.settings import (
+    PRIORITY_KEY,
+    STEP_KEY,
+    ConnectorSettings,
+    keep_terms,
+    kept_params,
+    times_params,
 )
 from headrace_kv.layout import layout_from_proto
 from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
@@ -316,7 +317,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         )
         if times is None:
             return copies, kept
-        return True, times.to_params()
+        return True, times_params(times)
 
     def _keep(self, request: Request) -> dict[str, Any] | None:
         """Promises the KV of an answered request that asks for it."""

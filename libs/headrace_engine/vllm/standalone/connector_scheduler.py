@@ -18,7 +18,6 @@ from headrace_common.identity import new_incarnation
 from headrace_common.registry.adapters import ADAPTERS_MAX
 from headrace_common.rpc.server import GrpcServer
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import SHORT_STEP_S
 from headrace_engine.connector.tier_planner import TierPlanner
@@ -26,6 +25,7 @@ from headrace_engine.vllm.link.client import LinkLoop
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.model_folder import digest_of_adapter
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.standalone.fetch_client import FetchClient, FetchPlan
 from headrace_engine.vllm.standalone.fetch_service import (
     DecodeMemories,

@@ -20,7 +20,7 @@ from headrace_common.errors import Cancelled, HeadraceError, InvalidRequest
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.connector.settings import PARAMS_KEY
+from headrace_engine.vllm.settings import PARAMS_KEY
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary

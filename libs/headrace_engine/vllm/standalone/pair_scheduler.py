@@ -16,8 +16,8 @@ from headrace_common.errors import (
     ProtocolViolation,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_engine.connector.settings import PARAMS_KEY, receive_params, send_params
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
+from headrace_engine.vllm.settings import PARAMS_KEY, receive_params, send_params
 from headrace_engine.vllm.standalone.fetch_client import (
     ConsumerParams,
     FetchPlan,

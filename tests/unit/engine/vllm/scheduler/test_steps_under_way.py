@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.connector.settings import receive_params
 from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
+from headrace_engine.connector.transfers import ReceiveParams
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_kv.manager.lower_tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
@@ -24,7 +24,7 @@ class Scheduler(ConnectorScheduler):
             ATTENTION, lambda one: None, 1.0, tiers, steps_max, in_lockstep=in_lockstep
         )
         self._waits = waits
-        params = receive_params("x1")
+        params = ReceiveParams("x1")
         self._planner.blocks_allocated("r", params, (tuple(range(4)),), 100, 99, never)
 
     def arrive(self) -> None:
