@@ -149,8 +149,8 @@ def unconserved_blocks(engine: SimEngine, holds: TierHolds) -> Iterator[str]:
         for sequence in engine._scheduler._by_id.values():
             if sequence.block_ids_by_group:
                 holders.update(sequence.block_ids_by_group[group])
-        for detached in engine._scheduler._detached.values():
-            holders.update(detached[group])
+        for held in engine._scheduler.planner.holds._held.values():
+            holders.update(held[group])
         yield from _faults_of(f"KV memory, group {group}", pool, holders)
     if engine._lower_tiers is not None:
         for tier in engine._lower_tiers._tiers._tiers:

@@ -197,8 +197,7 @@ class StepPlanner:
             transfer_id = self._late.popleft()
             receive = self._receives.pop(transfer_id, None)
             if receive is not None:
-                reserved = receive.reservation.block_ids_by_group
-                self.holds.hold(transfer_id, [one for block_ids in reserved for one in block_ids])
+                self.holds.hold(transfer_id, receive.reservation.block_ids_by_group)
                 plan.failed.append(receive.request_id)
         while self._first_tokens:
             transfer_id, token_id = self._first_tokens.popleft()

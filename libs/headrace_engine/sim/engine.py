@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,10 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
     QueueFull,
-    TransferFailed,
 )
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
+from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.interface import (
     DecodeEvent,
     DecodeTokens,
@@ -37,10 +38,11 @@ from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
-from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import HIDDEN_FORMAT
 from headrace_engine.sim.model.settings import plan_shape
+from headrace_engine.sim.outgoing import Outgoing
+from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import (
     FirstTokenRequest,
@@ -122,6 +124,7 @@ class SimEngine(Engine):
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
+        self._outgoing: dict[str, Outgoing] = {}
         self._lower_tiers: SimLowerTiers | None = None
         self._host_memories: list[RankMemory] = []
         self._task: asyncio.Task[None] | None = None
@@ -143,13 +146,24 @@ class SimEngine(Engine):
         self._open_cache()
         if config.role == "prefill" and config.tiers.sends_from_host:
             await self._register_host_memory()
-        self._stepper = Stepper(self.model, self._memory, self._pools, shape, self._clock)
+        loop = asyncio.get_running_loop()
+        self._ranks = Ranks(layout, lambda report: _call_soon(loop, self._rank_quiet, report))
+        self._stepper = Stepper(
+            self.model, self._memory, self._pools, self._ranks, shape, self._clock
+        )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
         if config.sends:
             self._open_senders()
         self._scheduler = Scheduler(
-            shape, self._pools, self._stepper, self._clock, self.steps.report
+            layer_groups(layout),
+            shape,
+            self._pools,
+            self._ranks,
+            self._stepper,
+            self.model,
+            self._clock,
+            self.steps.report,
         )
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
@@ -196,15 +210,12 @@ class SimEngine(Engine):
         )
         tiers.attach(pool, secret, self.descriptor.layout, reporter)
 
-    def _open_senders(self) -> list[RankSender]:
+    def _open_senders(self) -> None:
         """The senders of all ranks. A decode engine opens them with its first prefix to send."""
         if not self._senders:
-            ranks = range(self.descriptor.layout.rank_count)
-            self._senders = [self._new_sender(rank) for rank in ranks]
-        return self._senders
+            self._senders = self._ranks.start_sending(self._new_sender)
 
-    def _new_sender(self, rank: int) -> RankSender:
-        loop = asyncio.get_running_loop()
+    def _new_sender(self, rank: int, on_quiet: Callable[[SendReport], None]) -> RankSender:
         context = SenderContext(
             ref=self._config.ref,
             rank=rank,
@@ -212,8 +223,8 @@ class SimEngine(Engine):
             memory=self.descriptor.ranks[rank],
             transport=self._transports[rank],
             descriptors=self._descriptors,
-            event_loop=loop,
-            on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
+            event_loop=asyncio.get_running_loop(),
+            on_quiet=on_quiet,
             credentials=self._config.credentials,
             kill_timer=self._kill_timer,
             host_memory=self._host_memories[rank] if self._host_memories else None,
@@ -237,26 +248,34 @@ class SimEngine(Engine):
             raise InternalError("this engine was not started for prefill")
         if work.cached_only:
             await self._requests.wait_loaded(work.target.deadline_s)
-        handover = Handover(work.target, self._open_senders(), self.descriptor.layout)
+        self._open_senders()
+        outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
         first_token = None
         if work.sampling is not None and on_first_token is not None:
             first_token = FirstTokenRequest(self._seeded(work.sampling), on_first_token)
-        sequence = prefill_sequence(work, self.model, handover, first_token)
+        sequence = prefill_sequence(
+            work, self.model, outgoing, first_token, fetches=not self._pools.keeps_state
+        )
         self._requests.submit(sequence, QueueFull)
+        self._outgoing[outgoing.transfer_id] = outgoing
         try:
-            await handover.run()
+            await outgoing.wait()
         finally:
-            sequence.closed()
+            del self._outgoing[outgoing.transfer_id]
+            sequence.close()
             self._requests.update(sequence)
-            for report in handover.reports:
+            for report in outgoing.reports:
                 if on_report is not None:
                     on_report(report)
+        now_ns = time.time_ns()
+        # All of it may have been sent from main memory before it was loaded.
+        times = sequence.times or PrefillTimes(sequence.cached, now_ns, now_ns)
         return PrefillOutcome(
-            cached_tokens=sequence.cached,
-            compute_start_unix_ns=sequence.compute_start_unix_ns,
-            compute_end_unix_ns=sequence.compute_end_unix_ns,
-            reports=handover.reports,
-            fetched_tokens=sequence.fetched_tokens,
+            cached_tokens=times.cached_tokens,
+            compute_start_unix_ns=times.compute_start_unix_ns,
+            compute_end_unix_ns=times.compute_end_unix_ns,
+            reports=outgoing.reports,
+            fetched_tokens=times.fetched_tokens,
             tier_tokens=sequence.tier_tokens,
         )
 
@@ -273,7 +292,10 @@ class SimEngine(Engine):
             async for event in sequence.generation.events.read():
                 yield event
         finally:
-            sequence.closed()
+            sequence.close()
+            if sequence.generation.events.has_reservation:
+                # The caller cannot report the end of a transfer into a reservation that it never read.
+                self.released(work.transfer_id)
             self._requests.update(sequence)
 
     def _keep(self, terms: KeepTerms | None, sequence: Sequence) -> Kept | None:
@@ -301,58 +323,38 @@ class SimEngine(Engine):
         return sampling
 
     def arrived(self, transfer_id: str) -> None:
-        sequence = self._receiving(transfer_id)
-        if sequence is None:
-            return
-        start_token = sequence.computed
-        sequence.kv_arrived()
-        self._pools.register(sequence, start_token, sequence.computed)
-        self._requests.update(sequence)
+        self._requests.planner.transfer_settled(transfer_id, whole=True)
+        self._requests.wake()
 
     def recompute(self, transfer_id: str) -> None:
-        sequence = self._receiving(transfer_id)
-        if sequence is not None and not sequence.ended:
-            self._requests.recompute(sequence)
+        self._requests.planner.transfer_late(transfer_id)
+        self._requests.wake()
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
-        sequence = self._requests.find(transfer_id)
-        if sequence is not None and sequence.awaits_first_token:
-            sequence.first_token_received(token_id, self.model)
-            self._requests.update(sequence)
+        self._requests.planner.first_token_received(transfer_id, token_id)
+        self._requests.wake()
 
     def first_hidden_state(self, transfer_id: str, state: bytes) -> None:
         sequence = self._requests.find(transfer_id)
         if sequence is None or sequence.ended or not sequence.awaits_first_token:
             return
-        sequence.first_hidden_state_received()
         try:
-            self._stepper.generate_from_hidden_state(sequence, state)
+            token_id = self._stepper.generate_from_hidden_state(sequence, state)
         except HeadraceError as exc:
             sequence.fail(exc)
+        else:
+            self.first_token(transfer_id, token_id)
         self._requests.update(sequence)
 
     def released(self, transfer_id: str) -> None:
-        self._requests.free_detached(transfer_id)
-        sequence = self._receiving(transfer_id)
-        if sequence is None:
-            return
-        sequence.kv_released()
-        if sequence.generation is None:
-            # A prefill computes what was not fetched, in the same blocks.
-            self._requests.update(sequence)
-        else:
-            self._requests.fail(sequence, TransferFailed("the KV cache did not arrive"))
+        self._requests.planner.transfer_settled(transfer_id, whole=False)
+        self._requests.wake()
 
     @property
     def _requests(self) -> Scheduler:
         if self._scheduler is None:
             raise Draining("the engine is not running")
         return self._scheduler
-
-    def _receiving(self, transfer_id: str) -> Sequence | None:
-        """The request that waits for this transfer; None for one that has ended meanwhile."""
-        sequence = self._requests.find(transfer_id)
-        return sequence if sequence is not None and sequence.receiving else None
 
     @property
     def step_times(self) -> StepTimes:
@@ -406,11 +408,11 @@ class SimEngine(Engine):
             await self._lower_tiers.close()
         self._senders, self._transports = [], []
 
-    def _rank_quiesced(self, report: SendReport) -> None:
-        sequence = self._requests.find(report.transfer_id)
-        if sequence is not None and sequence.handover is not None:
-            sequence.handover.rank_quiesced(report)
-            self._requests.update(sequence)
+    def _rank_quiet(self, report: SendReport) -> None:
+        outgoing = self._outgoing.get(report.transfer_id)
+        if outgoing is not None:
+            outgoing.rank_quiet(report)
+        self._requests.wake()
 
 
 def _call_soon(

@@ -14,12 +14,12 @@ from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import TransferFailed
+from headrace_engine.connector.host_sends import HostSends
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.lower_tiers import (
-    NO_BLOCKS,
     LowerTiers,
     PoolBlocks,
     TierCopy,
@@ -213,6 +213,8 @@ class SimLowerTiers:
         self._tiers = tiers
         self.promises = promises
         """What stays in the tiers for a time."""
+        self.host_sends = HostSends(tiers, len(copiers), enabled=settings.sends_from_host)
+        """What transfers read straight from main memory."""
         self._copiers = copiers
         self._settings = settings
         self._load_s_per_block = load_s_per_block
@@ -284,16 +286,6 @@ class SimLowerTiers:
         """Ends a hold without a load."""
         self._tiers.release(hit)
 
-    def hold_sent(self, prefixes: Sequence[int], hit: TierHit) -> PoolBlocks:
-        """Holds those first blocks of a hit that transfers may read from main memory, until `sent`."""
-        if not self._settings.sends_from_host:
-            return NO_BLOCKS
-        return self._tiers.hold_fastest(prefixes[: hit.count_leading(Tier.HOST)])
-
-    def sent(self, blocks: PoolBlocks) -> None:
-        """No transfer reads these blocks any more."""
-        self._tiers.release_fastest(blocks)
-
     def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> int:
         """Copies held blocks into KV memory. Returns how many of the first ones are there."""
         plan = self._tiers.load(hit, block_ids)
@@ -309,6 +301,7 @@ class SimLowerTiers:
         """Forgets every block. The pool keeps its own, which are announced no longer."""
         self.promises.end_all()
         self._report(self._tiers.clear(), reporter)
+        self._report(TierPlan(changes=self.host_sends.clear()), reporter)
         self.pool_lost(reporter)
 
     async def close(self) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Sequence as Items
 from functools import partial
 from math import gcd, lcm
 
+from headrace_common.callers.priority import Priority
+from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers
 from headrace_engine.sim.sequence import Sequence
 from headrace_kv.layout import STATE, CacheGroup
 from headrace_kv.manager.block_pool import BlockPool, CachedBlock
-from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks, TierHit
+from headrace_kv.manager.lower_tiers import TierHit
 from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.events import Tier
 
@@ -45,8 +47,6 @@ class CachePools:
             )
             for index, count in enumerate(block_counts)
         )
-        # Requests with blocks of main memory that are sent.
-        self._sending_count = 0
         self._keeps_state = any(group.kind == STATE for group in groups)
         sizes = [group.block_tokens or 1 for group in groups]
         self._span_tokens = lcm(*sizes)
@@ -70,7 +70,7 @@ class CachePools:
 
     def reset_cache(self) -> bool:
         """Evicts every cached prefix of every group; False when a request holds blocks."""
-        if self.held_count or self._sending_count:
+        if self.held_count:
             return False
         for pool in self._pools:
             pool.evict_idle()
@@ -109,11 +109,6 @@ class CachePools:
         size = self._groups[0].block_tokens
         first_loaded = len(block_ids_by_group[0])
         hit = self._lower_blocks(sequence, first_loaded)
-        host = self._host_blocks(sequence, hit, first_loaded)
-        whole = (first_loaded + len(host)) * size == sequence.prompt_count
-        if host and whole and sequence.is_only_sent:
-            self._hold_only(sequence, block_ids_by_group, hit, host)
-            return True
         for pool, block_ids in zip(self._pools, block_ids_by_group, strict=True):
             pool.share(block_ids, sequence.priority)
         for group, pool, block_ids in zip(
@@ -125,7 +120,6 @@ class CachePools:
                     each.free(held)
                 if self._lower_tiers is not None:
                     self._lower_tiers.release(hit)
-                    self._lower_tiers.sent(host)
                 return False
             block_ids.extend(fresh)
         loaded = self._load(hit, block_ids_by_group[0][first_loaded:])
@@ -136,7 +130,6 @@ class CachePools:
             loaded_tokens=end - start,
             tier_tokens=self._tier_tokens(sequence, hit, first_loaded, loaded),
         )
-        self._send_from(sequence, host, start)
         if loaded:
             self.register(sequence, start, end)
         return True
@@ -150,39 +143,24 @@ class CachePools:
         prefixes = sequence.prefixes(size, reusable)[start_block:]
         return self._lower_tiers.hold(prefixes, sequence.priority)
 
-    def _host_blocks(self, sequence: Sequence, hit: TierHit, start_block: int) -> PoolBlocks:
-        """Those blocks of a hit that are sent straight from main memory. They are held until `free`."""
-        if self._lower_tiers is None or sequence.handover is None:
-            return NO_BLOCKS
+    def send_from_host(self, sequence: Sequence, transfer_id: str, start_token: int) -> int:
+        """See HostSends. Sends the cached tokens of a request from main memory, as far as they are there."""
+        if self._lower_tiers is None:
+            return start_token
         size = self._groups[0].block_tokens
-        prefixes = sequence.prefixes(size, (start_block + len(hit)) * size)[start_block:]
-        if (start_block + len(prefixes)) * size <= sequence.pushed:
-            return NO_BLOCKS
-        return self._lower_tiers.hold_sent(prefixes, hit)
+        first = start_token // size
+        prefixes = sequence.prefixes(size, sequence.cached)[first:]
+        return self._lower_tiers.host_sends.send(transfer_id, start_token, first, prefixes, size, 0)
 
-    def _hold_only(
-        self,
-        sequence: Sequence,
-        block_ids_by_group: Items[Items[int]],
-        hit: TierHit,
-        host: PoolBlocks,
-    ) -> None:
-        """Gives a request that is only sent its cached blocks, and none for what is in main memory."""
-        assert self._lower_tiers is not None
-        self._lower_tiers.release(hit)
-        (block_ids,) = block_ids_by_group
-        self._pools[0].share(block_ids, sequence.priority)
-        sequence.blocks_allocated(
-            (tuple(block_ids),),
-            cached_tokens=sequence.prompt_count,
-            tier_tokens=self._tier_tokens(sequence, hit, len(block_ids), len(host)),
-        )
-        self._send_from(sequence, host, len(block_ids) * self._groups[0].block_tokens)
+    def add_to(self, plan: StepPlan) -> None:
+        """Adds what is sent from main memory from the next step on."""
+        if self._lower_tiers is not None:
+            self._lower_tiers.host_sends.add_to(plan)
 
-    def _send_from(self, sequence: Sequence, host: PoolBlocks, start_token: int) -> None:
-        if host:
-            sequence.host_blocks_held(host, start_token)
-            self._sending_count += 1
+    def host_sends_ended(self, numbers: Items[int]) -> None:
+        """Ranks have ended sends from main memory."""
+        if self._lower_tiers is not None:
+            self._lower_tiers.host_sends.ended(numbers)
 
     def _tier_tokens(
         self, sequence: Sequence, hit: TierHit, first: int, count: int
@@ -222,20 +200,6 @@ class CachePools:
             cached[: reusable // (group.block_tokens or 1)]
             for group, cached in zip(self._groups, found, strict=True)
         ]
-
-    def blocks_between(
-        self, sequence: Sequence, start_token: int, end_token: int
-    ) -> tuple[tuple[int, ...], ...]:
-        """A request's blocks of tokens [start_token, end_token), and its page, by group.
-
-        start_token begins a block of every group.
-        """
-        return tuple(
-            block_ids
-            if group.kind == STATE
-            else block_ids[start_token // group.block_tokens : -(-end_token // group.block_tokens)]
-            for group, block_ids in zip(self._groups, sequence.block_ids_by_group, strict=True)
-        )
 
     def register(self, sequence: Sequence, start_token: int, end_token: int) -> None:
         """Caches the blocks that tokens [start_token, end_token) completed."""
@@ -285,12 +249,14 @@ class CachePools:
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""
-        self.free_blocks(sequence.block_ids_by_group)
-        if self._lower_tiers is not None and sequence.host_blocks:
-            self._lower_tiers.sent(sequence.host_blocks)
-            self._sending_count -= 1
+        self.release(sequence.block_ids_by_group)
 
-    def free_blocks(self, block_ids_by_group: Items[Items[int]]) -> None:
+    def hold(self, block_ids_by_group: Items[Items[int]]) -> None:
+        """Adds a holder to blocks that requests hold."""
+        for pool, block_ids in zip(self._pools, block_ids_by_group, strict=False):
+            pool.share(block_ids, Priority.LOW)
+
+    def release(self, block_ids_by_group: Items[Items[int]]) -> None:
         """Takes a hold from blocks."""
         for pool, block_ids in zip(self._pools, block_ids_by_group, strict=False):
             pool.free(block_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +42,24 @@ def sort_new_blocks(kv_cache_manager: KVCacheManager) -> None:
         return sorted(take(num_blocks), key=lambda block: block.block_id)
 
     pool.get_new_blocks = get_new_blocks
+
+
+class PoolBlocks:
+    """Holders of blocks in vLLM's pool, which has one numbering for all groups. The null block stores nothing."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def hold(self, block_ids_by_group: Sequence[Sequence[int]]) -> None:
+        self._pool.touch(self._find(block_ids_by_group))
+
+    def release(self, block_ids_by_group: Sequence[Sequence[int]]) -> None:
+        # A request's last block is evicted first, as vLLM does it.
+        self._pool.free_blocks(reversed(self._find(block_ids_by_group)))
+
+    def _find(self, block_ids_by_group: Sequence[Sequence[int]]) -> list[KVCacheBlock]:
+        blocks = (self._pool.blocks[one] for block_ids in block_ids_by_group for one in block_ids)
+        return [block for block in blocks if not block.is_null]
 
 
 class StepsUnderWay:
@@ -94,7 +113,7 @@ class ConnectorScheduler(ABC):
         self._loads_beside = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._planner.holds.bind(kv_cache_manager.block_pool)
+        self._planner.holds.bind(PoolBlocks(kv_cache_manager.block_pool))
         sort_new_blocks(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self) -> tuple[int, ...]:

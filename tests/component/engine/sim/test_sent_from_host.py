@@ -109,7 +109,7 @@ def loaded_blocks(both: Pair) -> int:
     ("prefill", "decode"),
     [({}, {}), ({"tensor_parallel_size": 2}, {}), ({}, {"tensor_parallel_size": 4})],
 )
-async def test_a_prompt_that_needs_no_computing_is_never_loaded(
+async def test_ranks_send_from_their_own_main_memory(
     prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:
     prompt = random_prompt(Random(1), WHOLE_TOKENS)
@@ -118,10 +118,9 @@ async def test_a_prompt_that_needs_no_computing_is_never_loaded(
         assert handed.outcome is not None
         assert handed.outcome.cached_tokens == CACHED_TOKENS
         assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}
-        assert loaded_blocks(both) == 0
 
 
-async def test_blocks_in_kv_memory_and_blocks_below_are_sent_together() -> None:
+async def test_blocks_in_kv_memory_and_blocks_below_are_both_sent() -> None:
     prompt = random_prompt(Random(2), WHOLE_TOKENS)
     async with small_pair() as both:
         await both.generate(prompt, transfer_id="first")
@@ -132,11 +131,11 @@ async def test_blocks_in_kv_memory_and_blocks_below_are_sent_together() -> None:
         below = handed.outcome.tier_tokens[Tier.HOST]
         assert 0 < below < CACHED_TOKENS
         assert handed.outcome.cached_tokens == CACHED_TOKENS
-        assert loaded_blocks(both) == 0
 
 
-async def test_a_prompt_with_a_rest_to_compute_is_sent_before_it_is_loaded() -> None:
-    prompt = random_prompt(Random(3), TAIL_TOKENS)
+@pytest.mark.parametrize("tokens", [WHOLE_TOKENS, TAIL_TOKENS])
+async def test_a_prompt_is_sent_before_it_is_loaded(tokens: int) -> None:
+    prompt = random_prompt(Random(3), tokens)
     clock, transports = ManualClock(), list[GatedTransport]()
     async with small_pair(
         host=f"{HOST},host_copy_s_per_token=1",
@@ -149,7 +148,8 @@ async def test_a_prompt_with_a_rest_to_compute_is_sent_before_it_is_loaded() -> 
         started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
         # No time passes, so that nothing is loaded.
         await until(lambda: transports[0].write_count == before + LAYERS)
-        assert not started.prefill.done()
+        if tokens == TAIL_TOKENS:
+            assert not started.prefill.done()
         await advance_until(started.prefill.done, clock)
         await finish(both, started, prompt)
         assert started.prefill.result().tier_tokens == {Tier.HOST: CACHED_TOKENS}

@@ -1,0 +1,117 @@
+"""The step executors of all ranks of a sim engine, which are in one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.step_executor import LayerKind, StepExecutor
+from headrace_engine.connector.step_plan import StepPlan
+from headrace_kv.hidden_state import hidden_state_rank
+from headrace_kv.layout import STATE, KvLayout
+from headrace_kv.messages import SendReport
+from headrace_kv.send.sender import RankSender
+
+# A request has one page of a state.
+_ONE_PAGE_TOKENS = 1 << 62
+
+
+def layer_groups(layout: KvLayout) -> tuple[LayerGroup, ...]:
+    """The groups of a layout, for the planner of its engine's steps."""
+    return tuple(
+        LayerGroup(
+            index,
+            group.name,
+            group.kind,
+            group.head_count,
+            group.block_tokens or _ONE_PAGE_TOKENS,
+            "",
+            (),
+        )
+        for index, group in enumerate(layout.groups)
+    )
+
+
+class Ranks:
+    """The engine's event loop calls it. `on_report` gets the reports of StepExecutor, on any thread."""
+
+    def __init__(self, layout: KvLayout, on_report: Callable[[SendReport], None]) -> None:
+        self._layout = layout
+        self._executors = [StepExecutor(rank, on_report) for rank in range(layout.rank_count)]
+        self._hidden_rank = hidden_state_rank(layout)
+        # Ranks that have reported that they finished sending, by request.
+        self._sent: Counter[str] = Counter()
+        ranks = layout.tensor_parallel_size
+        self._by_layer = [
+            self._executors[stage * ranks : (stage + 1) * ranks]
+            for stage in map(layout.stage_of, range(layout.layer_count))
+        ]
+
+    def __len__(self) -> int:
+        return len(self._executors)
+
+    def start_sending(
+        self, new_sender: Callable[[int, Callable[[SendReport], None]], RankSender]
+    ) -> list[RankSender]:
+        """Gives each rank the sender that `new_sender` makes from its number and the callback for quiet transfers."""
+        senders = []
+        for rank, executor in enumerate(self._executors):
+            sender = new_sender(rank, executor.transfer_quiet)
+            senders.append(sender)
+            kinds = {
+                layer: LayerKind(
+                    self._layout.group_index(layer), self._layout.group_of(layer).kind == STATE
+                )
+                for layer in self._layout.layers_of(rank)
+            }
+            executor.start(lambda: None, sender, kinds)
+        return senders
+
+    def stop(self, transfer_id: str) -> None:
+        """Stops a transfer on every rank."""
+        for executor in self._executors:
+            executor.stop(transfer_id)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the layers of a step are computed."""
+        for executor in self._executors:
+            executor.begin_step(plan)
+            for send in plan.host_sends:
+                executor.send_from_host(send, False)
+
+    def layer_written(self, layer: int) -> None:
+        """A step has written its KV of a layer. States are sent when the step ends."""
+        if self._layout.group_of(layer).kind != STATE:
+            for executor in self._by_layer[layer]:
+                executor.layer_written(layer)
+
+    def hidden_states_computed(self, read: Callable[[str], bytes]) -> None:
+        """The step has computed the last hidden states. `read` gives that of a request."""
+
+        def reader_of(request_id: str) -> Callable[[], bytes]:
+            state = read(request_id)
+            return lambda: state
+
+        self._executors[self._hidden_rank].hidden_states_computed(reader_of)
+
+    def end_step(self) -> tuple[set[str], set[str], set[str]]:
+        """Sends what was not sent layer by layer. Returns the requests that all ranks have finished sending, those that
+        finished receiving, and of these those that failed.
+        """
+        received: set[str] = set()
+        failed: set[str] = set()
+        for executor in self._executors:
+            executor.forward_ended()
+            sent, *ended = executor.end_step()
+            self._sent.update(sent)
+            received |= ended[0]
+            failed |= ended[1]
+        quiet = {one for one, count in self._sent.items() if count == len(self._executors)}
+        for request_id in quiet:
+            del self._sent[request_id]
+        return quiet, received, failed
+
+    def take_ended_host_sends(self) -> Sequence[int]:
+        """The sends from main memory that have ended on a rank. Each rank reports each of them."""
+        return [one for executor in self._executors for one in executor.take_ended_host_sends()]
