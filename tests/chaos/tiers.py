@@ -19,7 +19,7 @@ from headrace_kv.manager.lower_tiers import (
 )
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
-from headrace_kv.transport.memory import Bytes
+from headrace_kv.transport.memory import PASSED, Bytes, Mark
 
 Held = Sequence[tuple[Tier, int]]
 
@@ -37,8 +37,8 @@ def count_copies(changes_disk: Callable[[], bool]) -> Counter[str]:
     counts: Counter[str] = Counter()
     copy_blocks, read = TierCopier.copy, DiskStorage.read
 
-    def counted(copier: TierCopier, copy: TierCopy) -> None:
-        copy_blocks(copier, copy)
+    def counted(copier: TierCopier, copy: TierCopy, mark: Mark = PASSED) -> None:
+        copy_blocks(copier, copy, mark)
         way = f"blocks from {copy.source.name} to {copy.destination.name}"
         counts[way] += len(copy.source_ids)
 
@@ -152,9 +152,8 @@ def unconserved_blocks(engine: SimEngine, holds: TierHolds) -> Iterator[str]:
         for held in engine._scheduler.planner.holds._held.values():
             holders.update(held[group])
         yield from _faults_of(f"KV memory, group {group}", pool, holders)
-    if engine._lower_tiers is not None:
-        for tier in engine._lower_tiers._tiers._tiers:
-            yield from _faults_of(tier.name.name, tier._pool, holds.of_tier(tier.name))
+    for tier in engine._pools.tiers._tiers._tiers:
+        yield from _faults_of(tier.name.name, tier._pool, holds.of_tier(tier.name))
 
 
 def _faults_of(name: str, pool: BlockPool, holders: Counter[int]) -> Iterator[str]:

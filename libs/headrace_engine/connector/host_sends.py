@@ -37,6 +37,11 @@ class HostSends:
         self._held: dict[int, _Held] = {}
         self._sends: list[HostSend] = []
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step sends something."""
+        return bool(self._sends)
+
     def send(
         self,
         transfer_id: str,

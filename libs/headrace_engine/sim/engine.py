@@ -23,6 +23,8 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
+from headrace_engine.connector.pool_planner import PoolUse
+from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.interface import (
     DecodeEvent,
@@ -35,7 +37,7 @@ from headrace_engine.interface import (
     Sampling,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
+from headrace_engine.sim.cache.lower_tiers import WakingLookup, open_copiers, tier_counts
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
@@ -54,14 +56,17 @@ from headrace_engine.sim.stepper import SimClock, Stepper
 from headrace_engine.sim.validation import check_decode, check_prefill
 from headrace_engine.steps import StepWatch
 from headrace_kv.layout import KvDescriptor, RankMemory
-from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
+from headrace_kv.manager.load_times import LoadTimes, TierLoad
+from headrace_kv.manager.lower_tiers import LowerTiers
+from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.messages import SendReport
-from headrace_kv.pool.engine_blocks import pool_secret
+from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, pool_secret
 from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
@@ -125,7 +130,7 @@ class SimEngine(Engine):
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
         self._outgoing: dict[str, Outgoing] = {}
-        self._lower_tiers: SimLowerTiers | None = None
+        self._copiers: list[TierCopier] = []
         self._host_memories: list[RankMemory] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -148,6 +153,7 @@ class SimEngine(Engine):
             await self._register_host_memory()
         loop = asyncio.get_running_loop()
         self._ranks = Ranks(layout, lambda report: _call_soon(loop, self._rank_quiet, report))
+        self._ranks.open_tiers(self._copiers, self._loaded, self._waker())
         self._stepper = Stepper(
             self.model, self._memory, self._pools, self._ranks, shape, self._clock
         )
@@ -168,47 +174,71 @@ class SimEngine(Engine):
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
     def _open_cache(self) -> None:
-        settings, layout = self._shape.settings, self.descriptor.layout
-        self._lower_tiers = open_lower_tiers(
-            self.descriptor,
-            self._config.tiers,
-            settings.host_blocks,
-            settings.disk_blocks,
-            settings.host_copy_s_per_token * layout.block_tokens,
-            self._clock.now_s,
+        settings, layout, tiers = self._shape.settings, self.descriptor.layout, self._config.tiers
+        counts = tier_counts(self.descriptor, tiers, settings.host_blocks, settings.disk_blocks)
+        planner = TierPlanner(
+            LowerTiers(counts),
+            layout.block_tokens,
+            PoolUse(layout.rank_count, tiers.publishes, tiers.pool_timeout_s),
+            sends_from_host=self._config.role == "prefill" and tiers.sends_from_host,
+            promised_share=tiers.promised_share,
+            clock=self._clock.now_s,
         )
-        lower: tuple[Tier, ...] = ()
-        if self._lower_tiers is not None:
-            lower, self.tier_loads = self._lower_tiers.names, self._lower_tiers.load_times
-        remote = (Tier.REMOTE,) if self._config.tiers.pooled else ()
+        self._copiers = open_copiers(self.descriptor, tiers, counts)
+        if counts:
+            self.tier_loads = LoadTimes()
+        self._load_s_per_block = settings.host_copy_s_per_token * layout.block_tokens
+        remote = (Tier.REMOTE,) if tiers.pooled else ()
         self.prefix_events = PrefixEventPublisher(
-            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *lower, *remote)
+            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *planner.names, *remote)
         )
         self._pools = CachePools(
             layout.groups,
             self._shape.block_counts,
             self._memory.fill_guard,
             self.prefix_events,
-            self._lower_tiers,
+            planner,
         )
-        if self._lower_tiers is not None and self._config.tiers.pooled:
-            self.prefix_events.on_hash_key(partial(self._open_pool, self._lower_tiers))
+        if counts and tiers.pooled:
+            self.prefix_events.on_hash_key(self._open_pool)
+
+    def _loaded(self, load: TierLoad) -> None:
+        """A load counts as longer by the simulated time of its copy."""
+        assert self.tier_loads is not None
+        assert self.prefix_events is not None
+        if not load.failed:
+            seconds = load.seconds + load.block_count * self._load_s_per_block
+            load = replace(load, seconds=seconds)
+        self.tier_loads.record(load)
+        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
+        if seconds_per_block is not None:
+            self.prefix_events.load_measured(load.tier, seconds_per_block)
 
     async def _register_host_memory(self) -> None:
         """Lets transports read the blocks below KV memory."""
-        if self._lower_tiers is not None:
-            self._host_memories = self._lower_tiers.host_memories
+        self._host_memories = [copier.host_memory for copier in self._copiers]
         for transport, memory in zip(self._transports, self._host_memories, strict=False):
             await asyncio.to_thread(transport.register, memory.base_address, memory.arena_bytes)
 
-    def _open_pool(self, tiers: SimLowerTiers, prefix_hash_key: int) -> None:
+    def _open_pool(self, prefix_hash_key: int) -> None:
         """The pool's names and seals need the deployment's key."""
-        secret, reporter = pool_secret(prefix_hash_key), self._pools.reporter
+        secret, planner = pool_secret(prefix_hash_key), self._pools.tiers.pool
+        memories = [copier.pool_memory for copier in self._copiers]
+        wake = self._waker()
+
+        def lost() -> None:
+            planner.lost()
+            wake()
+
+        pool = self._open_remote_pool(memories, secret, lost)
+        keys = PoolKeys(secret, self.descriptor.layout)
+        self._ranks.attach_pool(pool, keys)
+        planner.attach(WakingLookup(BlockLookup(pool, keys), wake))
+
+    def _waker(self) -> Callable[[], None]:
+        """Wakes the step loop from any thread."""
         loop = asyncio.get_running_loop()
-        pool = self._open_remote_pool(
-            tiers.pool_memories, secret, lambda: _call_soon(loop, tiers.pool_lost, reporter)
-        )
-        tiers.attach(pool, secret, self.descriptor.layout, reporter)
+        return lambda: _call_soon(loop, lambda _: self._requests.wake(), None)
 
     def _open_senders(self) -> None:
         """The senders of all ranks. A decode engine opens them with its first prefix to send."""
@@ -299,14 +329,16 @@ class SimEngine(Engine):
             self._requests.update(sequence)
 
     def _keep(self, terms: KeepTerms | None, sequence: Sequence) -> Kept | None:
-        return None if terms is None else self._pools.keep(sequence, terms)
+        if terms is None:
+            return None
+        return self._pools.tiers.keep(sequence.transfer_id, sequence.computed, terms)
 
     @property
     def promises(self) -> PromiseCounts:
-        return NO_PROMISES if self._lower_tiers is None else self._lower_tiers.promises.counts()
+        return self._pools.tiers.promises.counts()
 
     async def keep(self, terms: KeepTerms) -> Kept | None:
-        return None if self._lower_tiers is None else self._lower_tiers.promises.renew(terms)
+        return self._pools.tiers.promises.renew(terms) if self._copiers else None
 
     async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
         try:
@@ -404,8 +436,7 @@ class SimEngine(Engine):
             if late:
                 _logger.warning("%d senders of %s still write", len(late), self._config.ref)
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._transports))
-        if self._lower_tiers is not None:
-            await self._lower_tiers.close()
+        await asyncio.to_thread(self._ranks.close)
         self._senders, self._transports = [], []
 
     def _rank_quiet(self, report: SendReport) -> None:

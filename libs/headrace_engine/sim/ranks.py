@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_executor import LayerKind, StepExecutor
 from headrace_engine.connector.step_plan import StepPlan
+from headrace_engine.connector.tier_executor import PoolExecutor, TierExecutor
+from headrace_engine.sim.cache.lower_tiers import InlineExecutor
 from headrace_kv.hidden_state import hidden_state_rank
 from headrace_kv.layout import STATE, KvLayout
+from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.messages import SendReport
+from headrace_kv.pool.engine_blocks import PoolKeys
+from headrace_kv.pool.remote import RemotePool
 from headrace_kv.send.sender import RankSender
+from headrace_kv.storage.tier_copier import TierCopier
 
 # A request has one page of a state.
 _ONE_PAGE_TOKENS = 1 << 62
@@ -40,6 +47,8 @@ class Ranks:
         self._layout = layout
         self._executors = [StepExecutor(rank, on_report) for rank in range(layout.rank_count)]
         self._hidden_rank = hidden_state_rank(layout)
+        self._tiers: list[TierExecutor] = []
+        self._pools: list[PoolExecutor] = []
         # Ranks that have reported that they finished sending, by request.
         self._sent: Counter[str] = Counter()
         ranks = layout.tensor_parallel_size
@@ -47,6 +56,36 @@ class Ranks:
             self._executors[stage * ranks : (stage + 1) * ranks]
             for stage in map(layout.stage_of, range(layout.layer_count))
         ]
+
+    def open_tiers(
+        self,
+        copiers: Sequence[TierCopier],
+        on_load: Callable[[TierLoad], None],
+        on_move: Callable[[], None],
+    ) -> None:
+        """Once, with a copier for each rank. `on_load` gets the loads of the first. `on_move`: see PoolExecutor."""
+        for rank, (executor, copier) in enumerate(zip(self._executors, copiers, strict=False)):
+            pool = PoolExecutor(rank, on_move)
+            self._pools.append(pool)
+            self._tiers.append(
+                TierExecutor(
+                    copier,
+                    lambda load, rank=rank: None if rank else on_load(load),  # type: ignore[misc]
+                    pool,
+                    executor.send_from_host,
+                    copies=InlineExecutor(),
+                )
+            )
+
+    def attach_pool(self, pool: RemotePool, keys: PoolKeys) -> None:
+        """Uses a pool over the memories of all ranks from now on."""
+        for rank, executor in enumerate(self._pools):
+            executor.attach(pool, keys, memory=rank)
+
+    def close(self) -> None:
+        """Frees the tiers."""
+        for tiers in self._tiers:
+            tiers.close()
 
     def __len__(self) -> int:
         return len(self._executors)
@@ -77,8 +116,8 @@ class Ranks:
         """Before the layers of a step are computed."""
         for executor in self._executors:
             executor.begin_step(plan)
-            for send in plan.host_sends:
-                executor.send_from_host(send, False)
+        for tiers in self._tiers:
+            tiers.begin_step(plan)
 
     def layer_written(self, layer: int) -> None:
         """A step has written its KV of a layer. States are sent when the step ends."""
@@ -101,16 +140,22 @@ class Ranks:
         """
         received: set[str] = set()
         failed: set[str] = set()
-        for executor in self._executors:
+        for executor, tiers in zip_longest(self._executors, self._tiers):
             executor.forward_ended()
-            sent, *ended = executor.end_step()
-            self._sent.update(sent)
-            received |= ended[0]
-            failed |= ended[1]
+            ended = executor.end_step()
+            if tiers is not None:
+                ended = tiers.end_step(*ended)
+            self._sent.update(ended[0])
+            received |= ended[1]
+            failed |= ended[2]
         quiet = {one for one, count in self._sent.items() if count == len(self._executors)}
         for request_id in quiet:
             del self._sent[request_id]
         return quiet, received, failed
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """See PoolExecutor.take_ended."""
+        return [move for tiers in self._tiers for move in tiers.take_moves()]
 
     def take_ended_host_sends(self) -> Sequence[int]:
         """The sends from main memory that have ended on a rank. Each rank reports each of them."""

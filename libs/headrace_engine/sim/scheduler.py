@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -58,6 +58,7 @@ class Scheduler:
     ) -> None:
         self._shape = shape
         self._pools = pools
+        self._tiers = pools.tiers
         self._ranks = ranks
         self._stepper = stepper
         self._model = model
@@ -105,8 +106,8 @@ class Scheduler:
             raise full(f"{len(self._waiting)} requests are waiting already")
         self._by_id[sequence.transfer_id] = sequence
         self._waiting.append(sequence)
-        if self._pools.begin_fetch(sequence, partial(self._end_wait, sequence, Wait.POOL)):
-            sequence.wait(Wait.POOL)
+        names = sequence.names(self._shape.block_tokens)
+        self._tiers.request_added(sequence.transfer_id, names, sequence.priority)
         self._work.set()
 
     def fail(self, sequence: Sequence, failure: HeadraceError) -> None:
@@ -129,7 +130,11 @@ class Scheduler:
         for queue in (self._waiting, self._running):
             if sequence in queue:
                 queue.remove(sequence)
-                sequence.finished(self.planner.request_finished(sequence.transfer_id))
+                name, computed = sequence.transfer_id, sequence.computed
+                times = self.planner.request_finished(name)
+                sends = times is not None
+                copied = self._tiers.request_finished(name, computed, sends=sends)
+                sequence.finished(times, copied=copied)
                 self.wake()
         if sequence.is_releasable:
             self._by_id.pop(sequence.transfer_id, None)
@@ -169,7 +174,7 @@ class Scheduler:
         """Admits requests and computes one step; False when there is nothing to compute."""
         self._settle()
         self._admit()
-        while self._changed or self._cached:
+        while self._is_due:
             self._settle()
             self._admit()
         chunks = plan_step(
@@ -182,14 +187,14 @@ class Scheduler:
             return False
         self.meter.planned(step_of(chunks), len(chunks))
         self._on_steps(self.meter.steps)
-        sends = [chunk for chunk in chunks if chunk.sequence.outgoing is not None]
+        sends = any(chunk.sequence.outgoing is not None for chunk in chunks)
         plan = None
-        if sends:
-            plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in sends])
+        if sends or self._tiers.names:
+            plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
         for chunk in chunks:
             chunk.sequence.step_started()
         try:
-            await self._stepper.compute(chunks, sends=plan is not None)
+            await self._stepper.compute(chunks, sends=sends)
             for chunk in chunks:
                 self._stepper.advance(chunk)
         except InternalError as exc:
@@ -211,7 +216,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Handles what has changed of transfers, and sends cached KV."""
-        while self._changed or self._cached:
+        while self._is_due:
             self._changed = False
             cached, self._cached = self._cached, []
             parts = [one.part_of_step(one.computed) for one in cached if not one.ended]
@@ -225,9 +230,19 @@ class Scheduler:
             for sequence in cached:
                 self.update(sequence)
 
-    def _begin(self, scheduled: Iterable[ScheduledRequest]) -> StepPlan:
+    @property
+    def _is_due(self) -> bool:
+        """Whether there is something to do that takes no time."""
+        return self._changed or bool(self._cached) or self._tiers.is_due
+
+    def _begin(self, scheduled: Items[ScheduledRequest]) -> StepPlan:
         plan = self.planner.plan_step(scheduled, ())
-        self._pools.add_to(plan)
+        for one in scheduled:
+            block_ids = one.block_ids[0] if one.block_ids else ()
+            self._tiers.step_planned(
+                one.request_id, one.computed_tokens, block_ids, replaces=one.replaces_blocks
+            )
+        self._tiers.add_to(plan)
         self._ranks.begin_step(plan)
         return plan
 
@@ -237,7 +252,10 @@ class Scheduler:
                 lambda request_id: self._stepper.hidden_state(self._by_id[request_id])
             )
         quiet, received, failed = self._ranks.end_step()
-        self._pools.host_sends_ended(self._ranks.take_ended_host_sends())
+        self._tiers.host_sends.ended(self._ranks.take_ended_host_sends())
+        self._tiers.pool.moves_ended(self._ranks.take_moves())
+        self._tiers.loads_ended(received, failed)
+        self._pools.report_changes(self._waiting)
         for request_id in quiet:
             self._end_wait(self._by_id[request_id], Wait.QUIET)
         for request_id in received:
@@ -248,7 +266,7 @@ class Scheduler:
                 self._pools.register(sequence, start_token, sequence.computed)
             elif sequence.ended:
                 sequence.end_wait(Wait.ARRIVAL)
-            elif sequence.generation is not None:
+            elif sequence.generation is not None and sequence.transferred:
                 sequence.end_wait(Wait.ARRIVAL)
                 sequence.fail(TransferFailed("the KV cache did not arrive"))
             else:
@@ -257,8 +275,9 @@ class Scheduler:
             self.update(sequence)
 
     def _begin_again(self, sequence: Sequence) -> None:
-        """A prompt that lacks its prefix gets other blocks. Those that it has may be written still: then they are held."""
+        """A request that lacks its KV gets other blocks. Those that may be written still are held."""
         self._pools.free(sequence)
+        self._tiers.request_preempted(sequence.transfer_id)
         sequence.blocks_lost()
         self._running.remove(sequence)
         self._waiting.appendleft(sequence)
@@ -278,25 +297,30 @@ class Scheduler:
         return prompt_budget(now_s, self.meter.times, due, waiting)
 
     def _admit(self) -> None:
-        while len(self._running) < self._shape.max_num_seqs:
-            sequence = next((one for one in self._waiting if Wait.POOL not in one.waits), None)
-            if sequence is None or not self._pools.allocate(sequence):
+        for sequence in tuple(self._waiting):
+            if len(self._running) >= self._shape.max_num_seqs:
+                return
+            found = self._pools.find(sequence)
+            if found is None:
+                continue
+            if not self._pools.allocate(sequence):
                 return
             self._waiting.remove(sequence)
             self._running.append(sequence)
+            self._plan_arrival(sequence, found)
             load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
             if load_s:
                 sequence.wait(Wait.LOAD)
                 self._start_load(sequence, self._clock.now_s() + load_s)
-            self._plan_transfers(sequence)
             self._became_ready(sequence)
 
-    def _plan_transfers(self, sequence: Sequence) -> None:
-        """A request has its blocks."""
+    def _plan_arrival(self, sequence: Sequence, found: int) -> None:
+        """A request has its blocks. Tiers have `found` tokens after those that are cached."""
         params, known = sequence.take_params(), len(sequence.tokens)
-        missing = self.planner.missing_tokens(params, known, sequence.cached)
-        if missing:
-            sequence.wait(Wait.ARRIVAL)
+        missing = self.planner.missing_tokens(params, known, sequence.cached + found)
+        name = sequence.transfer_id
+        sequence.kv_awaited(self._tiers.tier_tokens(name), missing)
+        self._tiers.blocks_allocated(name, sequence.block_ids_by_group[0], found + missing)
         self._admitted = sequence
         self.planner.blocks_allocated(
             sequence.transfer_id,
@@ -306,11 +330,8 @@ class Scheduler:
             missing,
             partial(sequence.first_token_received, model=self._model),
         )
-        if sequence.loaded and not missing:
-            self.planner.send_before_running(
-                sequence.transfer_id, partial(self._pools.send_from_host, sequence)
-            )
-            self.wake()
+        if found and not missing:
+            self.planner.send_before_running(name, partial(self._tiers.send_from_host, name))
 
     def _reserved(self, reservation: Reservation) -> None:
         """Blocks of the request that is admitted may be written by other workers, unless the reservation is empty."""

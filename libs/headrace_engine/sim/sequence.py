@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import overload
 
 import numpy as np
 
@@ -41,11 +43,8 @@ from headrace_kv.prefix.images import hashed_token_ids
 
 
 class Wait(Enum):
-    """What a request waits for: blocks of the remote pool, their copy, the end of a transfer into its blocks, and the
-    end of all reads of them.
-    """
+    """What a request waits for: the time of a load, KV that comes into its blocks, and the end of all reads of them."""
 
-    POOL = auto()
     LOAD = auto()
     ARRIVAL = auto()
     QUIET = auto()
@@ -78,8 +77,8 @@ class Sequence:
     """A prompt and its answer so far. Others read its fields, and only its methods change them.
 
     `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
-    here, and of those `loaded` were copied from lower tiers: `tier_tokens` from each. `fetched` are
-    indices of blocks that came from the remote pool for this request. `block_tables` holds the same block ids as
+    here, and of those `loaded` were copied from lower tiers: `tier_tokens` from each. A transfer brings
+    the `transferred` tokens after these. `block_tables` holds the same block ids as
     arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled. Only sequences with an
     equal `cache_salt` share cached blocks. Exactly one of `outgoing` (prefill) and `generation` (decode) is set.
     `params`: its transfers, until it has blocks. `waits`: why no step may compute it. A prefill request has `times`
@@ -107,7 +106,7 @@ class Sequence:
     cached: int = 0
     loaded: int = 0
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
-    fetched: set[int] = field(default_factory=set)
+    transferred: int = 0
     computed: int = 0
     ended: bool = False
     waits: set[Wait] = field(default_factory=set)
@@ -190,6 +189,10 @@ class Sequence:
         salt_word = self._salt_word
         return [int(value) ^ salt_word for value in ends]
 
+    def names(self, block_tokens: int) -> BlockNames:
+        """The names of its full blocks, for a TierPlanner."""
+        return BlockNames(self, block_tokens)
+
     def prefix_at(self, end_token: int) -> int:
         """The name in the cache of the block that `end_token` ends."""
         return int(self.hashes[end_token - 1]) ^ self._salt_word
@@ -211,26 +214,20 @@ class Sequence:
         return hashes
 
     def blocks_allocated(
-        self,
-        block_ids_by_group: tuple[tuple[int, ...], ...],
-        *,
-        cached_tokens: int,
-        loaded_tokens: int = 0,
-        tier_tokens: Mapping[Tier, int] | None = None,
+        self, block_ids_by_group: tuple[tuple[int, ...], ...], cached_tokens: int
     ) -> None:
-        """It holds these blocks. The KV of its first `cached_tokens` is in them, or in `host_blocks`.
-
-        The last `loaded_tokens` of these were copied from lower tiers. `tier_tokens` came from each tier.
-        """
+        """It holds these blocks. They have the KV of its first `cached_tokens`."""
         self.block_ids_by_group = block_ids_by_group
         self.block_tables = tuple(np.asarray(ids, np.uint64) for ids in block_ids_by_group)
         self.cached = self.computed = cached_tokens
-        self.tier_tokens = tier_tokens or {}
-        self.loaded = loaded_tokens
 
-    def blocks_fetched(self, indices: Iterable[int]) -> None:
-        """These blocks of its prompt came from the remote pool into main memory."""
-        self.fetched.update(indices)
+    def kv_awaited(self, tier_tokens: Mapping[Tier, int], transferred: int) -> None:
+        """The KV of tokens after the cached ones is copied from tiers, and then that of others comes by a transfer."""
+        self.tier_tokens, self.transferred = tier_tokens, transferred
+        self.loaded = sum(tier_tokens.values())
+        self.cached += self.loaded
+        if self.loaded or transferred:
+            self.wait(Wait.ARRIVAL)
 
     def wait(self, wait: Wait) -> None:
         """It waits for this from now on, until `end_wait`."""
@@ -241,17 +238,14 @@ class Sequence:
         self.waits.discard(wait)
 
     def kv_arrived(self) -> None:
-        """The KV of all transferable tokens, or of its `prefix`, is in its blocks."""
+        """What was awaited is in its blocks."""
         self.end_wait(Wait.ARRIVAL)
-        if self.generation is not None:
-            self.computed = max(self.computed, self.generation.transferable_tokens)
-        elif self.prefix is not None:
-            self.computed = self.prefix.end_token
+        self.computed = max(self.computed, self.cached + self.transferred)
 
     def blocks_lost(self) -> None:
         """It gives up its blocks, and begins again without its `prefix`."""
         self.block_ids_by_group = self.block_tables = ()
-        self.cached = self.loaded = self.computed = 0
+        self.cached = self.loaded = self.transferred = self.computed = 0
         self.tier_tokens = {}
         self.prefix = None
         self._planned = False
@@ -283,10 +277,10 @@ class Sequence:
         """The KV of its tokens below `end_token` is computed."""
         self.computed = end_token
 
-    def finished(self, times: PrefillTimes | None) -> None:
-        """It has ended. With `times`, its blocks are in use until the senders are quiet."""
+    def finished(self, times: PrefillTimes | None, *, copied: bool) -> None:
+        """It has ended. With `times` or `copied`, its blocks are in use until senders and copies are quiet."""
         self.times = times
-        if times is not None:
+        if times is not None or copied:
             self.wait(Wait.QUIET)
 
     def first_token_received(self, token_id: int, model: SimModel) -> None:
@@ -337,6 +331,31 @@ class Sequence:
     def close(self) -> None:
         """Its caller reads nothing more, or nothing is left to compute."""
         self.ended = True
+
+
+class BlockNames(Items[bytes]):
+    """The names in the cache of a request's full blocks, which become more."""
+
+    def __init__(self, sequence: Sequence, block_tokens: int) -> None:
+        self._sequence = sequence
+        self._block_tokens = block_tokens
+
+    def __len__(self) -> int:
+        return len(self._sequence.tokens) // self._block_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, int):
+            return self[index : index + 1][0]
+        start, end, _ = index.indices(len(self))
+        at = range(start + 1, end + 1)
+        size = self._block_tokens
+        return [self._sequence.prefix_at(one * size).to_bytes(8, "big") for one in at]
 
 
 def prefill_sequence(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.connector import pool_planner
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.cache import lower_tiers
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.manager.lower_tiers import TierSettings
@@ -129,7 +129,7 @@ async def test_a_worker_announces_the_blocks_that_it_has_stored_last(
 
     monkeypatch.setattr(CacheEventReporter, "blocks_offloaded", stored)
     monkeypatch.setattr(CacheEventReporter, "blocks_evicted", removed)
-    monkeypatch.setattr(lower_tiers, "ANNOUNCED_MAX", PROMPT_TOKENS // 8)
+    monkeypatch.setattr(pool_planner, "ANNOUNCED_MAX", PROMPT_TOKENS // 8)
     async with decode_engine(pools=opener(store), tiers=tiers()) as engine:
         open_pool_of(engine)
         await answer(engine, prompt, "a")

@@ -169,12 +169,11 @@ async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
         started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
         await until(lambda: transports[0].waiting)
         assert not await both.prefill.reset_prefix_cache()
-        tiers = both.prefill._lower_tiers
-        assert tiers is not None
+        tiers = both.prefill._pools.tiers._tiers
         # More than main memory holds.
         for first in range(1000, 1040, KV_BLOCKS):
             others = [CachedBlock(first + block, block) for block in range(KV_BLOCKS)]
-            tiers.store(others, both.prefill._pools.reporter)
+            tiers.store(others)
         transports[0].gate.set()
         await finish(both, started, prompt)
 
