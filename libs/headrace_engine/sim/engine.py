@@ -284,7 +284,12 @@ class SimEngine(Engine):
         if work.sampling is not None and on_first_token is not None:
             first_token = FirstTokenRequest(self._seeded(work.sampling), on_first_token)
         sequence = prefill_sequence(
-            work, self.model, outgoing, first_token, fetches=not self._pools.keeps_state
+            work,
+            self.model,
+            outgoing,
+            self._shape.block_tokens,
+            first_token,
+            fetches=not self._pools.keeps_state,
         )
         self._requests.submit(sequence, QueueFull)
         self._outgoing[outgoing.transfer_id] = outgoing
@@ -314,7 +319,12 @@ class SimEngine(Engine):
         self.require_adapter(work.adapter)
         sampling = self._seeded(work.sampling)
         sequence = decode_sequence(
-            work, sampling, self.model, self.max_model_len, partial(self._keep, work.keep)
+            work,
+            sampling,
+            self.model,
+            self.max_model_len,
+            self._shape.block_tokens,
+            partial(self._keep, work.keep),
         )
         self._requests.submit(sequence, DecodeFull)
         assert sequence.generation is not None

@@ -106,8 +106,7 @@ class Scheduler:
             raise full(f"{len(self._waiting)} requests are waiting already")
         self._by_id[sequence.transfer_id] = sequence
         self._waiting.append(sequence)
-        names = sequence.names(self._shape.block_tokens)
-        self._tiers.request_added(sequence.transfer_id, names, sequence.priority)
+        self._tiers.request_added(sequence.transfer_id, sequence.names, sequence.priority)
         self._work.set()
 
     def fail(self, sequence: Sequence, failure: HeadraceError) -> None:

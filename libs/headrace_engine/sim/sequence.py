@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import overload
 
 import numpy as np
 
@@ -25,11 +23,11 @@ from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
     PrefillWork,
-    PromptImage,
     RemotePrefix,
     Sampling,
     TokenLogprobs,
 )
+from headrace_engine.sim.cache.block_names import BlockNames
 from headrace_engine.sim.events import DecodeEventQueue
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
@@ -38,7 +36,6 @@ from headrace_engine.sim.outgoing import Outgoing
 from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, DueToken, TokenBounds
 from headrace_kv.manager.promises import Kept
 from headrace_kv.prefix.events import Tier
-from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher, root_hash
 from headrace_kv.prefix.images import hashed_token_ids
 
 
@@ -79,8 +76,7 @@ class Sequence:
     `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
     here, and of those `loaded` were copied from lower tiers: `tier_tokens` from each. A transfer brings
     the `transferred` tokens after these. `block_tables` holds the same block ids as
-    arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled. Only sequences with an
-    equal `cache_salt` share cached blocks. Exactly one of `outgoing` (prefill) and `generation` (decode) is set.
+    arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled. Exactly one of `outgoing` (prefill) and `generation` (decode) is set.
     `params`: its transfers, until it has blocks. `waits`: why no step may compute it. A prefill request has `times`
     once it has computed and sent. The blocks are in use until `is_releasable`.
     """
@@ -90,11 +86,10 @@ class Sequence:
     prompt_count: int
     hashes: U64Array
     hash_sum: int
+    names: BlockNames
     params: SendParams | ReceiveParams | None = None
-    cache_salt: str = ""
     priority: Priority = Priority.NORMAL
     bounds: TokenBounds = NO_BOUNDS
-    images: tuple[PromptImage, ...] = ()
     outgoing: Outgoing | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
@@ -114,30 +109,19 @@ class Sequence:
     first_step_ns: int = 0
     _steps: int = 0
     _planned: bool = False
-    _block_hashes: list[int] = field(default_factory=list)
-    _prompt: list[int] = field(default_factory=list)
     _pace: AnswerPace | None = None
-
-    @property
-    def generated_count(self) -> int:
-        """Tokens of the answer."""
-        return len(self.tokens) - self.prompt_count
 
     def due_token(self, now_s: float) -> DueToken:
         """When the next token of an answer with a bound is due, counted from the first call."""
+        generated = len(self.tokens) - self.prompt_count
         if self._pace is None:
-            self._pace = AnswerPace(self.bounds.tpot_s, now_s, self.generated_count)
-        return self._pace.due(self.generated_count, self.capacity - self.prompt_count)
+            self._pace = AnswerPace(self.bounds.tpot_s, now_s, generated)
+        return self._pace.due(generated, self.capacity - self.prompt_count)
 
     @property
     def capacity(self) -> int:
         """Positions that need KV at most."""
         return len(self.hashes)
-
-    @property
-    def last_hash(self) -> int:
-        """The hash of all tokens. They need KV."""
-        return int(self.hashes[len(self.tokens) - 1])
 
     @property
     def pending(self) -> int:
@@ -154,18 +138,6 @@ class Sequence:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
         return self.ended and not self._steps and not self.waits & {Wait.ARRIVAL, Wait.QUIET}
 
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens of the prompt."""
-        if not self._prompt:
-            self._prompt = self.tokens[: self.prompt_count]
-        return self._prompt
-
-    @property
-    def answer(self) -> list[int]:
-        """The tokens that were generated, here or by another worker."""
-        return self.tokens[self.prompt_count :]
-
     def reusable_tokens(self, keeps_state: bool) -> int:
         """How many of the prompt's first tokens need no computing when their KV is cached.
 
@@ -181,37 +153,6 @@ class Sequence:
             return max(0, generation.transferable_tokens - 1) if generation.remote_kv else 0
         # A transfer that brings the first token must not be empty.
         return generation.transferable_tokens - (1 if self.awaits_first_token else 0)
-
-    def prefixes(self, block_tokens: int, token_count: int) -> list[int]:
-        """Names in the cache of the full blocks among the first tokens."""
-        full = token_count // block_tokens
-        ends: U64Array = self.hashes[block_tokens - 1 : full * block_tokens : block_tokens]
-        salt_word = self._salt_word
-        return [int(value) ^ salt_word for value in ends]
-
-    def names(self, block_tokens: int) -> BlockNames:
-        """The names of its full blocks, for a TierPlanner."""
-        return BlockNames(self, block_tokens)
-
-    def prefix_at(self, end_token: int) -> int:
-        """The name in the cache of the block that `end_token` ends."""
-        return int(self.hashes[end_token - 1]) ^ self._salt_word
-
-    @property
-    def _salt_word(self) -> int:
-        """Distinguishes equal prefixes with different salts. The KV of a token does not depend on the salt."""
-        return root_hash(0, self.cache_salt) if self.cache_salt else 0
-
-    def block_hashes(self, count: int, hasher: PrefixHasher, block_tokens: int) -> list[int]:
-        """The prefix hashes of the first `count` blocks or more, as routers compute them. Do not change."""
-        hashes = self._block_hashes
-        if len(hashes) < count:
-            start = len(hashes) - len(hashes) % CHECKPOINT_BLOCKS
-            words = hashed_token_ids(self.tokens, self.images) if self.images else self.tokens
-            tokens = words[start * block_tokens : count * block_tokens]
-            parent = hashes[start - 1] if start else hasher.root_of(self.cache_salt)
-            hashes[start:] = hasher.hashes(tokens, parent)
-        return hashes
 
     def blocks_allocated(
         self, block_ids_by_group: tuple[tuple[int, ...], ...], cached_tokens: int
@@ -333,35 +274,11 @@ class Sequence:
         self.ended = True
 
 
-class BlockNames(Items[bytes]):
-    """The names in the cache of a request's full blocks, which become more."""
-
-    def __init__(self, sequence: Sequence, block_tokens: int) -> None:
-        self._sequence = sequence
-        self._block_tokens = block_tokens
-
-    def __len__(self) -> int:
-        return len(self._sequence.tokens) // self._block_tokens
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, int):
-            return self[index : index + 1][0]
-        start, end, _ = index.indices(len(self))
-        at = range(start + 1, end + 1)
-        size = self._block_tokens
-        return [self._sequence.prefix_at(one * size).to_bytes(8, "big") for one in at]
-
-
 def prefill_sequence(
     work: PrefillWork,
     model: SimModel,
     outgoing: Outgoing,
+    block_tokens: int,
     first_token: FirstTokenRequest | None = None,
     *,
     fetches: bool = True,
@@ -374,17 +291,17 @@ def prefill_sequence(
     wanted = None
     if prefix is not None:
         wanted = PrefixParams(prefix.transfer_id, prefix.end_token, prefix.least_tokens)
+    tokens = list(work.token_ids)
     return Sequence(
         transfer_id=work.target.transfer_id,
-        tokens=list(work.token_ids),
+        tokens=tokens,
         prompt_count=len(work.token_ids),
         hashes=hashes,
         hash_sum=hash_sum,
         params=SendParams(work.target, wanted, work.cached_only),
-        cache_salt=work.cache_salt,
+        names=BlockNames(tokens, hashes, block_tokens, work.cache_salt, work.images),
         priority=work.priority,
         bounds=work.bounds,
-        images=work.images,
         outgoing=outgoing,
         first_token=first_token,
         prefix=prefix,
@@ -397,22 +314,23 @@ def decode_sequence(
     sampling: Sampling,
     model: SimModel,
     max_model_len: int,
+    block_tokens: int,
     keep: Callable[[Sequence], Kept | None] = lambda sequence: None,
 ) -> Sequence:
     """A prompt that is answered. The last token of the answer needs no KV. `keep`: see Generation."""
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
     hashes, hash_sum = _hash_prompt(work, total - 1, model)
+    tokens = list(work.token_ids)
     return Sequence(
         transfer_id=work.transfer_id,
-        tokens=list(work.token_ids),
+        tokens=tokens,
         prompt_count=work.prompt_tokens,
         hashes=hashes,
         hash_sum=hash_sum,
         params=ReceiveParams(work.transfer_id, work.awaits_first_token) if work.remote_kv else None,
-        cache_salt=work.cache_salt,
+        names=BlockNames(tokens, hashes, block_tokens, work.cache_salt, work.images),
         priority=work.priority,
         bounds=work.bounds,
-        images=work.images,
         generation=Generation(
             sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling), keep
         ),

@@ -239,10 +239,13 @@ class Stepper:
     def _generate(self, sequence: Sequence) -> None:
         generation = sequence.generation
         assert generation is not None
-        if generation.sampling.prompt_logprobs is not None and not sequence.answer:
+        answer_is_new = len(sequence.tokens) == sequence.prompt_count
+        if generation.sampling.prompt_logprobs is not None and answer_is_new:
             generation.events.put_prompt_logprobs(
                 self._model.prompt_logprobs(
-                    sequence.prompt, sequence.hashes, generation.sampling.prompt_logprobs
+                    sequence.tokens[: sequence.prompt_count],
+                    sequence.hashes,
+                    generation.sampling.prompt_logprobs,
                 )
             )
         if generation.plain:
@@ -250,7 +253,9 @@ class Stepper:
             sequence.token_generated(token_id, None, self._model)
             return
         sampling = generation.sampling
-        if sampling.structured_outputs and choice_is_complete(sampling, sequence.answer):
+        if sampling.structured_outputs and choice_is_complete(
+            sampling, sequence.tokens[sequence.prompt_count :]
+        ):
             sequence.end_answer(stopped=True)
             return
         choice = self._choose(sequence, sampling, self._digest(sequence))
@@ -258,12 +263,13 @@ class Stepper:
 
     def _digest(self, sequence: Sequence) -> int:
         if not self._settings.verify:
-            return sequence.last_hash
+            return int(sequence.hashes[len(sequence.tokens) - 1])
         return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
 
     def _choose(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:
+        tokens, count = sequence.tokens, sequence.prompt_count
         return choose_token(
-            digest, self._model.vocabulary, sampling, sequence.prompt, sequence.answer
+            digest, self._model.vocabulary, sampling, tokens[:count], tokens[count:]
         )
 
 

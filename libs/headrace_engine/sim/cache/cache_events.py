@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.sim.sequence import Sequence
+from headrace_engine.sim.cache.block_names import BlockNames
 from headrace_kv.prefix.events import Tier
 
 
@@ -37,26 +37,26 @@ class CacheEventReporter:
         self._events = events
         self._by_prefix: dict[int, _CachedBlock] = {}
 
-    def blocks_named(self, sequence: Sequence, prefixes: Items[int]) -> None:
-        """Some of these blocks may be of the sequence's prompt, and have never been in KV memory."""
-        size, unknown = self._events.block_tokens, set(prefixes) - self._by_prefix.keys()
+    def blocks_named(self, names: BlockNames, prefixes: Items[int]) -> None:
+        """Some of these blocks may be of the request's prompt, and have never been in KV memory."""
+        unknown = set(prefixes) - self._by_prefix.keys()
         if not unknown or self._events.hasher is None:
             return
-        own = sequence.prefixes(size, sequence.prompt_count)
-        hashes = sequence.block_hashes(len(own), self._events.hasher, size)
-        for index, prefix in enumerate(own):
+        hashes = names.published(len(names), self._events.hasher)
+        for index in range(len(names)):
+            prefix = names.at((index + 1) * self._events.block_tokens)
             if prefix in unknown:
                 parent = hashes[index - 1] if index else None
                 self._by_prefix[prefix] = _CachedBlock(hashes[index], parent)
 
-    def blocks_cached(self, sequence: Sequence, indices: Items[int]) -> None:
-        """Blocks of the sequence, by ascending index, can be found in KV memory now."""
+    def blocks_cached(self, names: BlockNames, indices: Items[int]) -> None:
+        """Blocks of the request, by ascending index, can be found in KV memory now."""
         if not indices or self._events.hasher is None:
             return
         size = self._events.block_tokens
-        hashes = sequence.block_hashes(indices[-1] + 1, self._events.hasher, size)
+        hashes = names.published(indices[-1] + 1, self._events.hasher)
         for index in indices:
-            prefix = sequence.prefix_at((index + 1) * size)
+            prefix = names.at((index + 1) * size)
             parent = hashes[index - 1] if index else None
             block = self._by_prefix.setdefault(prefix, _CachedBlock(hashes[index], parent))
             block.tier_added()

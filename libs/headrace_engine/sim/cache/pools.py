@@ -117,7 +117,7 @@ class CachePools:
         for group, pool in zip(self._groups, self._pools, strict=True):
             cached: list[int] = []
             if group.kind != STATE:
-                cached = pool.find_cached(sequence.prefixes(group.block_tokens, reusable))
+                cached = pool.find_cached(sequence.names.prefixes(group.block_tokens, reusable))
                 reusable = min(reusable, len(cached) * group.block_tokens)
             found.append(cached)
         reusable -= reusable % self._span_tokens
@@ -142,11 +142,11 @@ class CachePools:
                 index
                 for index in range(start_token // size, end_token // size)
                 if pool.register(
-                    block_ids[index], sequence.prefix_at((index + 1) * size), sequence.priority
+                    block_ids[index], sequence.names.at((index + 1) * size), sequence.priority
                 )
             ]
             if pool_index == 0:
-                self._reporter.blocks_cached(sequence, cached)
+                self._reporter.blocks_cached(sequence.names, cached)
 
     def report_changes(self, waiting: Iterable[Sequence]) -> None:
         """Reports what tiers have stored and evicted. Blocks may have been fetched for `waiting` requests."""
@@ -157,7 +157,7 @@ class CachePools:
                 continue
             if change.tier == Tier.HOST:
                 for sequence in waiting:
-                    self._reporter.blocks_named(sequence, prefixes)
+                    self._reporter.blocks_named(sequence.names, prefixes)
             self._reporter.blocks_offloaded(prefixes, change.tier)
 
     def free(self, sequence: Sequence) -> None:
