@@ -265,7 +265,7 @@ class Scheduler:
                 self._pools.register(sequence, start_token, sequence.computed)
             elif sequence.ended:
                 sequence.end_wait(Wait.ARRIVAL)
-            elif sequence.generation is not None and sequence.transferred:
+            elif sequence.generation is not None and request_id in plan.failed:
                 sequence.end_wait(Wait.ARRIVAL)
                 sequence.fail(TransferFailed("the KV cache did not arrive"))
             else:

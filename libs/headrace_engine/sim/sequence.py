@@ -73,12 +73,12 @@ class FirstTokenRequest:
 class Sequence:
     """A prompt and its answer so far. Others read its fields, and only its methods change them.
 
-    `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
-    here, and of those `loaded` were copied from lower tiers: `tier_tokens` from each. A transfer brings
-    the `transferred` tokens after these. `block_tables` holds the same block ids as
-    arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled. Exactly one of `outgoing` (prefill) and `generation` (decode) is set.
-    `params`: its transfers, until it has blocks. `waits`: why no step may compute it. A prefill request has `times`
-    once it has computed and sent. The blocks are in use until `is_releasable`.
+    `computed` tokens have their KV in `block_ids_by_group`. `cached` ones were not computed here. Of these, `loaded`
+    were copied from lower tiers: `tier_tokens` from each. A transfer brings the `transferred` tokens after them.
+    `block_tables` holds the same block ids as arrays. `hashes` has room for every position that needs KV; those of
+    `tokens` are filled. Exactly one of `outgoing` (prefill) and `generation` (decode) is set. `params`: its transfers,
+    until it has blocks. `waits`: why no step may compute it. A prefill request has `times` once it has computed and
+    sent. The blocks are in use until `is_releasable`.
     """
 
     transfer_id: str
