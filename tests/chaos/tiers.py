@@ -19,7 +19,7 @@ from headrace_kv.tiers.tiers import (
     TierHit,
     TierPlan,
 )
-from headrace_kv.transport.memory import Bytes
+from headrace_kv.transport.memory import PASSED, Bytes, Mark
 
 Held = Sequence[tuple[Tier, int]]
 
@@ -37,8 +37,8 @@ def count_copies(changes_disk: Callable[[], bool]) -> Counter[str]:
     counts: Counter[str] = Counter()
     copy_blocks, read = TierCopier.copy, DiskStorage.read
 
-    def counted(copier: TierCopier, copy: TierCopy) -> None:
-        copy_blocks(copier, copy)
+    def counted(copier: TierCopier, copy: TierCopy, mark: Mark = PASSED) -> None:
+        copy_blocks(copier, copy, mark)
         way = f"blocks from {copy.source.name} to {copy.destination.name}"
         counts[way] += len(copy.source_ids)
 
@@ -148,12 +148,11 @@ def unconserved_blocks(engine: SimEngine, holds: TierHolds) -> Iterator[str]:
         for sequence in engine._scheduler._by_id.values():
             if sequence.block_ids_by_group:
                 holders.update(sequence.block_ids_by_group[group])
-        for detached in engine._scheduler._detached.values():
-            holders.update(detached[group])
+        for held in engine._scheduler.planner.holds._held.values():
+            holders.update(held[group])
         yield from _faults_of(f"KV memory, group {group}", pool, holders)
-    if engine._lower_tiers is not None:
-        for tier, tier_pool in engine._lower_tiers._tiers._pools.items():
-            yield from _faults_of(tier.name, tier_pool, holds.of_tier(tier))
+    for tier, tier_pool in engine._pools.tiers._tiers._pools.items():
+        yield from _faults_of(tier.name, tier_pool, holds.of_tier(tier))
 
 
 def _faults_of(name: str, pool: BlockPool, holders: Counter[int]) -> Iterator[str]:

@@ -26,8 +26,8 @@ import grpc.aio
 import headrace_common.logs
 import headrace_decode.attempts
 import headrace_decode.main
+import headrace_engine.connector.pool_planner
 import headrace_engine.prefix_event_log
-import headrace_engine.sim.cache.lower_tiers
 import headrace_engine.sim.engine
 import headrace_engine.worker.receiving
 import headrace_kv.receive.receiver
@@ -268,7 +268,7 @@ def shrink_memories() -> None:
     os.environ["MC_TCP_LANES_PER_PEER"] = "1"
     put(headrace_common.logs, "NAMES_MAX", _HISTORY_MAX)
     put(headrace_engine.prefix_event_log, "REPLAY_EVENTS_MAX", _HISTORY_MAX)
-    put(headrace_engine.sim.cache.lower_tiers, "ANNOUNCED_MAX", _HISTORY_MAX)
+    put(headrace_engine.connector.pool_planner, "ANNOUNCED_MAX", _HISTORY_MAX)
     put(headrace_decode.attempts, "SeenTransfers", partial(SeenTransfers, _HISTORY_MAX))
     put(
         headrace_kv.receive.receiver,

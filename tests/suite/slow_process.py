@@ -20,6 +20,7 @@ from typing import Any, Final
 from headrace_cli.up.supervisor import ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec
 from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.stepper import Stepper
 from headrace_frontend.request import preparation
 from headrace_kv.send.writes import Writes
@@ -115,11 +116,11 @@ def _landing_late(submit: Callable[..., Any]) -> Callable[..., Any]:
     return late
 
 
-def _with_slow_layer(push: Callable[..., Any]) -> Callable[..., Any]:
-    def slow(stepper: Any, chunk: Any, layer: int) -> None:
+def _with_slow_layer(written: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(ranks: Any, layer: int) -> None:
         if layer == SLOW_LAYER:
             time.sleep(_delay_s("layer"))
-        push(stepper, chunk, layer)
+        written(ranks, layer)
 
     return slow
 
@@ -127,12 +128,12 @@ def _with_slow_layer(push: Callable[..., Any]) -> Callable[..., Any]:
 def _with_stops(run: Callable[..., Any]) -> Callable[..., Any]:
     name = os.environ[_NAME]
 
-    async def stopped(*arguments: Any) -> None:
+    async def stopped(*arguments: Any, **named: Any) -> None:
         while _delay_s(f"loop.{name}"):
             time.sleep(_POLL_S)  # noqa: ASYNC251 - this stops the event loop
         while _delay_s(f"step.{name}"):
             await asyncio.sleep(_POLL_S)
-        await run(*arguments)
+        await run(*arguments, **named)
 
     return stopped
 
@@ -158,7 +159,7 @@ if __name__ == "__main__":
     _wrap(preparation, "prepare", lambda call: _slowed("tokenizer", call))
     _wrap(Writes, "start", _with_late_writes)
     _wrap(StagedTransport, "submit", _landing_late)
-    _wrap(Stepper, "_push", _with_slow_layer)
+    _wrap(Ranks, "layer_written", _with_slow_layer)
     _wrap(Stepper, "compute", _with_stops)
     _wrap(StepPlanner, "plan_step", _with_stopped_steps)
     importlib.import_module(f"{os.environ[_PROGRAM]}.__main__").main()

@@ -147,7 +147,7 @@ def test_the_paced_schedulers_find_what_they_change() -> None:
 
 def test_the_worker_takes_our_extension_and_calls_the_head_as_it_expects() -> None:
     extension = lookup(lookup("headrace_engine.vllm.service.launch.WORKER_EXTENSION"))
-    settings = "headrace_engine.connector.settings"
+    settings = "headrace_engine.vllm.settings"
     worker = lookup("vllm.v1.worker.worker_base.WorkerBase")
     for name in ("WATCH_METHOD", "FIRST_TOKEN_METHOD", "BESIDE_STEPS_METHOD"):
         method = lookup(f"{settings}.{name}")

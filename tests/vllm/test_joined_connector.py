@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace_engine.connector.transfers import BlockHolds
 from tests.vllm.conftest import IMPORTS_VLLM
@@ -101,6 +101,7 @@ class Rig:
 
 def rig(rank_count: int = 1) -> Rig:
     from headrace_engine.vllm import offload_connector
+    from headrace_engine.vllm.scheduler.connector_scheduler import PoolBlocks
 
     ours, theirs, pool = Child(), Child(), Pool()
 
@@ -120,7 +121,7 @@ def rig(rank_count: int = 1) -> Rig:
             return ours
 
     connector = Joined()
-    connector._holds.bind(pool)
+    connector._holds.bind(PoolBlocks(cast("Any", pool)))
     assert isinstance(connector._holds, BlockHolds)
     return Rig(connector, ours, theirs, pool)
 

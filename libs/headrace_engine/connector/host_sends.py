@@ -26,6 +26,11 @@ class HostSends:
         self._missing: dict[int, int] = {}
         self._sends: list[HostSend] = []
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step sends something."""
+        return bool(self._sends)
+
     def send(
         self,
         transfer_id: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -109,6 +109,16 @@ class PoolPlanner:
     def is_moving(self) -> bool:
         """Whether blocks have been on their way for a moment only. Only a further step reports their end."""
         return bool(self._under_way) and time.monotonic() < self._idle_steps_until_s
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step has something to do."""
+        return bool(self._moves) or self._is_lost.is_set()
+
+    def fetched(self, request_id: str) -> Collection[int]:
+        """The blocks that were fetched for a request, if the pool had them."""
+        fetch = self._by_request.get(request_id)
+        return fetch.prefixes if fetch is not None and fetch.moving else ()
 
     def attach(self, lookup: PoolLookup) -> None:
         """The store can be asked from now on. Any thread may call it."""

@@ -6,24 +6,18 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from headrace_engine.connector.layer_groups import LayerGroup, token_stride
-from headrace_engine.connector.settings import (
-    PrefillTimes,
-    ReceiveParams,
-    consume_params,
-    read_params,
-    read_prefix,
-    sends_cached_only,
-)
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.transfers import (
     BlockHolds,
+    PrefillTimes,
     Receive,
+    ReceiveParams,
     ScheduledRequest,
     Send,
+    SendParams,
 )
 from headrace_kv.layout import STATE, TOKENS
 from headrace_kv.messages import Reservation, TransferTarget
@@ -63,40 +57,41 @@ class StepPlanner:
         self.holds = BlockHolds()
 
     def missing_tokens(
-        self, params: MutableMapping[str, Any] | None, known_tokens: int, cached_tokens: int
+        self, params: ReceiveParams | SendParams | None, known_tokens: int, cached_tokens: int
     ) -> int:
         """Number of tokens after the cached ones that a transfer brings. The engine computes the last known one."""
-        parsed = read_params(params)
-        if not isinstance(parsed, ReceiveParams):
-            prefix = read_prefix(params)
-            return 0 if prefix is None else prefix.missing_tokens(cached_tokens)
-        return max(0, _end_token(parsed, known_tokens) - cached_tokens)
+        if isinstance(params, ReceiveParams):
+            return max(0, _end_token(params, known_tokens) - cached_tokens)
+        prefix = None if params is None else params.prefix
+        return 0 if prefix is None else prefix.missing_tokens(cached_tokens)
 
     def blocks_allocated(
         self,
         request_id: str,
-        params: MutableMapping[str, Any] | None,
+        params: ReceiveParams | SendParams | None,
         block_ids: Sequence[Sequence[int]],
         known_tokens: int,
         missing_tokens: int,
         add_token: Callable[[int], None],
     ) -> None:
-        """The request has blocks, by group of vLLM, for its `known_tokens`. `add_token` appends another token to it."""
-        prefix, cached_only = read_prefix(params), sends_cached_only(params)
-        parsed = consume_params(params)
-        if isinstance(parsed, TransferTarget):
-            self._sends[request_id] = Send(parsed, parsed.start_token, cached_only)
+        """The request has blocks, by group of vLLM, for its `known_tokens`. `add_token` appends another token to it.
+
+        A request has its `params` once: after a preemption or a failed transfer, it computes all tokens here.
+        """
+        if isinstance(params, SendParams):
+            target, prefix = params.target, params.prefix
+            self._sends[request_id] = Send(target, target.start_token, params.cached_only)
             if prefix is not None and missing_tokens:
                 name, end = prefix.transfer_id, prefix.end_token
                 reservation = self._reservation(name, block_ids, end, missing_tokens)
                 self._receives[name] = Receive(request_id, reservation)
                 self._on_reserved(reservation)
-        elif parsed is not None:
-            end = _end_token(parsed, known_tokens)
-            reservation = self._reservation(parsed.transfer_id, block_ids, end, missing_tokens)
+        elif params is not None:
+            end = _end_token(params, known_tokens)
+            reservation = self._reservation(params.transfer_id, block_ids, end, missing_tokens)
             if missing_tokens:
-                awaited = add_token if parsed.awaits_first_token else None
-                self._receives[parsed.transfer_id] = Receive(request_id, reservation, awaited)
+                awaited = add_token if params.awaits_first_token else None
+                self._receives[params.transfer_id] = Receive(request_id, reservation, awaited)
             self._on_reserved(reservation)
 
     def _reservation(
@@ -202,8 +197,7 @@ class StepPlanner:
             transfer_id = self._late.popleft()
             receive = self._receives.pop(transfer_id, None)
             if receive is not None:
-                reserved = receive.reservation.block_ids_by_group
-                self.holds.hold(transfer_id, [one for block_ids in reserved for one in block_ids])
+                self.holds.hold(transfer_id, receive.reservation.block_ids_by_group)
                 plan.failed.append(receive.request_id)
         while self._first_tokens:
             transfer_id, token_id = self._first_tokens.popleft()

@@ -7,9 +7,8 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Final
 
 from headrace_common.errors import HeadraceError
 from headrace_common.tasks import lower_priority
@@ -21,21 +20,21 @@ from headrace_kv.tiers.pool import PoolKeys, RankBlocks, RemotePool, leading
 from headrace_kv.tiers.tiers import TierCopy
 from headrace_kv.transport.memory import PASSED, Mark
 
-_MEMORY: Final = 0
-"""A rank opens the pool over its own memory alone."""
-
 
 class PoolExecutor:
-    """The thread of the tiers begins moves, and the rank's compute thread takes their ends."""
+    """The thread of the tiers begins moves, and the rank's compute thread takes their ends. `on_end` may be called on
+    any thread.
+    """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, on_end: Callable[[], None] = lambda: None) -> None:
         self._rank = rank
+        self._on_end = on_end
         self._opened: tuple[RemotePool, RankBlocks] | None = None
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
-    def attach(self, pool: RemotePool, keys: PoolKeys) -> None:
-        """Uses a pool from now on. Without one, moves end at once."""
-        self._opened = (pool, RankBlocks(pool, keys, self._rank, _MEMORY))
+    def attach(self, pool: RemotePool, keys: PoolKeys, memory: int = 0) -> None:
+        """Uses a pool from now on, which has the rank's `memory`. Without a pool, moves end at once."""
+        self._opened = (pool, RankBlocks(pool, keys, self._rank, memory))
 
     def begin(self, move: PoolMove) -> None:
         """Begins a move. The copies before it are made."""
@@ -50,6 +49,7 @@ class PoolExecutor:
     def refuse(self, move: PoolMove) -> None:
         """Ends a move that was not begun."""
         self._ended.put((move.number, 0))
+        self._on_end()
 
     def take_ended(self) -> list[tuple[int, int]]:
         """Moves that have ended since the last call: (number, blocks that were moved whole, from the first on)."""
@@ -62,13 +62,15 @@ class PoolExecutor:
 
     def _end(self, number: int, moved: Future[list[bool]]) -> None:
         self._ended.put((number, leading(moved.result())))
+        self._on_end()
 
 
 log = logging.getLogger(__name__)
 
 
 class TierExecutor:
-    """The rank's compute thread calls it. One thread of low priority makes all copies, in the order of the plans.
+    """The rank's compute thread calls it. `copies` makes all copies, in the order of the plans: one thread of low
+    priority, if it is not given.
 
     It calls `on_load` after each load, also after one that failed. It calls `send` with blocks of main memory that a
     transfer may read from then on, and whether they are lost.
@@ -82,6 +84,7 @@ class TierExecutor:
         pool: PoolExecutor | None = None,
         send: Callable[[HostSend, bool], None] = lambda send, lost: None,
         mark: Callable[[], Mark] = lambda: PASSED,
+        copies: Executor | None = None,
     ) -> None:
         self._copier = copier
         self._on_load = on_load
@@ -89,7 +92,7 @@ class TierExecutor:
         self._send = send
         self._mark = mark
         # The forward pass goes first where processors are scarce.
-        self._thread = ThreadPoolExecutor(1, "kv-tiers", initializer=lower_priority)
+        self._thread = copies or ThreadPoolExecutor(1, "kv-tiers", initializer=lower_priority)
         self._copies: dict[str, list[Future[bool]]] = {}
         self._loads: dict[str, bool] = {}
         self._received: dict[str, bool] = {}

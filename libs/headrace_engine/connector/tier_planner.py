@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace_common.callers.priority import Priority
@@ -107,9 +108,10 @@ class TierPlanner:
         *,
         sends_from_host: bool = False,
         promised_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers = tiers
-        self.promises = Promises(tiers, block_tokens, promised_share)
+        self.promises = Promises(tiers, block_tokens, promised_share, clock)
         """What stays in the tiers for a time. Others only read and renew."""
         use = use or PoolUse()
         self.pool = PoolPlanner(tiers, use, self._carry_out)
@@ -130,6 +132,30 @@ class TierPlanner:
     def is_loading(self) -> bool:
         """Whether a request waits for blocks of the tiers or of the remote pool."""
         return bool(self._loading) or self.pool.is_waiting
+
+    @property
+    def names(self) -> tuple[Tier, ...]:
+        """The tiers, from the fastest to the slowest."""
+        return self._tiers.names
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step has something to do."""
+        planned = self._copies or self._finished or self.pool.is_due or self.host_sends.is_due
+        return bool(planned)
+
+    def tier_tokens(self, request_id: str) -> dict[Tier, int]:
+        """The tokens that `find` has found for a request, by the tier that they came from."""
+        request = self._requests.get(request_id)
+        found: dict[Tier, int] = {}
+        if request is not None and request.hit:
+            fetched = self.pool.fetched(request_id)
+            start = request.hit_start
+            prefixes = request.prefixes(start, start + len(request.hit))
+            for prefix, (tier, _) in zip(prefixes, request.hit.blocks, strict=True):
+                origin = Tier.REMOTE if prefix in fetched else tier
+                found[origin] = found.get(origin, 0) + self._block_tokens
+        return found
 
     def loads_for(self, request_id: str) -> bool:
         """Whether a request waits for blocks of the tiers. If vLLM ends it then with an error, the load has failed."""

@@ -4,11 +4,58 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace_kv.messages import Reservation, TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveParams:
+    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token."""
+
+    transfer_id: str
+    awaits_first_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixParams:
+    """For a prefill request: its decode worker has the KV of the tokens before `end_token`.
+
+    Fewer than `least_tokens` of them are not fetched. Transfer `transfer_id` brings them.
+    """
+
+    transfer_id: str
+    end_token: int
+    least_tokens: int
+
+    def missing_tokens(self, cached_tokens: int) -> int:
+        """How many tokens are fetched after the cached ones."""
+        missing = self.end_token - cached_tokens
+        return missing if missing >= max(1, self.least_tokens) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendParams:
+    """For a prefill request, which may fetch a `prefix`. `cached_only`: see PrefillWork."""
+
+    target: TransferTarget
+    prefix: PrefixParams | None = None
+    cached_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Times of a finished prefill on its scheduler, in nanoseconds since the Unix epoch.
+
+    `fetched_tokens` are not among the `cached_tokens`.
+    """
+
+    cached_tokens: int
+    compute_start_unix_ns: int
+    compute_end_unix_ns: int
+    fetched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,49 +156,42 @@ class Send:
         self.planned_tokens = end_token
 
 
-class BlockPool(Protocol):
-    """What BlockHolds uses of vLLM's pool of blocks. A block has a `block_id`, and `is_null` if it stores nothing."""
+class HoldableBlocks(Protocol):
+    """The blocks of an engine, by group as in the requests' block lists."""
 
-    @property
-    def blocks(self) -> Sequence[Any]:
-        """All blocks, by id."""
+    def hold(self, block_ids_by_group: Sequence[Sequence[int]]) -> None:
+        """Adds one holder to each block, so that it is neither reused nor evicted."""
 
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Adds one reference to each block."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Removes one reference from each block."""
+    def release(self, block_ids_by_group: Sequence[Sequence[int]]) -> None:
+        """Takes that holder away."""
 
 
 class BlockHolds:
     """Blocks that a transfer may still write, under its name. The scheduling thread calls all methods.
 
-    A held block has one reference more, as if another request shared it. So vLLM neither reuses nor evicts it, whatever
-    becomes of its request.
+    A held block has one holder more, as if another request shared it, whatever becomes of its request.
     """
 
     def __init__(self) -> None:
-        self._pool: BlockPool | None = None
-        self._held: dict[str, tuple[int, ...]] = {}
+        self._blocks: HoldableBlocks | None = None
+        self._held: dict[str, Sequence[Sequence[int]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def bind(self, pool: BlockPool) -> None:
-        """Sets the pool, once."""
-        self._pool = pool
+    def bind(self, blocks: HoldableBlocks) -> None:
+        """Sets the blocks, once."""
+        self._blocks = blocks
 
-    def hold(self, name: str, block_ids: Iterable[int]) -> None:
+    def hold(self, name: str, block_ids_by_group: Sequence[Sequence[int]]) -> None:
         """Holds blocks that a request holds now, until `release`."""
-        assert self._pool is not None
+        assert self._blocks is not None
         assert name not in self._held
-        blocks = [block for one in block_ids if not (block := self._pool.blocks[one]).is_null]
-        self._pool.touch(blocks)
-        self._held[name] = tuple(block.block_id for block in blocks)
+        self._blocks.hold(block_ids_by_group)
+        self._held[name] = block_ids_by_group
 
     def release(self, name: str) -> None:
         """Ignores unknown names."""
         held = self._held.pop(name, ())
-        if held and self._pool is not None:
-            # A request's last block is evicted first, as vLLM does it.
-            self._pool.free_blocks(self._pool.blocks[one] for one in reversed(held))
+        if held and self._blocks is not None:
+            self._blocks.release(held)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,12 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
     QueueFull,
-    TransferFailed,
 )
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
+from headrace_engine.connector.pool_planner import PoolUse
+from headrace_engine.connector.tier_planner import TierPlanner
+from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.interface import (
     Arrived,
     DecodeEvent,
@@ -40,13 +43,14 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
+from headrace_engine.sim.cache.lower_tiers import WakingLookup, open_copiers, tier_counts
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
-from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import HIDDEN_FORMAT
 from headrace_engine.sim.model.settings import plan_shape
+from headrace_engine.sim.outgoing import Outgoing
+from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import (
     FirstTokenRequest,
@@ -63,8 +67,11 @@ from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.sender import RankSender
 from headrace_kv.send.stream import SenderContext
-from headrace_kv.tiers.pool import PoolOpener, pool_opener, pool_secret
-from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
+from headrace_kv.tiers.copier import TierCopier
+from headrace_kv.tiers.load_times import LoadTimes, TierLoad
+from headrace_kv.tiers.pool import BlockLookup, PoolKeys, PoolOpener, pool_opener, pool_secret
+from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
+from headrace_kv.tiers.tiers import LowerTiers
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
@@ -127,7 +134,8 @@ class SimEngine(Engine):
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
-        self._lower_tiers: SimLowerTiers | None = None
+        self._outgoing: dict[str, Outgoing] = {}
+        self._copiers: list[TierCopier] = []
         self._host_memories: list[RankMemory] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -148,68 +156,101 @@ class SimEngine(Engine):
         self._open_cache()
         if config.role == "prefill" and config.tiers.sends_from_host:
             await self._register_host_memory()
-        self._stepper = Stepper(self.model, self._memory, self._pools, shape, self._clock)
+        loop = asyncio.get_running_loop()
+        self._ranks = Ranks(layout, lambda report: _call_soon(loop, self._rank_quiet, report))
+        self._ranks.open_tiers(self._copiers, self._loaded, self._waker())
+        self._stepper = Stepper(
+            self.model, self._memory, self._pools, self._ranks, shape, self._clock
+        )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
         if config.sends:
             self._open_senders()
         self._scheduler = Scheduler(
-            shape, self._pools, self._stepper, self._clock, self.steps.report
+            layer_groups(layout),
+            shape,
+            self._pools,
+            self._ranks,
+            self._stepper,
+            self.model,
+            self._clock,
+            self.steps.report,
         )
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
     def _open_cache(self) -> None:
-        settings, layout = self._shape.settings, self.descriptor.layout
-        self._lower_tiers = open_lower_tiers(
-            self.descriptor,
-            self._config.tiers,
-            settings.host_blocks,
-            settings.disk_blocks,
-            settings.host_copy_s_per_token * layout.block_tokens,
-            self._clock.now_s,
+        settings, layout, tiers = self._shape.settings, self.descriptor.layout, self._config.tiers
+        counts = tier_counts(self.descriptor, tiers, settings.host_blocks, settings.disk_blocks)
+        planner = TierPlanner(
+            LowerTiers(counts),
+            layout.block_tokens,
+            PoolUse(layout.rank_count, tiers.publishes, tiers.pool_timeout_s),
+            sends_from_host=self._config.role == "prefill" and tiers.sends_from_host,
+            promised_share=tiers.promised_share,
+            clock=self._clock.now_s,
         )
-        lower: tuple[Tier, ...] = ()
-        if self._lower_tiers is not None:
-            lower, self.tier_loads = self._lower_tiers.names, self._lower_tiers.load_times
-        remote = (Tier.REMOTE,) if self._config.tiers.pooled else ()
+        self._copiers = open_copiers(self.descriptor, tiers, counts)
+        if counts:
+            self.tier_loads = LoadTimes()
+        self._load_s_per_block = settings.host_copy_s_per_token * layout.block_tokens
+        remote = (Tier.REMOTE,) if tiers.pooled else ()
         self.prefix_events = PrefixEventPublisher(
-            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *lower, *remote)
+            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *planner.names, *remote)
         )
         self._pools = CachePools(
             layout.groups,
             self._shape.block_counts,
             self._memory.fill_guard,
             self.prefix_events,
-            self._lower_tiers,
+            planner,
         )
-        if self._lower_tiers is not None and self._config.tiers.pooled:
-            self.prefix_events.on_hash_key(partial(self._open_pool, self._lower_tiers))
+        if counts and tiers.pooled:
+            self.prefix_events.on_hash_key(self._open_pool)
+
+    def _loaded(self, load: TierLoad) -> None:
+        """A load counts as longer by the simulated time of its copy."""
+        assert self.tier_loads is not None
+        assert self.prefix_events is not None
+        if not load.failed:
+            seconds = load.seconds + load.block_count * self._load_s_per_block
+            load = replace(load, seconds=seconds)
+        self.tier_loads.record(load)
+        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
+        if seconds_per_block is not None:
+            self.prefix_events.load_measured(load.tier, seconds_per_block)
 
     async def _register_host_memory(self) -> None:
         """Lets transports read the blocks below KV memory."""
-        if self._lower_tiers is not None:
-            self._host_memories = self._lower_tiers.host_memories
+        self._host_memories = [copier.host_memory for copier in self._copiers]
         for transport, memory in zip(self._transports, self._host_memories, strict=False):
             await asyncio.to_thread(transport.register, memory.base_address, memory.arena_bytes)
 
-    def _open_pool(self, tiers: SimLowerTiers, prefix_hash_key: int) -> None:
+    def _open_pool(self, prefix_hash_key: int) -> None:
         """The pool's names and seals need the deployment's key."""
-        secret, reporter = pool_secret(prefix_hash_key), self._pools.reporter
-        loop = asyncio.get_running_loop()
-        pool = self._open_remote_pool(
-            tiers.pool_memories, secret, lambda: _call_soon(loop, tiers.pool_lost, reporter)
-        )
-        tiers.attach(pool, secret, self.descriptor.layout, reporter)
+        secret, planner = pool_secret(prefix_hash_key), self._pools.tiers.pool
+        memories = [copier.pool_memory for copier in self._copiers]
+        wake = self._waker()
 
-    def _open_senders(self) -> list[RankSender]:
+        def lost() -> None:
+            planner.lost()
+            wake()
+
+        pool = self._open_remote_pool(memories, secret, lost)
+        keys = PoolKeys(secret, self.descriptor.layout)
+        self._ranks.attach_pool(pool, keys)
+        planner.attach(WakingLookup(BlockLookup(pool, keys), wake))
+
+    def _waker(self) -> Callable[[], None]:
+        """Wakes the step loop from any thread."""
+        loop = asyncio.get_running_loop()
+        return lambda: _call_soon(loop, lambda _: self._requests.wake(), None)
+
+    def _open_senders(self) -> None:
         """The senders of all ranks. A decode engine opens them with its first prefix to send."""
         if not self._senders:
-            ranks = range(self.descriptor.layout.rank_count)
-            self._senders = [self._new_sender(rank) for rank in ranks]
-        return self._senders
+            self._senders = self._ranks.start_sending(self._new_sender)
 
-    def _new_sender(self, rank: int) -> RankSender:
-        loop = asyncio.get_running_loop()
+    def _new_sender(self, rank: int, on_quiet: Callable[[SendReport], None]) -> RankSender:
         context = SenderContext(
             ref=self._config.ref,
             rank=rank,
@@ -217,8 +258,8 @@ class SimEngine(Engine):
             memory=self.descriptor.ranks[rank],
             transport=self._transports[rank],
             descriptors=self._descriptors,
-            event_loop=loop,
-            on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
+            event_loop=asyncio.get_running_loop(),
+            on_quiet=on_quiet,
             credentials=self._config.credentials,
             kill_timer=self._kill_timer,
             host_memory=self._host_memories[rank] if self._host_memories else None,
@@ -242,26 +283,39 @@ class SimEngine(Engine):
             raise InternalError("this engine was not started for prefill")
         if work.cached_only:
             await self._requests.wait_loaded(work.target.deadline_s)
-        handover = Handover(work.target, self._open_senders(), self.descriptor.layout)
+        self._open_senders()
+        outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
         first_token = None
         if work.sampling is not None and on_first_token is not None:
             first_token = FirstTokenRequest(self._seeded(work.sampling), on_first_token)
-        sequence = prefill_sequence(work, self.model, handover, first_token)
+        sequence = prefill_sequence(
+            work,
+            self.model,
+            outgoing,
+            self._shape.block_tokens,
+            first_token,
+            fetches=not self._pools.keeps_state,
+        )
         self._requests.submit(sequence, QueueFull)
+        self._outgoing[outgoing.transfer_id] = outgoing
         try:
-            await handover.run()
+            await outgoing.wait()
         finally:
-            sequence.closed()
+            del self._outgoing[outgoing.transfer_id]
+            sequence.close()
             self._requests.update(sequence)
-            for report in handover.reports:
+            for report in outgoing.reports:
                 if on_report is not None:
                     on_report(report)
+        now_ns = time.time_ns()
+        # All of it may have been sent from main memory before it was loaded.
+        times = sequence.times or PrefillTimes(sequence.cached, now_ns, now_ns)
         return PrefillOutcome(
-            cached_tokens=sequence.cached,
-            compute_start_unix_ns=sequence.compute_start_unix_ns,
-            compute_end_unix_ns=sequence.compute_end_unix_ns,
-            reports=handover.reports,
-            fetched_tokens=sequence.fetched_tokens,
+            cached_tokens=times.cached_tokens,
+            compute_start_unix_ns=times.compute_start_unix_ns,
+            compute_end_unix_ns=times.compute_end_unix_ns,
+            reports=outgoing.reports,
+            fetched_tokens=times.fetched_tokens,
             tier_tokens=sequence.tier_tokens,
         )
 
@@ -270,7 +324,12 @@ class SimEngine(Engine):
         self.require_adapter(work.adapter)
         sampling = self._seeded(work.sampling)
         sequence = decode_sequence(
-            work, sampling, self.model, self.max_model_len, partial(self._keep, work.keep)
+            work,
+            sampling,
+            self.model,
+            self.max_model_len,
+            self._shape.block_tokens,
+            partial(self._keep, work.keep),
         )
         self._requests.submit(sequence, DecodeFull)
         assert sequence.generation is not None
@@ -278,18 +337,23 @@ class SimEngine(Engine):
             async for event in sequence.generation.events.read():
                 yield event
         finally:
-            sequence.closed()
+            sequence.close()
+            if sequence.generation.events.has_reservation:
+                # The caller cannot report the end of a transfer into a reservation that it never read.
+                self.transfer_event(Released(work.transfer_id))
             self._requests.update(sequence)
 
     def _keep(self, terms: KeepTerms | None, sequence: Sequence) -> Kept | None:
-        return None if terms is None else self._pools.keep(sequence, terms)
+        if terms is None:
+            return None
+        return self._pools.tiers.keep(sequence.transfer_id, sequence.computed, terms)
 
     @property
     def promises(self) -> PromiseCounts:
-        return NO_PROMISES if self._lower_tiers is None else self._lower_tiers.promises.counts()
+        return self._pools.tiers.promises.counts()
 
     async def keep(self, terms: KeepTerms) -> Kept | None:
-        return None if self._lower_tiers is None else self._lower_tiers.promises.renew(terms)
+        return self._pools.tiers.promises.renew(terms) if self._copiers else None
 
     async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
         try:
@@ -306,71 +370,37 @@ class SimEngine(Engine):
         return sampling
 
     def transfer_event(self, event: TransferEvent) -> None:
+        planner = self._requests.planner
         match event:
             case Arrived(transfer_id):
-                self._arrived(transfer_id)
+                planner.transfer_settled(transfer_id, whole=True)
             case Released(transfer_id):
-                self._released(transfer_id)
+                planner.transfer_settled(transfer_id, whole=False)
             case Recompute(transfer_id):
-                self._recompute(transfer_id)
+                planner.transfer_late(transfer_id)
             case FirstToken(transfer_id, token_id):
-                self._first_token(transfer_id, token_id)
+                planner.first_token_received(transfer_id, token_id)
             case FirstHiddenState(transfer_id, state):
                 self._first_hidden_state(transfer_id, state)
-
-    def _arrived(self, transfer_id: str) -> None:
-        sequence = self._receiving(transfer_id)
-        if sequence is None:
-            return
-        start_token = sequence.computed
-        sequence.kv_arrived()
-        self._pools.register(sequence, start_token, sequence.computed)
-        self._requests.update(sequence)
-
-    def _recompute(self, transfer_id: str) -> None:
-        sequence = self._receiving(transfer_id)
-        if sequence is not None and not sequence.ended:
-            self._requests.recompute(sequence)
-
-    def _first_token(self, transfer_id: str, token_id: int) -> None:
-        sequence = self._requests.find(transfer_id)
-        if sequence is not None and sequence.awaits_first_token:
-            sequence.first_token_received(token_id, self.model)
-            self._requests.update(sequence)
+        self._requests.wake()
 
     def _first_hidden_state(self, transfer_id: str, state: bytes) -> None:
         sequence = self._requests.find(transfer_id)
         if sequence is None or sequence.ended or not sequence.awaits_first_token:
             return
-        sequence.first_hidden_state_received()
         try:
-            self._stepper.generate_from_hidden_state(sequence, state)
+            token_id = self._stepper.generate_from_hidden_state(sequence, state)
         except HeadraceError as exc:
             sequence.fail(exc)
-        self._requests.update(sequence)
-
-    def _released(self, transfer_id: str) -> None:
-        self._requests.free_detached(transfer_id)
-        sequence = self._receiving(transfer_id)
-        if sequence is None:
-            return
-        sequence.kv_released()
-        if sequence.generation is None:
-            # A prefill computes what was not fetched, in the same blocks.
-            self._requests.update(sequence)
         else:
-            self._requests.fail(sequence, TransferFailed("the KV cache did not arrive"))
+            self._requests.planner.first_token_received(transfer_id, token_id)
+        self._requests.update(sequence)
 
     @property
     def _requests(self) -> Scheduler:
         if self._scheduler is None:
             raise Draining("the engine is not running")
         return self._scheduler
-
-    def _receiving(self, transfer_id: str) -> Sequence | None:
-        """The request that waits for this transfer; None for one that has ended meanwhile."""
-        sequence = self._requests.find(transfer_id)
-        return sequence if sequence is not None and sequence.receiving else None
 
     @property
     def step_times(self) -> StepTimes:
@@ -420,15 +450,14 @@ class SimEngine(Engine):
             if late:
                 _logger.warning("%d senders of %s still write", len(late), self._config.ref)
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._transports))
-        if self._lower_tiers is not None:
-            await self._lower_tiers.close()
+        await asyncio.to_thread(self._ranks.close)
         self._senders, self._transports = [], []
 
-    def _rank_quiesced(self, report: SendReport) -> None:
-        sequence = self._requests.find(report.transfer_id)
-        if sequence is not None and sequence.handover is not None:
-            sequence.handover.rank_quiesced(report)
-            self._requests.update(sequence)
+    def _rank_quiet(self, report: SendReport) -> None:
+        outgoing = self._outgoing.get(report.transfer_id)
+        if outgoing is not None:
+            outgoing.rank_quiet(report)
+        self._requests.wake()
 
 
 def _call_soon(

@@ -15,13 +15,18 @@ from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
     InternalError,
-    NotFound,
+    TransferFailed,
     TransferTimeout,
 )
-from headrace_engine.interface import RemotePrefix
+from headrace_engine.connector.layer_groups import LayerGroup
+from headrace_engine.connector.step_plan import StepPlan
+from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_engine.sim.cache.pools import CachePools
+from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimShape
-from headrace_engine.sim.sequence import Sequence
+from headrace_engine.sim.ranks import Ranks
+from headrace_engine.sim.sequence import Sequence, Wait
 from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, plan_step, step_of
 from headrace_engine.step_budget import Answers, Prompt, prompt_budget
 from headrace_engine.steps import EngineSteps, StepMeter
@@ -36,37 +41,47 @@ class Scheduler:
     """Owns the requests of one engine: which wait, which run, and when their blocks are freed.
 
     `run` is the step loop. All methods are called on its event loop. `on_steps` is called when a step begins, and when
-    nothing is left to compute.
+    nothing is left to compute. `planner` gets the events of transfers, each followed by `wake`. What it plans is
+    done at once, in steps that compute nothing, unless a request's tokens are computed.
     """
 
     def __init__(
         self,
+        groups: Items[LayerGroup],
         shape: SimShape,
         pools: CachePools,
+        ranks: Ranks,
         stepper: Stepper,
+        model: SimModel,
         clock: SimClock,
         on_steps: Callable[[EngineSteps], None],
     ) -> None:
         self._shape = shape
         self._pools = pools
+        self._tiers = pools.tiers
+        self._ranks = ranks
         self._stepper = stepper
+        self._model = model
         self._clock = clock
+        self.planner = StepPlanner(groups, self._reserved)
+        self.planner.holds.bind(pools)
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
         self._by_id: dict[str, Sequence] = {}
-        self._by_prefix: dict[str, Sequence] = {}
+        self._admitted: Sequence | None = None
+        # Requests that send cached KV only.
+        self._cached: list[Sequence] = []
         self._loads: dict[str, asyncio.Task[None]] = {}
-        # Blocks that may still be written into, by the transfer.
-        self._detached: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._changed = False
         self._work = asyncio.Event()
-        self._closing = False
+        self._closing = self._stopped = False
         self.meter = StepMeter()
         """Measures the steps."""
         self._on_steps = on_steps
 
     @property
     def running_count(self) -> int:
-        """Requests that hold blocks."""
+        """Requests that hold blocks and have not ended."""
         return len(self._running)
 
     @property
@@ -75,8 +90,8 @@ class Scheduler:
         return len(self._waiting)
 
     def find(self, transfer_id: str) -> Sequence | None:
-        """The request of that transfer, or that fetches its prefix by it, until its blocks are freed."""
-        return self._by_id.get(transfer_id) or self._by_prefix.get(transfer_id)
+        """The request of that transfer, until its blocks are freed."""
+        return self._by_id.get(transfer_id)
 
     def submit(self, sequence: Sequence, full: type[HeadraceError]) -> None:
         """Queues a request. Raises Draining, DuplicateTransfer, or `full` when too many wait."""
@@ -90,11 +105,8 @@ class Scheduler:
         if len(self._waiting) >= max(_WAITING_MIN, _WAITING_PER_RUNNING * self._shape.max_num_seqs):
             raise full(f"{len(self._waiting)} requests are waiting already")
         self._by_id[sequence.transfer_id] = sequence
-        if sequence.prefix_id:
-            self._by_prefix[sequence.prefix_id] = sequence
         self._waiting.append(sequence)
-        if self._pools.begin_fetch(sequence, partial(self._fetch_ended, sequence)):
-            sequence.fetching_started()
+        self._tiers.request_added(sequence.transfer_id, sequence.names, sequence.priority)
         self._work.set()
 
     def fail(self, sequence: Sequence, failure: HeadraceError) -> None:
@@ -102,17 +114,30 @@ class Scheduler:
         sequence.fail(failure)
         self.update(sequence)
 
+    def wake(self) -> None:
+        """Must be called when `planner` was called, or a rank has sent a report."""
+        self._changed = True
+        self._work.set()
+        if self._stopped:
+            self._settle()
+
     def update(self, sequence: Sequence) -> None:
         """Must be called when a request has changed: frees its blocks if it needs them no more, and wakes the loop."""
         self._work.set()
-        if not sequence.is_releasable or self._by_id.get(sequence.transfer_id) is not sequence:
+        if self._by_id.get(sequence.transfer_id) is not sequence or not sequence.ended:
             return
-        del self._by_id[sequence.transfer_id]
-        self._by_prefix.pop(sequence.prefix_id, None)
         for queue in (self._waiting, self._running):
             if sequence in queue:
                 queue.remove(sequence)
-        self._pools.free(sequence)
+                name, computed = sequence.transfer_id, sequence.computed
+                times = self.planner.request_finished(name)
+                sends = times is not None
+                copied = self._tiers.request_finished(name, computed, sends=sends)
+                sequence.finished(times, copied=copied)
+                self.wake()
+        if sequence.is_releasable:
+            self._by_id.pop(sequence.transfer_id, None)
+            self._pools.free(sequence)
 
     async def run(self) -> None:
         """The step loop. Never returns. A step that fails unexpectedly fails all requests."""
@@ -136,28 +161,50 @@ class Scheduler:
             self.fail(sequence, Draining("the engine is closing"))
 
     def end_close(self) -> None:
-        """Frees blocks that a step held when `run` was cancelled."""
+        """`run` was cancelled: frees blocks that a step held, and others as soon as nothing uses them."""
         for load in self._loads.values():
             load.cancel()
+        self._stopped = True
+        self.wake()
         for sequence in tuple(self._by_id.values()):
             self.update(sequence)
 
     async def _step(self) -> bool:
         """Admits requests and computes one step; False when there is nothing to compute."""
-        chunks = self._plan()
+        self._settle()
+        self._admit()
+        while self._is_due:
+            self._settle()
+            self._admit()
+        chunks = plan_step(
+            [sequence for sequence in self._running if sequence.is_ready],
+            self._shape.max_num_batched_tokens,
+            self._shape.span_tokens,
+            self._prompt_tokens_max,
+        )
         if not chunks:
             return False
         self.meter.planned(step_of(chunks), len(chunks))
         self._on_steps(self.meter.steps)
+        sends = any(chunk.sequence.outgoing is not None for chunk in chunks)
+        plan = None
+        if sends or self._tiers.names:
+            plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
+        for chunk in chunks:
+            chunk.sequence.step_started()
         try:
-            await self._stepper.compute(chunks)
-            self._stepper.advance(chunks)
+            await self._stepper.compute(chunks, sends=sends)
+            for chunk in chunks:
+                self._stepper.advance(chunk)
         except InternalError as exc:
             for chunk in chunks:
                 self.fail(chunk.sequence, exc)
         finally:
             self.meter.ended()
-            self._stepper.end(chunks)
+            for chunk in chunks:
+                chunk.sequence.step_ended()
+            if plan is not None:
+                self._end(plan)
         for chunk in chunks:
             # The others need their blocks still.
             if chunk.sequence.ended:
@@ -166,17 +213,73 @@ class Scheduler:
         self._running.rotate(-1)
         return True
 
-    def _plan(self) -> list[Chunk]:
-        """Admits requests and plans a step."""
-        self._admit()
-        chunks = plan_step(
-            [sequence for sequence in self._running if sequence.is_ready],
-            self._shape.max_num_batched_tokens,
-            self._shape.span_tokens,
-            self._prompt_tokens_max,
-        )
-        self._stepper.begin(chunks)
-        return chunks
+    def _settle(self) -> None:
+        """Handles what has changed of transfers, and sends cached KV."""
+        while self._is_due:
+            self._changed = False
+            cached, self._cached = self._cached, []
+            parts = [one.part_of_step(one.computed) for one in cached if not one.ended]
+            plan = self._begin(parts)
+            for layer in range(self._model.layer_count if parts else 0):
+                self._ranks.layer_written(layer)
+            for sequence in cached:
+                if not sequence.ended:
+                    self._stepper.end_prefill(sequence)
+            self._end(plan)
+            for sequence in cached:
+                self.update(sequence)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether there is something to do that takes no time."""
+        return self._changed or bool(self._cached) or self._tiers.is_due
+
+    def _begin(self, scheduled: Items[ScheduledRequest]) -> StepPlan:
+        plan = self.planner.plan_step(scheduled, ())
+        for one in scheduled:
+            block_ids = one.block_ids[0] if one.block_ids else ()
+            self._tiers.step_planned(
+                one.request_id, one.computed_tokens, block_ids, replaces=one.replaces_blocks
+            )
+        self._tiers.add_to(plan)
+        self._ranks.begin_step(plan)
+        return plan
+
+    def _end(self, plan: StepPlan) -> None:
+        if plan.final:
+            self._ranks.hidden_states_computed(
+                lambda request_id: self._stepper.hidden_state(self._by_id[request_id])
+            )
+        quiet, received, failed = self._ranks.end_step()
+        self._tiers.host_sends.ended(self._ranks.take_ended_host_sends())
+        self._tiers.pool.moves_ended(self._ranks.take_moves())
+        self._tiers.loads_ended(received, failed)
+        self._pools.report_changes(self._waiting)
+        for request_id in quiet:
+            self._end_wait(self._by_id[request_id], Wait.QUIET)
+        for request_id in received:
+            sequence = self._by_id[request_id]
+            start_token = sequence.computed
+            if request_id not in failed:
+                sequence.kv_arrived()
+                self._pools.register(sequence, start_token, sequence.computed)
+            elif sequence.ended:
+                sequence.end_wait(Wait.ARRIVAL)
+            elif sequence.generation is not None and request_id in plan.failed:
+                sequence.end_wait(Wait.ARRIVAL)
+                sequence.fail(TransferFailed("the KV cache did not arrive"))
+            else:
+                self._begin_again(sequence)
+            self._became_ready(sequence)
+            self.update(sequence)
+
+    def _begin_again(self, sequence: Sequence) -> None:
+        """A request that lacks its KV gets other blocks. Those that may be written still are held."""
+        self._pools.free(sequence)
+        self._tiers.request_preempted(sequence.transfer_id)
+        sequence.blocks_lost()
+        self._running.remove(sequence)
+        self._waiting.appendleft(sequence)
 
     def _prompt_tokens_max(self, answers: Items[Chunk], prompts: Items[Sequence]) -> int | None:
         """See prompt_budget."""
@@ -193,46 +296,58 @@ class Scheduler:
         return prompt_budget(now_s, self.meter.times, due, waiting)
 
     def _admit(self) -> None:
-        while len(self._running) < self._shape.max_num_seqs:
-            sequence = next((one for one in self._waiting if not one.fetching), None)
-            if sequence is None or not self._pools.allocate(sequence):
+        for sequence in tuple(self._waiting):
+            if len(self._running) >= self._shape.max_num_seqs:
+                return
+            found = self._pools.find(sequence)
+            if found is None:
+                continue
+            if not self._pools.allocate(sequence):
                 return
             self._waiting.remove(sequence)
             self._running.append(sequence)
-            if sequence.cached_only and sequence.pending:
-                self.fail(sequence, NotFound("some of the KV is not cached"))
-                continue
-            self._stepper.push_from_host(sequence)
+            self._plan_arrival(sequence, found)
             load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
             if load_s:
-                sequence.loading_started()
+                sequence.wait(Wait.LOAD)
                 self._start_load(sequence, self._clock.now_s() + load_s)
-            elif sequence.handover is not None:
-                self._stepper.push_cached(sequence)
-            if sequence.generation is not None and sequence.generation.remote_kv:
-                self._reserve(sequence, sequence.generation.transferable_tokens)
-            elif sequence.prefix is not None:
-                self._fetch_prefix(sequence, sequence.prefix)
+            self._became_ready(sequence)
 
-    def _fetch_prefix(self, sequence: Sequence, prefix: RemotePrefix) -> None:
-        """Has the KV fetched that a prompt lacks, if there is any and the source agrees."""
-        end = prefix.end_token
-        usable = sequence.cached < end <= sequence.reusable_tokens(self._pools.keeps_state)
-        # Blocks that are sent from main memory belong to these blocks.
-        if usable and not sequence.host_blocks and prefix.start(self._reservation(sequence, end)):
-            sequence.prefix_awaited()
+    def _plan_arrival(self, sequence: Sequence, found: int) -> None:
+        """A request has its blocks. Tiers have `found` tokens after those that are cached."""
+        params, known = sequence.take_params(), len(sequence.tokens)
+        missing = self.planner.missing_tokens(params, known, sequence.cached + found)
+        name = sequence.transfer_id
+        sequence.kv_awaited(self._tiers.tier_tokens(name), missing)
+        self._tiers.blocks_allocated(name, sequence.block_ids_by_group[0], found + missing)
+        self._admitted = sequence
+        self.planner.blocks_allocated(
+            sequence.transfer_id,
+            params,
+            sequence.block_ids_by_group,
+            known,
+            missing,
+            partial(sequence.first_token_received, model=self._model),
+        )
+        if found and not missing:
+            self.planner.send_before_running(name, partial(self._tiers.send_from_host, name))
 
-    def recompute(self, sequence: Sequence) -> None:
-        """Lets a request begin again in other blocks. Those that it has are held until `free_detached`."""
-        self._detached[sequence.prefix_id] = sequence.blocks_detached()
-        self._running.remove(sequence)
-        self._waiting.appendleft(sequence)
-        self._work.set()
+    def _reserved(self, reservation: Reservation) -> None:
+        """Blocks of the request that is admitted may be written by other workers, unless the reservation is empty."""
+        sequence = self._admitted
+        assert sequence is not None
+        if sequence.generation is not None:
+            sequence.generation.events.put_reservation(reservation)
+        elif sequence.prefix is not None and not sequence.prefix.start(reservation):
+            self.planner.transfer_settled(reservation.transfer_id, whole=False)
+            self.wake()
 
-    def free_detached(self, transfer_id: str) -> None:
-        """Nothing writes into the blocks that a request had to leave. Without such blocks it does nothing."""
-        self._pools.free_blocks(self._detached.pop(transfer_id, ()))
-        self._work.set()
+    def _became_ready(self, sequence: Sequence) -> None:
+        """It may be that a request waits for nothing more. Its cached KV is sent if it has nothing to compute."""
+        if sequence.outgoing is None or not sequence.is_ready or not sequence.block_ids_by_group:
+            return
+        if sequence.cached_only or not sequence.pending:
+            self._cached.append(sequence)
 
     async def wait_loaded(self, deadline_s: float) -> None:
         """Returns when the blocks of main memory that are being copied may be used. Raises TransferTimeout before."""
@@ -240,10 +355,10 @@ class Scheduler:
         if loads and (await asyncio.wait(loads, timeout=Deadline(deadline_s).remaining_s()))[1]:
             raise TransferTimeout("cached KV was not loaded in time")
 
-    def _fetch_ended(self, sequence: Sequence) -> None:
-        """The remote pool has given what it could."""
-        sequence.fetching_ended()
-        self._work.set()
+    def _end_wait(self, sequence: Sequence, wait: Wait) -> None:
+        sequence.end_wait(wait)
+        self._became_ready(sequence)
+        self.update(sequence)
 
     def _start_load(self, sequence: Sequence, due_s: float) -> None:
         load = asyncio.create_task(self._load(sequence, due_s))
@@ -259,18 +374,4 @@ class Scheduler:
     async def _load(self, sequence: Sequence, due_s: float) -> None:
         """Makes blocks from main memory usable when their simulated copy ends."""
         await self._clock.sleep_until(due_s)
-        sequence.loading_finished()
-        if sequence.handover is not None and sequence.is_ready:
-            self._stepper.push_cached(sequence)
-        self._work.set()
-
-    def _reserve(self, sequence: Sequence, end_token: int) -> None:
-        sequence.blocks_reserved(self._reservation(sequence, end_token))
-
-    def _reservation(self, sequence: Sequence, end_token: int) -> Reservation:
-        """Its blocks for the tokens that are not cached."""
-        start = sequence.cached
-        first, *further = self._pools.blocks_between(sequence, start, end_token)
-        return Reservation(
-            sequence.prefix_id or sequence.transfer_id, first, start, end_token, tuple(further)
-        )
+        self._end_wait(sequence, Wait.LOAD)

@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import HeadraceError
+from headrace_engine.connector.transfers import (
+    PrefillTimes,
+    PrefixParams,
+    ReceiveParams,
+    ScheduledRequest,
+    SendParams,
+)
 from headrace_engine.interface import (
     DecodeEnded,
     DecodeTokens,
     DecodeWork,
     PrefillWork,
-    PromptImage,
     RemotePrefix,
     Sampling,
     TokenLogprobs,
 )
+from headrace_engine.sim.cache.block_names import BlockNames
 from headrace_engine.sim.events import DecodeEventQueue
-from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
+from headrace_engine.sim.outgoing import Outgoing
 from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, DueToken, TokenBounds
-from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
-from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher, root_hash
 from headrace_kv.prefix.images import hashed_token_ids
 from headrace_kv.tiers.promises import Kept
-from headrace_kv.tiers.tiers import NO_BLOCKS, PoolBlocks
+
+
+class Wait(Enum):
+    """What a request waits for: the time of a load, KV that comes into its blocks, and the end of all reads of them."""
+
+    LOAD = auto()
+    ARRIVAL = auto()
+    QUIET = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +73,12 @@ class FirstTokenRequest:
 class Sequence:
     """A prompt and its answer so far. Others read its fields, and only its methods change them.
 
-    `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
-    here, and of those `loaded` were copied from lower tiers: `tier_tokens` from each. `fetched` are
-    indices of blocks that came from the remote pool for this request. `host_blocks` are sent straight
-    from main memory: they hold the tokens from `host_start` on, and stay held as long as the other
-    blocks. `block_tables` holds the same block ids as arrays. `hashes` has room for every position
-    that needs KV; those of `tokens` are filled. Only sequences with an equal `cache_salt` share cached
-    blocks. `pushed` tokens were given to the senders. Exactly one of `handover` (prefill) and
-    `generation` (decode) is set. The blocks are in use until `is_releasable`.
-    A prefill request with a `prefix` may have KV fetched, by transfer `prefix_id`: `fetched_tokens`. One
-    that is `cached_only` computes nothing.
+    `computed` tokens have their KV in `block_ids_by_group`. `cached` ones were not computed here. Of these, `loaded`
+    were copied from lower tiers: `tier_tokens` from each. A transfer brings the `transferred` tokens after them.
+    `block_tables` holds the same block ids as arrays. `hashes` has room for every position that needs KV; those of
+    `tokens` are filled. Exactly one of `outgoing` (prefill) and `generation` (decode) is set. `params`: its transfers,
+    until it has blocks. `waits`: why no step may compute it. A prefill request has `times` once it has computed and
+    sent. The blocks are in use until `is_releasable`.
     """
 
     transfer_id: str
@@ -77,15 +86,14 @@ class Sequence:
     prompt_count: int
     hashes: U64Array
     hash_sum: int
-    cache_salt: str = ""
+    names: BlockNames
+    params: SendParams | ReceiveParams | None = None
     priority: Priority = Priority.NORMAL
     bounds: TokenBounds = NO_BOUNDS
-    images: tuple[PromptImage, ...] = ()
-    handover: Handover | None = None
+    outgoing: Outgoing | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
     prefix: RemotePrefix | None = None
-    prefix_id: str = ""
     cached_only: bool = False
     awaits_first_token: bool = False
     block_ids_by_group: tuple[tuple[int, ...], ...] = ()
@@ -93,45 +101,27 @@ class Sequence:
     cached: int = 0
     loaded: int = 0
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
-    fetched: set[int] = field(default_factory=set)
-    host_blocks: PoolBlocks = NO_BLOCKS
-    host_start: int = 0
-    fetched_tokens: int = 0
+    transferred: int = 0
     computed: int = 0
-    pushed: int = 0
-    chunk_count: int = 0
     ended: bool = False
-    receiving: bool = False
-    compute_start_unix_ns: int = field(default_factory=time.time_ns)
-    compute_end_unix_ns: int = 0
+    waits: set[Wait] = field(default_factory=set)
+    times: PrefillTimes | None = None
     first_step_ns: int = 0
-    fetching: bool = False
-    _loading: bool = False
     _steps: int = 0
-    _block_hashes: list[int] = field(default_factory=list)
-    _prompt: list[int] = field(default_factory=list)
+    _planned: bool = False
     _pace: AnswerPace | None = None
-
-    @property
-    def generated_count(self) -> int:
-        """Tokens of the answer."""
-        return len(self.tokens) - self.prompt_count
 
     def due_token(self, now_s: float) -> DueToken:
         """When the next token of an answer with a bound is due, counted from the first call."""
+        generated = len(self.tokens) - self.prompt_count
         if self._pace is None:
-            self._pace = AnswerPace(self.bounds.tpot_s, now_s, self.generated_count)
-        return self._pace.due(self.generated_count, self.capacity - self.prompt_count)
+            self._pace = AnswerPace(self.bounds.tpot_s, now_s, generated)
+        return self._pace.due(generated, self.capacity - self.prompt_count)
 
     @property
     def capacity(self) -> int:
         """Positions that need KV at most."""
         return len(self.hashes)
-
-    @property
-    def last_hash(self) -> int:
-        """The hash of all tokens. They need KV."""
-        return int(self.hashes[len(self.tokens) - 1])
 
     @property
     def pending(self) -> int:
@@ -141,35 +131,12 @@ class Sequence:
     @property
     def is_ready(self) -> bool:
         """Whether a step may compute it: it has not ended or failed, and waits for no KV."""
-        if self.ended or self.receiving or self._loading:
-            return False
-        return self.handover is None or not self.handover.failed
+        return not self.ended and not self.waits
 
     @property
     def is_releasable(self) -> bool:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
-        if not self.ended or self._steps or self.receiving:
-            return False
-        return self.handover is None or self.handover.quiesced.is_set()
-
-    @property
-    def is_only_sent(self) -> bool:
-        """Whether its prompt needs no KV here once all of it is cached: decode computes the next token."""
-        if self.handover is None or self.first_token is not None:
-            return False
-        return not self.handover.target.with_hidden_state
-
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens of the prompt."""
-        if not self._prompt:
-            self._prompt = self.tokens[: self.prompt_count]
-        return self._prompt
-
-    @property
-    def answer(self) -> list[int]:
-        """The tokens that were generated, here or by another worker."""
-        return self.tokens[self.prompt_count :]
+        return self.ended and not self._steps and not self.waits & {Wait.ARRIVAL, Wait.QUIET}
 
     def reusable_tokens(self, keeps_state: bool) -> int:
         """How many of the prompt's first tokens need no computing when their KV is cached.
@@ -187,140 +154,81 @@ class Sequence:
         # A transfer that brings the first token must not be empty.
         return generation.transferable_tokens - (1 if self.awaits_first_token else 0)
 
-    def prefixes(self, block_tokens: int, token_count: int) -> list[int]:
-        """Names in the cache of the full blocks among the first tokens."""
-        full = token_count // block_tokens
-        ends: U64Array = self.hashes[block_tokens - 1 : full * block_tokens : block_tokens]
-        salt_word = self._salt_word
-        return [int(value) ^ salt_word for value in ends]
-
-    def prefix_at(self, end_token: int) -> int:
-        """The name in the cache of the block that `end_token` ends."""
-        return int(self.hashes[end_token - 1]) ^ self._salt_word
-
-    @property
-    def _salt_word(self) -> int:
-        """Distinguishes equal prefixes with different salts. The KV of a token does not depend on the salt."""
-        return root_hash(0, self.cache_salt) if self.cache_salt else 0
-
-    def block_hashes(self, count: int, hasher: PrefixHasher, block_tokens: int) -> list[int]:
-        """The prefix hashes of the first `count` blocks or more, as routers compute them. Do not change."""
-        hashes = self._block_hashes
-        if len(hashes) < count:
-            start = len(hashes) - len(hashes) % CHECKPOINT_BLOCKS
-            words = hashed_token_ids(self.tokens, self.images) if self.images else self.tokens
-            tokens = words[start * block_tokens : count * block_tokens]
-            parent = hashes[start - 1] if start else hasher.root_of(self.cache_salt)
-            hashes[start:] = hasher.hashes(tokens, parent)
-        return hashes
-
     def blocks_allocated(
-        self,
-        block_ids_by_group: tuple[tuple[int, ...], ...],
-        *,
-        cached_tokens: int,
-        loaded_tokens: int = 0,
-        tier_tokens: Mapping[Tier, int] | None = None,
+        self, block_ids_by_group: tuple[tuple[int, ...], ...], cached_tokens: int
     ) -> None:
-        """It holds these blocks. The KV of its first `cached_tokens` is in them, or in `host_blocks`.
-
-        The last `loaded_tokens` of these were copied from lower tiers. `tier_tokens` came from each tier.
-        """
+        """It holds these blocks. They have the KV of its first `cached_tokens`."""
         self.block_ids_by_group = block_ids_by_group
         self.block_tables = tuple(np.asarray(ids, np.uint64) for ids in block_ids_by_group)
         self.cached = self.computed = cached_tokens
-        self.tier_tokens = tier_tokens or {}
-        self.loaded = loaded_tokens
 
-    def host_blocks_held(self, blocks: PoolBlocks, start_token: int) -> None:
-        """Its tokens from `start_token` on are sent from these blocks of main memory."""
-        self.host_blocks, self.host_start = blocks, start_token
+    def kv_awaited(self, tier_tokens: Mapping[Tier, int], transferred: int) -> None:
+        """The KV of tokens after the cached ones is copied from tiers, and then that of others comes by a transfer."""
+        self.tier_tokens, self.transferred = tier_tokens, transferred
+        self.loaded = sum(tier_tokens.values())
+        self.cached += self.loaded
+        if self.loaded or transferred:
+            self.wait(Wait.ARRIVAL)
 
-    def fetching_started(self) -> None:
-        """Blocks of its prompt are being fetched from a remote pool."""
-        self.fetching = True
+    def wait(self, wait: Wait) -> None:
+        """It waits for this from now on, until `end_wait`."""
+        self.waits.add(wait)
 
-    def blocks_fetched(self, indices: Iterable[int]) -> None:
-        """These blocks of its prompt came from the remote pool into main memory."""
-        self.fetched.update(indices)
-
-    def fetching_ended(self) -> None:
-        """It need not wait for the remote pool any more."""
-        self.fetching = False
-
-    def loading_started(self) -> None:
-        """Its `loaded` tokens are being copied from main memory."""
-        self._loading = True
-
-    def loading_finished(self) -> None:
-        """Its `loaded` tokens may be used."""
-        self._loading = False
-
-    def blocks_reserved(self, reservation: Reservation) -> None:
-        """Its blocks may be written by prefill ranks, unless the reservation is empty."""
-        assert self.generation is not None
-        self.generation.events.put_reservation(reservation)
-        self.receiving = reservation.start_token < reservation.end_token
-
-    def prefix_awaited(self) -> None:
-        """The KV of its `prefix` is being written into its blocks."""
-        self.receiving = True
+    def end_wait(self, wait: Wait) -> None:
+        """It need not wait for this any more."""
+        self.waits.discard(wait)
 
     def kv_arrived(self) -> None:
-        """The KV of all transferable tokens, or of its `prefix`, is in its blocks."""
-        self.receiving = False
-        if self.generation is not None:
-            self.computed = self.generation.transferable_tokens
-        elif self.prefix is not None:
-            self.fetched_tokens = self.prefix.end_token - self.computed
-            self.computed = self.prefix.end_token
+        """What was awaited is in its blocks."""
+        self.end_wait(Wait.ARRIVAL)
+        self.computed = max(self.computed, self.cached + self.transferred)
 
-    def kv_released(self) -> None:
-        """No rank writes into its blocks any more, and its KV is incomplete."""
-        self.receiving = False
-
-    def blocks_detached(self) -> tuple[tuple[int, ...], ...]:
-        """It gives up its blocks, because KV may still be written into them, and begins again without its `prefix`."""
-        detached, self.block_ids_by_group = self.block_ids_by_group, ()
-        self.block_tables = ()
-        self.cached = self.loaded = self.computed = 0
+    def blocks_lost(self) -> None:
+        """It gives up its blocks, and begins again without its `prefix`."""
+        self.block_ids_by_group = self.block_tables = ()
+        self.cached = self.loaded = self.transferred = self.computed = 0
         self.tier_tokens = {}
         self.prefix = None
-        self.receiving = False
-        return detached
+        self._planned = False
+        self.end_wait(Wait.ARRIVAL)
+
+    def take_params(self) -> SendParams | ReceiveParams | None:
+        """Its transfers, once: without their KV, it computes all tokens here."""
+        params, self.params = self.params, None
+        return params
+
+    def part_of_step(self, end_token: int) -> ScheduledRequest:
+        """Its tokens from the computed ones up to `end_token`, in a step. The first one states its blocks."""
+        blocks = () if self._planned else self.block_ids_by_group
+        is_first, self._planned = not self._planned, True
+        count = end_token - self.computed
+        return ScheduledRequest(self.transfer_id, self.computed, count, blocks, is_first)
 
     def step_started(self) -> None:
         """A step is planned that computes a chunk of it."""
         self._steps += 1
-        if not self.chunk_count:
-            self.compute_start_unix_ns = time.time_ns()
+        if not self.first_step_ns:
             self.first_step_ns = time.monotonic_ns()
-
-    def chunk_computed(self, end_token: int) -> None:
-        """The KV of its tokens below `end_token` is computed."""
-        self.computed = end_token
-        self.chunk_count += 1
 
     def step_ended(self) -> None:
         """A step with a chunk of it has ended."""
         self._steps -= 1
 
-    def kv_pushed(self, end_token: int) -> None:
-        """The KV of its tokens below `end_token` was given to the senders, in every layer."""
-        self.pushed = max(self.pushed, end_token)
+    def chunk_computed(self, end_token: int) -> None:
+        """The KV of its tokens below `end_token` is computed."""
+        self.computed = end_token
 
-    def prompt_computed(self) -> None:
-        """The whole prompt of a prefill request is computed."""
-        self.compute_end_unix_ns = time.time_ns()
+    def finished(self, times: PrefillTimes | None, *, copied: bool) -> None:
+        """It has ended. With `times` or `copied`, its blocks are in use until senders and copies are quiet."""
+        self.times = times
+        if times is not None or copied:
+            self.wait(Wait.QUIET)
 
     def first_token_received(self, token_id: int, model: SimModel) -> None:
-        """A prefill worker has chosen the answer's first token, which the caller has already."""
-        self.awaits_first_token = False
-        self._append(token_id, model)
-
-    def first_hidden_state_received(self) -> None:
-        """The answer's first token is chosen from a hidden state, and generated here."""
-        self.awaits_first_token = False
+        """The answer's first token is known. Its caller has it already."""
+        if self.awaits_first_token:
+            self.awaits_first_token = False
+            self._append(token_id, model)
 
     def token_generated(
         self, token_id: int, logprobs: TokenLogprobs | None, model: SimModel
@@ -328,23 +236,17 @@ class Sequence:
         """Adds a token to the answer and to the events. It ends with a stop token or when it is full."""
         generation = self.generation
         assert generation is not None
+        self.awaits_first_token = False
         generation.events.put_token(token_id, logprobs, self.first_step_ns)
         needs_kv = self._append(token_id, model)
         stopped = token_id in generation.sampling.stop_token_ids
         if stopped or not needs_kv:
-            self._end_answer(generation, stopped=stopped)
+            self.end_answer(stopped=stopped)
 
-    def prompt_scored(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Adds the logprobs of the prompt to the events, before the first token."""
-        assert self.generation is not None
-        self.generation.events.put_prompt_logprobs(logprobs)
-
-    def answer_completed(self) -> None:
-        """The answer ends after its last token, without a stop token."""
-        assert self.generation is not None
-        self._end_answer(self.generation, stopped=True)
-
-    def _end_answer(self, generation: Generation, *, stopped: bool) -> None:
+    def end_answer(self, *, stopped: bool) -> None:
+        """The answer ends after its last token."""
+        generation = self.generation
+        assert generation is not None
         self.ended = True
         kept = generation.keep(self)
         generation.events.put_end(DecodeEnded(stopped, self.cached, self.tier_tokens, kept))
@@ -360,45 +262,50 @@ class Sequence:
         return True
 
     def fail(self, failure: HeadraceError) -> None:
-        """Stops its senders; ends a decode request with the failure."""
-        if self.handover is not None:
-            self.handover.fail(failure)
+        """Stops its senders; ends it with the failure."""
+        if self.outgoing is not None:
+            self.outgoing.fail(failure)
         if self.generation is not None and not self.ended:
             self.generation.events.put_failure(failure)
-            self.ended = True
-
-    def closed(self) -> None:
-        """Its caller reads nothing more."""
         self.ended = True
-        # The caller cannot report the end of a transfer into a reservation that it never read.
-        if self.generation is not None and self.generation.events.has_reservation:
-            self.receiving = False
+
+    def close(self) -> None:
+        """Its caller reads nothing more, or nothing is left to compute."""
+        self.ended = True
 
 
 def prefill_sequence(
     work: PrefillWork,
     model: SimModel,
-    handover: Handover,
+    outgoing: Outgoing,
+    block_tokens: int,
     first_token: FirstTokenRequest | None = None,
+    *,
+    fetches: bool = True,
 ) -> Sequence:
-    """A prompt that is computed and sent."""
+    """A prompt that is computed and sent. What it may fetch counts only where the engine `fetches`."""
     hashes, hash_sum = _hash_prompt(work, len(work.token_ids), model)
+    prefix = work.prefix if fetches else None
+    if prefix is not None and prefix.end_token > len(work.token_ids):
+        prefix = None
+    wanted = None
+    if prefix is not None:
+        wanted = PrefixParams(prefix.transfer_id, prefix.end_token, prefix.least_tokens)
+    tokens = list(work.token_ids)
     return Sequence(
         transfer_id=work.target.transfer_id,
-        tokens=list(work.token_ids),
+        tokens=tokens,
         prompt_count=len(work.token_ids),
         hashes=hashes,
         hash_sum=hash_sum,
-        cache_salt=work.cache_salt,
+        params=SendParams(work.target, wanted, work.cached_only),
+        names=BlockNames(tokens, hashes, block_tokens, work.cache_salt, work.images),
         priority=work.priority,
         bounds=work.bounds,
-        images=work.images,
-        handover=handover,
+        outgoing=outgoing,
         first_token=first_token,
-        prefix=work.prefix,
-        prefix_id="" if work.prefix is None else work.prefix.transfer_id,
+        prefix=prefix,
         cached_only=work.cached_only,
-        pushed=work.target.start_token,
     )
 
 
@@ -407,21 +314,23 @@ def decode_sequence(
     sampling: Sampling,
     model: SimModel,
     max_model_len: int,
+    block_tokens: int,
     keep: Callable[[Sequence], Kept | None] = lambda sequence: None,
 ) -> Sequence:
     """A prompt that is answered. The last token of the answer needs no KV. `keep`: see Generation."""
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
     hashes, hash_sum = _hash_prompt(work, total - 1, model)
+    tokens = list(work.token_ids)
     return Sequence(
         transfer_id=work.transfer_id,
-        tokens=list(work.token_ids),
+        tokens=tokens,
         prompt_count=work.prompt_tokens,
         hashes=hashes,
         hash_sum=hash_sum,
-        cache_salt=work.cache_salt,
+        params=ReceiveParams(work.transfer_id, work.awaits_first_token) if work.remote_kv else None,
+        names=BlockNames(tokens, hashes, block_tokens, work.cache_salt, work.images),
         priority=work.priority,
         bounds=work.bounds,
-        images=work.images,
         generation=Generation(
             sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling), keep
         ),

@@ -1,4 +1,4 @@
-"""Executes one step: writes KV layer by layer, pushes it to the senders, and generates tokens."""
+"""Computes one step: writes KV layer by layer, and generates tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from headrace_common.time_model.model import Step
 from headrace_engine.interface import DecodeTokens, Sampling
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
-from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.bit_mixer import U64Array
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import (
@@ -26,6 +25,7 @@ from headrace_engine.sim.model.sampling import (
     plain_token,
 )
 from headrace_engine.sim.model.settings import SimSettings, SimShape
+from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.sequence import Sequence
 from headrace_kv.layout import STATE, CacheGroup
 
@@ -102,7 +102,7 @@ def step_of(chunks: Items[Chunk]) -> Step:
             count = chunk.end - chunk.start
             prompt_tokens += count
             attended_tokens += count * (chunk.start + count / 2)
-            if chunk.sequence.handover is not None:
+            if chunk.sequence.outgoing is not None:
                 sent_tokens += count
     return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
 
@@ -171,77 +171,33 @@ class Stepper:
         model: SimModel,
         memory: SimMemory,
         pools: CachePools,
+        ranks: Ranks,
         shape: SimShape,
         clock: SimClock,
     ) -> None:
         self._model = model
         self._memory = memory
         self._pools = pools
+        self._ranks = ranks
         self._settings = shape.settings
-        self._span_tokens = shape.span_tokens
         self._layout = memory.layout()
         self._clock = clock
 
-    def begin(self, chunks: Items[Chunk]) -> None:
-        """A step is planned."""
-        for chunk in chunks:
-            chunk.sequence.step_started()
-
-    def advance(self, chunks: Items[Chunk]) -> None:
-        """Handles the results of a computed step."""
-        for chunk in chunks:
-            self._advance(chunk)
-
-    def end(self, chunks: Items[Chunk]) -> None:
-        """A step works on its requests no more."""
-        for chunk in chunks:
-            chunk.sequence.step_ended()
-
-    def push_from_host(self, sequence: Sequence) -> None:
-        """Pushes cached blocks of main memory from there, with those of KV memory before them. Waits for no load."""
-        handover, host = sequence.handover, sequence.host_blocks
-        if handover is None or not host:
-            return
-        size = self._layout.block_tokens
-        start, end = sequence.host_start, sequence.host_start + len(host) * size
-        if end <= sequence.pushed:
-            # Decode has them.
-            return
-        block_ids = (0,) * (start // size) + host.block_ids
-        for layer in range(self._model.layer_count):
-            if start > sequence.pushed:
-                held = sequence.block_ids_by_group[self._layout.group_index(layer)]
-                handover.push(layer, sequence.pushed, start, held)
-            first = max(sequence.pushed, start)
-            handover.push(layer, first, end, block_ids, in_host_memory=True)
-        sequence.kv_pushed(end)
-
-    def push_cached(self, sequence: Sequence) -> None:
-        """Pushes a prompt's cached prefix. A model that keeps states has none."""
-        handover = sequence.handover
-        assert handover is not None
-        if sequence.computed > sequence.pushed:
-            for layer in range(self._model.layer_count):
-                block_ids = sequence.block_ids_by_group[self._layout.group_index(layer)]
-                handover.push(layer, sequence.pushed, sequence.computed, block_ids)
-            sequence.kv_pushed(sequence.computed)
-        if not sequence.pending:
-            self._end_prefill(sequence, handover)
-
-    def generate_from_hidden_state(self, sequence: Sequence, state: bytes) -> None:
+    def generate_from_hidden_state(self, sequence: Sequence, state: bytes) -> int:
         """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the state."""
         assert sequence.generation is not None
         digest = digest_of(state)
         choice = self._choose(sequence, sequence.generation.sampling, digest)
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
+        return choice.token_id
 
-    async def compute(self, chunks: Items[Chunk]) -> None:
-        """Computes a step that has begun."""
+    async def compute(self, chunks: Items[Chunk], *, sends: bool) -> None:
+        """Computes a step. With `sends`, the ranks send each layer as it is written."""
         layers = self._model.layer_count
         layer_s = step_layer_s(chunks, self._settings)
         writes = StepWrites(chunks, self._layout.groups) if self._settings.verify else None
-        if all(chunk.sequence.handover is None for chunk in chunks):
-            # Without a sender, only the end of the step matters.
+        if not sends:
+            # Only the end of the step matters.
             if writes is not None:
                 writes.execute(self._memory, range(layers))
             if layer_s:
@@ -253,56 +209,43 @@ class Stepper:
                 writes.execute(self._memory, range(layer, layer + 1))
             due_s += layer_s
             await self._clock.sleep_until(due_s)
-            for chunk in chunks:
-                self._push(chunk, layer)
+            self._ranks.layer_written(layer)
 
-    def _push_end(self, chunk: Chunk) -> int:
-        if chunk.end == len(chunk.sequence.tokens):
-            return chunk.end
-        return chunk.end // self._span_tokens * self._span_tokens
-
-    def _push(self, chunk: Chunk, layer: int) -> None:
-        sequence = chunk.sequence
-        if sequence.handover is None:
-            return
-        index = self._layout.group_index(layer)
-        end = self._push_end(chunk)
-        if self._layout.groups[index].kind == STATE and end < len(sequence.tokens):
-            return
-        if end > sequence.pushed:
-            block_ids = sequence.block_ids_by_group[index]
-            sequence.handover.push(layer, sequence.pushed, end, block_ids)
-
-    def _advance(self, chunk: Chunk) -> None:
+    def advance(self, chunk: Chunk) -> None:
+        """Handles the result of a computed chunk."""
         sequence = chunk.sequence
         sequence.chunk_computed(chunk.end)
         self._pools.register(sequence, chunk.start, chunk.end)
-        if sequence.handover is not None:
-            sequence.kv_pushed(self._push_end(chunk))
-            if not sequence.pending:
-                self._end_prefill(sequence, sequence.handover)
-        elif not sequence.pending and not sequence.ended:
+        if sequence.pending or sequence.ended:
+            return
+        if sequence.outgoing is not None:
+            self.end_prefill(sequence)
+        else:
             self._generate(sequence)
 
-    def _end_prefill(self, sequence: Sequence, handover: Handover) -> None:
+    def end_prefill(self, sequence: Sequence) -> None:
         """The prompt is computed. The answer's first token does not wait for the rest of the transfer."""
-        sequence.prompt_computed()
         first = sequence.first_token
-        if first is not None and not handover.failed:
+        if first is not None:
             choice = self._choose(sequence, first.sampling, self._digest(sequence))
             logprobs = () if choice.logprobs is None else (choice.logprobs,)
             first.on_token(DecodeTokens((choice.token_id,), logprobs))
-        if handover.target.with_hidden_state:
-            handover.push_hidden_state(hidden_state_of(self._digest(sequence)))
-        handover.finish()
+        sequence.close()
+
+    def hidden_state(self, sequence: Sequence) -> bytes:
+        """The state of the last token. All tokens are computed."""
+        return hidden_state_of(self._digest(sequence))
 
     def _generate(self, sequence: Sequence) -> None:
         generation = sequence.generation
         assert generation is not None
-        if generation.sampling.prompt_logprobs is not None and not sequence.answer:
-            sequence.prompt_scored(
+        answer_is_new = len(sequence.tokens) == sequence.prompt_count
+        if generation.sampling.prompt_logprobs is not None and answer_is_new:
+            generation.events.put_prompt_logprobs(
                 self._model.prompt_logprobs(
-                    sequence.prompt, sequence.hashes, generation.sampling.prompt_logprobs
+                    sequence.tokens[: sequence.prompt_count],
+                    sequence.hashes,
+                    generation.sampling.prompt_logprobs,
                 )
             )
         if generation.plain:
@@ -310,20 +253,23 @@ class Stepper:
             sequence.token_generated(token_id, None, self._model)
             return
         sampling = generation.sampling
-        if sampling.structured_outputs and choice_is_complete(sampling, sequence.answer):
-            sequence.answer_completed()
+        if sampling.structured_outputs and choice_is_complete(
+            sampling, sequence.tokens[sequence.prompt_count :]
+        ):
+            sequence.end_answer(stopped=True)
             return
         choice = self._choose(sequence, sampling, self._digest(sequence))
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
     def _digest(self, sequence: Sequence) -> int:
         if not self._settings.verify:
-            return sequence.last_hash
+            return int(sequence.hashes[len(sequence.tokens) - 1])
         return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
 
     def _choose(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:
+        tokens, count = sequence.tokens, sequence.prompt_count
         return choose_token(
-            digest, self._model.vocabulary, sampling, sequence.prompt, sequence.answer
+            digest, self._model.vocabulary, sampling, tokens[:count], tokens[count:]
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace_engine.connector.settings import GENERATED_KEY, STEP_KEY
+from headrace_engine.vllm.settings import GENERATED_KEY, STEP_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.connector.tier_planner import plan_tiers
 from headrace_engine.vllm import continuation, parallel
 from headrace_engine.vllm.compat import extra_config, replica_count, steps_under_way
@@ -17,6 +16,7 @@ from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_engine.vllm.scheduler.linked_peers import LinkedPeers
+from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.standalone.node import StandaloneNode
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler
 from headrace_engine.vllm.standalone.settings import StandaloneSettings, standalone_settings

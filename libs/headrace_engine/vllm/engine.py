@@ -20,7 +20,6 @@ from headrace_common.process.run import interruptible
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.config import EngineConfig
-from headrace_engine.connector.settings import WATCH_METHOD
 from headrace_engine.interface import (
     BlockErrors,
     DecodeEvent,
@@ -57,6 +56,7 @@ from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.rank_group import RankGroup
+from headrace_engine.vllm.settings import WATCH_METHOD
 from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport, reservation_from_proto
 from headrace_kv.prefix.events import Tier

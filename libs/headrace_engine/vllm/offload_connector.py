@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.connector.transfers import BlockHolds
 from headrace_engine.vllm.connector import HeadraceConnector
+from headrace_engine.vllm.scheduler.connector_scheduler import PoolBlocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,7 +111,7 @@ class HeadraceOffloadingConnector(MultiConnector):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._holds.bind(kv_cache_manager.block_pool)
+        self._holds.bind(PoolBlocks(kv_cache_manager.block_pool))
 
     @property
     def step_times(self) -> StepTimes:
@@ -152,7 +153,7 @@ class HeadraceOffloadingConnector(MultiConnector):
         assert isinstance(offloading, OffloadingConnectorMetadata)
         for number, job in offloading.store_jobs.items():
             assert isinstance(job.src_spec, BlockIDsLoadStoreSpec)
-            self._holds.hold(_name(number), job.src_spec.block_ids.tolist())
+            self._holds.hold(_name(number), (job.src_spec.block_ids.tolist(),))
             self._missing_reports[number] = self._rank_count
         for name in self._ended:
             self._holds.release(name)
@@ -187,7 +188,7 @@ class HeadraceOffloadingConnector(MultiConnector):
         self._hits.pop(request.request_id, None)
         # vLLM plans the stores of an ended request with the next step.
         name = f"request {request.request_id}"
-        self._holds.hold(name, block_ids[0])
+        self._holds.hold(name, block_ids[:1])
         self._ended.append(name)
         delayed: bool
         params: dict[str, Any] | None

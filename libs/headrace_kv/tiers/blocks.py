@@ -199,13 +199,14 @@ class BlockPool:
         return found
 
     def share(self, block_ids: Sequence[int], priority: Priority = Priority.NORMAL) -> None:
-        """Adds a holder, a request of class `priority`, to blocks that `find_cached` returned."""
+        """Adds a holder, a request of class `priority`, to blocks that are held or that `find_cached` returned."""
         for block in block_ids:
             if self._holders[block] == 0:
                 self._idle.remove(block)
             self._holders[block] += 1
-            if priority < self._cached[block].priority:
-                self._cached[block] = replace(self._cached[block], priority=priority)
+            cached = self._cached.get(block)
+            if cached is not None and priority < cached.priority:
+                self._cached[block] = replace(cached, priority=priority)
 
     def allocate(self, count: int) -> list[int] | None:
         """New blocks with one holder, contiguous where possible; None when there are too few."""

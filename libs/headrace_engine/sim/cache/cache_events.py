@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.sim.sequence import Sequence
+from headrace_engine.sim.cache.block_names import BlockNames
 from headrace_kv.prefix.events import Tier
 
 
@@ -37,20 +37,30 @@ class CacheEventReporter:
         self._events = events
         self._by_prefix: dict[int, _CachedBlock] = {}
 
-    def blocks_cached(
-        self, sequence: Sequence, indices: Items[int], tier: Tier = Tier.DEVICE
-    ) -> None:
-        """Blocks of the sequence, by ascending index, can be found in that tier now."""
+    def blocks_named(self, names: BlockNames, prefixes: Items[int]) -> None:
+        """Some of these blocks may be of the request's prompt, and have never been in KV memory."""
+        unknown = set(prefixes) - self._by_prefix.keys()
+        if not unknown or self._events.hasher is None:
+            return
+        hashes = names.published(len(names), self._events.hasher)
+        for index in range(len(names)):
+            prefix = names.at((index + 1) * self._events.block_tokens)
+            if prefix in unknown:
+                parent = hashes[index - 1] if index else None
+                self._by_prefix[prefix] = _CachedBlock(hashes[index], parent)
+
+    def blocks_cached(self, names: BlockNames, indices: Items[int]) -> None:
+        """Blocks of the request, by ascending index, can be found in KV memory now."""
         if not indices or self._events.hasher is None:
             return
         size = self._events.block_tokens
-        hashes = sequence.block_hashes(indices[-1] + 1, self._events.hasher, size)
+        hashes = names.published(indices[-1] + 1, self._events.hasher)
         for index in indices:
-            prefix = sequence.prefix_at((index + 1) * size)
+            prefix = names.at((index + 1) * size)
             parent = hashes[index - 1] if index else None
             block = self._by_prefix.setdefault(prefix, _CachedBlock(hashes[index], parent))
             block.tier_added()
-            self._events.stored(parent, [block.block_hash], tier)
+            self._events.stored(parent, [block.block_hash])
 
     def blocks_offloaded(self, prefixes: Items[int], tier: Tier) -> None:
         """Cached blocks are in that tier too."""
@@ -59,10 +69,6 @@ class CacheEventReporter:
             if block is not None:
                 block.tier_added()
                 self._events.stored(block.parent, [block.block_hash], tier)
-
-    def blocks_loaded(self, tier: Tier, seconds_per_block: float) -> None:
-        """Loads from that tier take so long for each block."""
-        self._events.load_measured(tier, seconds_per_block)
 
     def blocks_evicted(self, prefixes: Items[int], tier: Tier = Tier.DEVICE) -> None:
         """Blocks can no longer be found in that tier."""

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from functools import partial
 from math import gcd, lcm
 
+from headrace_common.callers.priority import Priority
+from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
-from headrace_engine.sim.cache.lower_tiers import SimLowerTiers
 from headrace_engine.sim.sequence import Sequence
 from headrace_kv.layout import STATE, CacheGroup
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.blocks import BlockPool, CachedBlock
-from headrace_kv.tiers.promises import KeepTerms, Kept
-from headrace_kv.tiers.tiers import NO_BLOCKS, PoolBlocks, TierHit
 
 
 class CachePools:
     """One pool per group. A request gets all that it needs of every group, or nothing.
 
     `on_cleared(group, block_ids)` gets blocks with void content. The cached blocks of the first
-    group, which keeps tokens, are reported to `prefix_events`. Evicted blocks go to `lower_tiers`, which
-    only a cache with a single group may have.
+    group, which keeps tokens, are reported to `prefix_events`. Only a cache with a single group may have `tiers`.
     """
 
     def __init__(
@@ -32,21 +30,21 @@ class CachePools:
         block_counts: tuple[int, ...],
         on_cleared: Callable[[int, Items[int]], None],
         prefix_events: PrefixEventPublisher,
-        lower_tiers: SimLowerTiers | None = None,
+        tiers: TierPlanner,
     ) -> None:
         self._groups = groups
-        self._lower_tiers = lower_tiers
+        self.tiers = tiers
+        """What is kept below KV memory."""
+        self._found: list[list[int]] = []
         self._reporter = CacheEventReporter(prefix_events)
         self._pools = tuple(
             BlockPool(
                 count,
                 partial(on_cleared, index),
-                self._offload if index == 0 else None,
+                self._report_evicted if index == 0 else None,
             )
             for index, count in enumerate(block_counts)
         )
-        # Requests with blocks of main memory that are sent.
-        self._sending_count = 0
         self._keeps_state = any(group.kind == STATE for group in groups)
         sizes = [group.block_tokens or 1 for group in groups]
         self._span_tokens = lcm(*sizes)
@@ -70,50 +68,35 @@ class CachePools:
 
     def reset_cache(self) -> bool:
         """Evicts every cached prefix of every group; False when a request holds blocks."""
-        if self.held_count or self._sending_count:
+        if self.held_count:
             return False
         for pool in self._pools:
             pool.evict_idle()
-        if self._lower_tiers is not None:
-            self._lower_tiers.clear(self._reporter)
+        self.tiers.clear()
+        self.report_changes(())
         return True
 
-    @property
-    def reporter(self) -> CacheEventReporter:
-        """Where changes of the first group's cached blocks are reported."""
-        return self._reporter
-
-    def begin_fetch(self, sequence: Sequence, on_end: Callable[[], None]) -> bool:
-        """Fetches what a request lacks from the remote pool. Returns whether it must wait until `on_end` is called."""
-        if self._lower_tiers is None:
-            return False
-        size = self._groups[0].block_tokens
-        prefixes = sequence.prefixes(size, sequence.reusable_tokens(self._keeps_state))
-        missing = prefixes[len(self._pools[0].find_cached(prefixes)) :]
-        index_of = {prefix: index for index, prefix in enumerate(prefixes)}
-
-        def report(fetched: Items[int]) -> None:
-            indices = [index_of[prefix] for prefix in fetched]
-            sequence.blocks_fetched(indices)
-            self._reporter.blocks_cached(sequence, indices, Tier.HOST)
-
-        return self._lower_tiers.fetch(missing, report, on_end)
+    def _report_evicted(self, evicted: Items[CachedBlock]) -> None:
+        self._reporter.blocks_evicted([one.prefix for one in evicted])
 
     def free_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
         """Blocks with neither a holder nor a cached prefix."""
         return tuple(pool.free_ids() for pool in self._pools)
 
+    def find(self, sequence: Sequence) -> int | None:
+        """The number of tokens that tiers have after those that are cached. None while some are on their way there.
+
+        `allocate` must follow at once.
+        """
+        self._found = self._cached_blocks(sequence)
+        cached = len(self._found[0]) * self._groups[0].block_tokens
+        reusable = sequence.reusable_tokens(self._keeps_state)
+        return self.tiers.find(sequence.transfer_id, cached, reusable)
+
     def allocate(self, sequence: Sequence) -> bool:
         """Gives a request its blocks, cached ones first; False when there are too few."""
-        block_ids_by_group = self._cached_blocks(sequence)
-        size = self._groups[0].block_tokens
-        first_loaded = len(block_ids_by_group[0])
-        hit = self._lower_blocks(sequence, first_loaded)
-        host = self._host_blocks(sequence, hit, first_loaded)
-        whole = (first_loaded + len(host)) * size == sequence.prompt_count
-        if host and whole and sequence.is_only_sent:
-            self._hold_only(sequence, block_ids_by_group, hit, host)
-            return True
+        block_ids_by_group = self._found
+        cached_tokens = len(block_ids_by_group[0]) * self._groups[0].block_tokens
         for pool, block_ids in zip(self._pools, block_ids_by_group, strict=True):
             pool.share(block_ids, sequence.priority)
         for group, pool, block_ids in zip(
@@ -121,91 +104,11 @@ class CachePools:
         ):
             fresh = pool.allocate(group.blocks_between(0, sequence.capacity) - len(block_ids))
             if fresh is None:
-                for each, held in zip(self._pools, block_ids_by_group, strict=True):
-                    each.free(held)
-                if self._lower_tiers is not None:
-                    self._lower_tiers.release(hit)
-                    self._lower_tiers.sent(host)
+                self.release(block_ids_by_group)
                 return False
             block_ids.extend(fresh)
-        loaded = self._load(hit, block_ids_by_group[0][first_loaded:])
-        start, end = first_loaded * size, (first_loaded + loaded) * size
-        sequence.blocks_allocated(
-            tuple(tuple(block_ids) for block_ids in block_ids_by_group),
-            cached_tokens=end,
-            loaded_tokens=end - start,
-            tier_tokens=self._tier_tokens(sequence, hit, first_loaded, loaded),
-        )
-        self._send_from(sequence, host, start)
-        if loaded:
-            self.register(sequence, start, end)
+        sequence.blocks_allocated(tuple(map(tuple, block_ids_by_group)), cached_tokens)
         return True
-
-    def _lower_blocks(self, sequence: Sequence, start_block: int) -> TierHit:
-        """The prompt's blocks from `start_block` on that are in lower tiers. They are held."""
-        if self._lower_tiers is None:
-            return TierHit(())
-        size = self._groups[0].block_tokens
-        reusable = sequence.reusable_tokens(self._keeps_state)
-        prefixes = sequence.prefixes(size, reusable)[start_block:]
-        return self._lower_tiers.hold(prefixes, sequence.priority)
-
-    def _host_blocks(self, sequence: Sequence, hit: TierHit, start_block: int) -> PoolBlocks:
-        """Those blocks of a hit that are sent straight from main memory. They are held until `free`."""
-        if self._lower_tiers is None or sequence.handover is None:
-            return NO_BLOCKS
-        size = self._groups[0].block_tokens
-        prefixes = sequence.prefixes(size, (start_block + len(hit)) * size)[start_block:]
-        if (start_block + len(prefixes)) * size <= sequence.pushed:
-            return NO_BLOCKS
-        return self._lower_tiers.hold_sent(prefixes, hit)
-
-    def _hold_only(
-        self,
-        sequence: Sequence,
-        block_ids_by_group: Items[Items[int]],
-        hit: TierHit,
-        host: PoolBlocks,
-    ) -> None:
-        """Gives a request that is only sent its cached blocks, and none for what is in main memory."""
-        assert self._lower_tiers is not None
-        self._lower_tiers.release(hit)
-        (block_ids,) = block_ids_by_group
-        self._pools[0].share(block_ids, sequence.priority)
-        sequence.blocks_allocated(
-            (tuple(block_ids),),
-            cached_tokens=sequence.prompt_count,
-            tier_tokens=self._tier_tokens(sequence, hit, len(block_ids), len(host)),
-        )
-        self._send_from(sequence, host, len(block_ids) * self._groups[0].block_tokens)
-
-    def _send_from(self, sequence: Sequence, host: PoolBlocks, start_token: int) -> None:
-        if host:
-            sequence.host_blocks_held(host, start_token)
-            self._sending_count += 1
-
-    def _tier_tokens(
-        self, sequence: Sequence, hit: TierHit, first: int, count: int
-    ) -> dict[Tier, int]:
-        """Tokens of `count` loaded blocks from block `first` on, by the tier that they came from."""
-        found: dict[Tier, int] = {}
-        for index, (tier, _) in enumerate(hit.blocks[:count], first):
-            origin = Tier.REMOTE if index in sequence.fetched else tier
-            found[origin] = found.get(origin, 0) + self._groups[0].block_tokens
-        return found
-
-    def _load(self, hit: TierHit, block_ids: Items[int]) -> int:
-        """Copies blocks of lower tiers into the first of `block_ids`. Returns how many are there."""
-        if self._lower_tiers is None or not hit:
-            return 0
-        return self._lower_tiers.load(hit, block_ids[: len(hit)], self._reporter)
-
-    def _offload(self, evicted: Items[CachedBlock]) -> None:
-        """Copies evicted blocks to lower tiers, if there are any, and reports the changes."""
-        if self._lower_tiers is not None:
-            # The pool evicts the children first.
-            self._lower_tiers.store(evicted[::-1], self._reporter)
-        self._reporter.blocks_evicted([one.prefix for one in evicted])
 
     def _cached_blocks(self, sequence: Sequence) -> list[list[int]]:
         """Blocks of the longest prefix of the prompt that every group of tokens has cached."""
@@ -214,7 +117,7 @@ class CachePools:
         for group, pool in zip(self._groups, self._pools, strict=True):
             cached: list[int] = []
             if group.kind != STATE:
-                cached = pool.find_cached(sequence.prefixes(group.block_tokens, reusable))
+                cached = pool.find_cached(sequence.names.prefixes(group.block_tokens, reusable))
                 reusable = min(reusable, len(cached) * group.block_tokens)
             found.append(cached)
         reusable -= reusable % self._span_tokens
@@ -222,20 +125,6 @@ class CachePools:
             cached[: reusable // (group.block_tokens or 1)]
             for group, cached in zip(self._groups, found, strict=True)
         ]
-
-    def blocks_between(
-        self, sequence: Sequence, start_token: int, end_token: int
-    ) -> tuple[tuple[int, ...], ...]:
-        """A request's blocks of tokens [start_token, end_token), and its page, by group.
-
-        start_token begins a block of every group.
-        """
-        return tuple(
-            block_ids
-            if group.kind == STATE
-            else block_ids[start_token // group.block_tokens : -(-end_token // group.block_tokens)]
-            for group, block_ids in zip(self._groups, sequence.block_ids_by_group, strict=True)
-        )
 
     def register(self, sequence: Sequence, start_token: int, end_token: int) -> None:
         """Caches the blocks that tokens [start_token, end_token) completed."""
@@ -253,44 +142,34 @@ class CachePools:
                 index
                 for index in range(start_token // size, end_token // size)
                 if pool.register(
-                    block_ids[index], sequence.prefix_at((index + 1) * size), sequence.priority
+                    block_ids[index], sequence.names.at((index + 1) * size), sequence.priority
                 )
             ]
             if pool_index == 0:
-                self._reporter.blocks_cached(sequence, cached)
-                self._write_through(sequence, cached)
+                self._reporter.blocks_cached(sequence.names, cached)
 
-    def _write_through(self, sequence: Sequence, indices: Items[int]) -> None:
-        """Stores newly cached blocks in lower tiers, where these do not wait for evictions."""
-        if self._lower_tiers is None or not self._lower_tiers.writes_through or not indices:
-            return
-        size = self._groups[0].block_tokens
-        block_ids = sequence.block_ids_by_group[0]
-        offered = [
-            CachedBlock(sequence.prefix_at((index + 1) * size), block_ids[index], sequence.priority)
-            for index in indices
-        ]
-        self._lower_tiers.store(offered, self._reporter)
-
-    def keep(self, sequence: Sequence, terms: KeepTerms) -> Kept | None:
-        """Stores what a request has computed in lower tiers, and promises it. None without tiers."""
-        if self._lower_tiers is None:
-            return None
-        size = self._groups[0].block_tokens
-        prefixes = sequence.prefixes(size, sequence.computed)
-        blocks = zip(prefixes, sequence.block_ids_by_group[0], strict=False)
-        offered = [CachedBlock(prefix, block, sequence.priority) for prefix, block in blocks]
-        self._lower_tiers.store(offered, self._reporter)
-        return self._lower_tiers.promises.keep(terms, prefixes)
+    def report_changes(self, waiting: Iterable[Sequence]) -> None:
+        """Reports what tiers have stored and evicted. Blocks may have been fetched for `waiting` requests."""
+        for change in self.tiers.take_changes():
+            prefixes = [int.from_bytes(one, "big") for one in change.block_hashes]
+            if not change.stored:
+                self._reporter.blocks_evicted(prefixes, change.tier)
+                continue
+            if change.tier == Tier.HOST:
+                for sequence in waiting:
+                    self._reporter.blocks_named(sequence.names, prefixes)
+            self._reporter.blocks_offloaded(prefixes, change.tier)
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""
-        self.free_blocks(sequence.block_ids_by_group)
-        if self._lower_tiers is not None and sequence.host_blocks:
-            self._lower_tiers.sent(sequence.host_blocks)
-            self._sending_count -= 1
+        self.release(sequence.block_ids_by_group)
 
-    def free_blocks(self, block_ids_by_group: Items[Items[int]]) -> None:
+    def hold(self, block_ids_by_group: Items[Items[int]]) -> None:
+        """Adds a holder to blocks that requests hold."""
+        for pool, block_ids in zip(self._pools, block_ids_by_group, strict=False):
+            pool.share(block_ids, Priority.LOW)
+
+    def release(self, block_ids_by_group: Items[Items[int]]) -> None:
         """Takes a hold from blocks."""
         for pool, block_ids in zip(self._pools, block_ids_by_group, strict=False):
             pool.free(block_ids)

@@ -14,7 +14,6 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.connector.step_executor import LayerKind, StepExecutor
 from headrace_engine.connector.step_plan import BlockComparison, StepPlan
 from headrace_engine.connector.tier_executor import PoolExecutor, TierExecutor
@@ -42,6 +41,7 @@ from headrace_engine.vllm.rank.memory import (
     join_stages,
     rank_memory,
 )
+from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_kv.hidden_state import hidden_state_rank
 from headrace_kv.layout import (
     STATE,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import COMPARISON_KEY
 from headrace_engine.connector.step_plan import BlockComparison
 from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_engine.vllm.compat import caches_block
+from headrace_engine.vllm.settings import COMPARISON_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import PrefillTimes
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
-from headrace_engine.connector.transfers import ScheduledRequest
+from headrace_engine.connector.transfers import PrefillTimes, ScheduledRequest
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
+from headrace_engine.vllm.settings import consume_params, read_params
 from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,6 +41,24 @@ def sort_new_blocks(kv_cache_manager: KVCacheManager) -> None:
         return sorted(take(num_blocks), key=lambda block: block.block_id)
 
     pool.get_new_blocks = get_new_blocks
+
+
+class PoolBlocks:
+    """Holders of blocks in vLLM's pool, which has one numbering for all groups. The null block stores nothing."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def hold(self, block_ids_by_group: Sequence[Sequence[int]]) -> None:
+        self._pool.touch(self._find(block_ids_by_group))
+
+    def release(self, block_ids_by_group: Sequence[Sequence[int]]) -> None:
+        # A request's last block is evicted first, as vLLM does it.
+        self._pool.free_blocks(reversed(self._find(block_ids_by_group)))
+
+    def _find(self, block_ids_by_group: Sequence[Sequence[int]]) -> list[KVCacheBlock]:
+        blocks = (self._pool.blocks[one] for block_ids in block_ids_by_group for one in block_ids)
+        return [block for block in blocks if not block.is_null]
 
 
 class StepsUnderWay:
@@ -145,7 +164,7 @@ class ConnectorScheduler:
         peers.start(self._planner)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._planner.holds.bind(kv_cache_manager.block_pool)
+        self._planner.holds.bind(PoolBlocks(kv_cache_manager.block_pool))
         sort_new_blocks(kv_cache_manager)
         self._peers.bind(kv_cache_manager)
 
@@ -179,7 +198,9 @@ class ConnectorScheduler:
         if found is None:
             return None, False
         missing = self._planner.missing_tokens(
-            request.kv_transfer_params, request.num_tokens, num_computed_tokens + found
+            read_params(request.kv_transfer_params),
+            request.num_tokens,
+            num_computed_tokens + found,
         )
         return found + missing, found + missing > 0
 
@@ -190,7 +211,7 @@ class ConnectorScheduler:
         loaded = self._tiers.blocks_allocated(request.request_id, block_ids[0], num_external_tokens)
         self._planner.blocks_allocated(
             request.request_id,
-            request.kv_transfer_params,
+            consume_params(request.kv_transfer_params),
             block_ids,
             request.num_tokens,
             num_external_tokens - loaded,

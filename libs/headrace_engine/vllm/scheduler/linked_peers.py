@@ -12,17 +12,10 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import (
-    PRIORITY_KEY,
-    STEP_KEY,
-    ConnectorSettings,
-    PrefillTimes,
-    keep_terms,
-    kept_params,
-)
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import LONG_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
+from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.link.client import EngineLink
@@ -35,6 +28,14 @@ from headrace_engine.vllm.link.messages import (
 from headrace_engine.vllm.scheduler.comparisons import ComparisonPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import Peers, scheduled_requests
 from headrace_engine.vllm.scheduler.load import LoadMeter, StepStarts, report_changes
+from headrace_engine.vllm.settings import (
+    PRIORITY_KEY,
+    STEP_KEY,
+    ConnectorSettings,
+    keep_terms,
+    kept_params,
+    times_params,
+)
 from headrace_kv.layout import layout_from_proto
 from headrace_kv.messages import Reservation, reservation_to_proto
 from headrace_kv.tiers.pool import BlockLookup, PoolKeys, RemotePool, pool_secret
@@ -158,7 +159,7 @@ class LinkedPeers(Peers):
         self._comparisons.request_finished(request.request_id)
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
-        return False, self._keep(request) if times is None else times.to_params()
+        return False, self._keep(request) if times is None else times_params(times)
 
     def _keep(self, request: Request) -> dict[str, Any] | None:
         """Promises the KV of an answered request that asks for it."""

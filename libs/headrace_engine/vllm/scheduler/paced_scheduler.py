@@ -10,7 +10,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from headrace_common.time_model.model import NO_STEPS, StepTimes
-from headrace_engine.connector.settings import BOUNDS_KEY, waits_for_kv
 from headrace_engine.step_budget import (
     NO_BOUNDS,
     AnswerPace,
@@ -20,6 +19,7 @@ from headrace_engine.step_budget import (
     TokenBounds,
     prompt_budget,
 )
+from headrace_engine.vllm.settings import BOUNDS_KEY, waits_for_kv
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -14,7 +14,6 @@ from headrace_common.errors import (
     InvalidRequest,
     TransferFailed,
 )
-from headrace_engine.connector.settings import read_kept, receive_params
 from headrace_engine.interface import (
     DecodeEnded,
     DecodeEvent,
@@ -31,6 +30,7 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
+from headrace_engine.vllm.settings import read_kept, receive_params
 from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:

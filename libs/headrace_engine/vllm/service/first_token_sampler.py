@@ -14,7 +14,6 @@ import msgspec
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import HeadraceError, InternalError, TransferFailed
-from headrace_engine.connector.settings import BESIDE_STEPS_METHOD, FIRST_TOKEN_METHOD
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
 from headrace_engine.vllm.service.sampling import (
     STEP_LIMIT,
@@ -22,6 +21,7 @@ from headrace_engine.vllm.service.sampling import (
     request_errors,
     sampling_params,
 )
+from headrace_engine.vllm.settings import BESIDE_STEPS_METHOD, FIRST_TOKEN_METHOD
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from headrace_common.errors import ConfigError
 from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 from headrace_engine.config import EngineConfig
-from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.vllm.compat import (
     import_vllm,
     require_vllm,
@@ -46,6 +45,7 @@ from headrace_engine.vllm.service.engine_args import (
     split_engine_args,
     take_offloading,
 )
+from headrace_engine.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

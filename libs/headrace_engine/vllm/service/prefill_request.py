@@ -17,7 +17,7 @@ from headrace_common.errors import (
     TransferTimeout,
     from_reason,
 )
-from headrace_engine.connector.settings import PrefillTimes, PrefixParams, send_params
+from headrace_engine.connector.transfers import PrefillTimes, PrefixParams
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
@@ -26,6 +26,7 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
+from headrace_engine.vllm.settings import read_times, send_params
 from headrace_kv.messages import Reservation, SendReport
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class PrefillRequest:
             raise rejected(exc, sampling, "token_ids") from exc
         except Exception as exc:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
-        return PrefillTimes.from_params(last.kv_transfer_params if last is not None else None)
+        return read_times(last.kv_transfer_params if last is not None else None)
 
     def _prefix_params(self) -> PrefixParams | None:
         prefix = self._work.prefix

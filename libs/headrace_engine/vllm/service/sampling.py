@@ -9,14 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import InvalidRequest
-from headrace_engine.connector.settings import (
-    BOUNDS_KEY,
-    COMPARISON_KEY,
-    GENERATED_KEY,
-    KEEP_KEY,
-    PRIORITY_KEY,
-    STEP_KEY,
-)
 from headrace_engine.interface import (
     DecodeTokens,
     Sampling,
@@ -24,6 +16,14 @@ from headrace_engine.interface import (
     TokenLogprobs,
 )
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
+from headrace_engine.vllm.settings import (
+    BOUNDS_KEY,
+    COMPARISON_KEY,
+    GENERATED_KEY,
+    KEEP_KEY,
+    PRIORITY_KEY,
+    STEP_KEY,
+)
 from headrace_kv.tiers.promises import KeepTerms
 
 if TYPE_CHECKING:

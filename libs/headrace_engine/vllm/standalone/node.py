@@ -19,11 +19,11 @@ from headrace_common.errors import Cancelled, ConfigError, HeadraceError, Intern
 from headrace_common.identity import new_incarnation
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
-from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.kv_fetch import fetch_kv
 from headrace_engine.vllm.link.client import LinkLoop
 from headrace_engine.vllm.link.messages import report_from_proto
 from headrace_engine.vllm.link.server import LinkServer
+from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.standalone.fetch_service import (
     DecodeMemories,
     FetchService,

@@ -19,11 +19,12 @@ from headrace_common.errors import (
 )
 from headrace_common.identity import new_transfer_id
 from headrace_common.registry.adapters import ADAPTERS_MAX
-from headrace_engine.connector.settings import PARAMS_KEY, PrefillTimes, receive_params, send_params
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.vllm.model_folder import digest_of_adapter
 from headrace_engine.vllm.scheduler.connector_scheduler import Peers
+from headrace_engine.vllm.settings import PARAMS_KEY, receive_params, send_params
 from headrace_engine.vllm.standalone.fetch_service import PendingFetch
 from headrace_engine.vllm.standalone.node import FetchPlan, StandaloneNode
 from headrace_engine.vllm.standalone.params import (

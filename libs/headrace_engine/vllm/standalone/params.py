@@ -14,7 +14,7 @@ import xxhash
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
-from headrace_engine.connector.settings import PARAMS_KEY
+from headrace_engine.vllm.settings import PARAMS_KEY
 from headrace_kv.layout import WorkerRef
 
 PORT_MAX = 65_535

@@ -17,7 +17,6 @@ from headrace_common import ports
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
-from headrace_engine.connector.settings import ConnectorSettings
 from headrace_engine.vllm.compat import (
     engine_id,
     extra_config,
@@ -28,6 +27,7 @@ from headrace_engine.vllm.compat import (
 from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.parallel import stage_count
+from headrace_engine.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -21,8 +21,8 @@ from headrace_engine.interface import (
     Released,
     Sampling,
 )
-from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.sampling import hidden_state_of
+from headrace_engine.sim.ranks import Ranks
 from tests.component.engine.sim.support import (
     GREEDY,
     Pair,
@@ -220,7 +220,7 @@ async def test_a_token_from_hidden_state_that_ends_the_answer(ends: str) -> None
 async def test_a_missing_hidden_state_fails_the_transfer_and_frees_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Handover, "push_hidden_state", lambda *_: None)
+    monkeypatch.setattr(Ranks, "hidden_states_computed", lambda *_: None)
     async with pair() as both:
         free = both.decode.free_block_count()
         started = await both.start(first_token_work(prompt_of(40), GREEDY, from_hidden_state=True))

@@ -44,17 +44,17 @@ SLOW = f"{MODEL},prefill_s_per_token=1"
 CHUNK_S = 16.0
 
 
-def fail_chunk(engine: SimEngine, number: int) -> None:
-    """Makes every step fail that computes chunk `number` of a prompt, from 0."""
+def fail_chunk(engine: SimEngine, start_token: int) -> None:
+    """Makes every step fail that computes a prompt from that token on."""
     stepper = engine._stepper
     compute = stepper.compute
 
-    async def fail_orcompute(chunks: Sequence[Chunk]) -> None:
-        if any(not one.is_decode and one.sequence.chunk_count == number for one in chunks):
-            raise InternalError(f"chunk {number} fails: a fault was injected")
-        await compute(chunks)
+    async def fail_or_compute(chunks: Sequence[Chunk], *, sends: bool) -> None:
+        if any(not one.is_decode and one.start == start_token for one in chunks):
+            raise InternalError(f"the chunk at {start_token} fails: a fault was injected")
+        await compute(chunks, sends=sends)
 
-    vars(stepper)["compute"] = fail_orcompute
+    vars(stepper)["compute"] = fail_or_compute
 
 
 def sent_layers(handed: Handed) -> list[LayerSent]:
@@ -98,6 +98,7 @@ async def test_what_prefill_has_cached_is_sent_without_computing_it(
         await both.generate(list(range(50)), transfer_id="x2")
         if cached == length - 1:
             fail_chunk(both.prefill, 0)
+            fail_chunk(both.prefill, cached)
         again = await both.generate(prompt, transfer_id="x3")
         assert (again.reservation.start_token, again.end.cached_tokens) == (0, 0)
         assert again.outcome is not None
@@ -157,8 +158,8 @@ async def test_decode_can_cancel_a_prefill() -> None:
 
 
 async def test_a_failing_chunk_fails_both_sides() -> None:
-    async with failing_prefill(InternalError, "chunk 1") as (both, _, clock):
-        fail_chunk(both.prefill, 1)
+    async with failing_prefill(InternalError, "the chunk at 16") as (both, _, clock):
+        fail_chunk(both.prefill, 16)
         await clock.advance(CHUNK_S)
 
 

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.cache import lower_tiers
-from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.pool import PoolOpener, RemotePool
 from headrace_kv.tiers.pool_process import PoolMemory
 from headrace_kv.tiers.tiers import TierSettings
@@ -106,38 +103,6 @@ def store() -> Iterator[MemoryStore]:
 @pytest.fixture
 def prompt() -> list[int]:
     return random_prompt(Random(5), PROMPT_TOKENS)
-
-
-async def test_a_worker_announces_the_blocks_that_it_has_stored_last(
-    store: MemoryStore, prompt: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    announced: dict[int, None] = {}
-    offloaded, evicted = CacheEventReporter.blocks_offloaded, CacheEventReporter.blocks_evicted
-
-    def stored(reporter: CacheEventReporter, prefixes: Sequence[int], tier: Tier) -> None:
-        if tier == Tier.REMOTE:
-            announced.update(dict.fromkeys(prefixes))
-        offloaded(reporter, prefixes, tier)
-
-    def removed(
-        reporter: CacheEventReporter, prefixes: Sequence[int], tier: Tier = Tier.DEVICE
-    ) -> None:
-        if tier == Tier.REMOTE:
-            for prefix in prefixes:
-                del announced[prefix]
-        evicted(reporter, prefixes, tier)
-
-    monkeypatch.setattr(CacheEventReporter, "blocks_offloaded", stored)
-    monkeypatch.setattr(CacheEventReporter, "blocks_evicted", removed)
-    monkeypatch.setattr(lower_tiers, "ANNOUNCED_MAX", PROMPT_TOKENS // 8)
-    async with decode_engine(pools=opener(store), tiers=tiers()) as engine:
-        open_pool_of(engine)
-        await answer(engine, prompt, "a")
-        await until(lambda: len(announced) == PROMPT_TOKENS // 8)
-        first = set(announced)
-        await answer(engine, random_prompt(Random(6), PROMPT_TOKENS), "b")
-        await until(lambda: first.isdisjoint(announced))
-        assert len(announced) == PROMPT_TOKENS // 8
 
 
 async def test_only_workers_of_the_same_tenant_layout_and_deployment_find_a_block(

@@ -113,7 +113,7 @@ async def test_an_unread_reservation_is_released_with_its_request(engine: SimEng
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert engine.free_block_count() == before
+    await until(lambda: engine.free_block_count() == before)
 
 
 async def test_a_released_reservation_fails_its_request(engine: SimEngine) -> None:

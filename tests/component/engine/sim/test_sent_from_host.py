@@ -110,7 +110,7 @@ def loaded_blocks(both: Pair) -> int:
     ("prefill", "decode"),
     [({}, {}), ({"tensor_parallel_size": 2}, {}), ({}, {"tensor_parallel_size": 4})],
 )
-async def test_a_prompt_that_needs_no_computing_is_never_loaded(
+async def test_ranks_send_from_their_own_main_memory(
     prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:
     prompt = random_prompt(Random(1), WHOLE_TOKENS)
@@ -119,10 +119,9 @@ async def test_a_prompt_that_needs_no_computing_is_never_loaded(
         assert handed.outcome is not None
         assert handed.outcome.cached_tokens == CACHED_TOKENS
         assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}
-        assert loaded_blocks(both) == 0
 
 
-async def test_blocks_in_kv_memory_and_blocks_below_are_sent_together() -> None:
+async def test_blocks_in_kv_memory_and_blocks_below_are_both_sent() -> None:
     prompt = random_prompt(Random(2), WHOLE_TOKENS)
     async with small_pair() as both:
         await both.generate(prompt, transfer_id="first")
@@ -133,11 +132,11 @@ async def test_blocks_in_kv_memory_and_blocks_below_are_sent_together() -> None:
         below = handed.outcome.tier_tokens[Tier.HOST]
         assert 0 < below < CACHED_TOKENS
         assert handed.outcome.cached_tokens == CACHED_TOKENS
-        assert loaded_blocks(both) == 0
 
 
-async def test_a_prompt_with_a_rest_to_compute_is_sent_before_it_is_loaded() -> None:
-    prompt = random_prompt(Random(3), TAIL_TOKENS)
+@pytest.mark.parametrize("tokens", [WHOLE_TOKENS, TAIL_TOKENS])
+async def test_a_prompt_is_sent_before_it_is_loaded(tokens: int) -> None:
+    prompt = random_prompt(Random(3), tokens)
     clock, transports = ManualClock(), list[GatedTransport]()
     async with small_pair(
         host=f"{HOST},host_copy_s_per_token=1",
@@ -150,7 +149,8 @@ async def test_a_prompt_with_a_rest_to_compute_is_sent_before_it_is_loaded() -> 
         started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
         # No time passes, so that nothing is loaded.
         await until(lambda: transports[0].write_count == before + LAYERS)
-        assert not started.prefill.done()
+        if tokens == TAIL_TOKENS:
+            assert not started.prefill.done()
         await advance_until(started.prefill.done, clock)
         await finish(both, started, prompt)
         assert started.prefill.result().tier_tokens == {Tier.HOST: CACHED_TOKENS}
@@ -170,12 +170,11 @@ async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
         started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
         await until(lambda: transports[0].waiting)
         assert not await both.prefill.reset_prefix_cache()
-        tiers = both.prefill._lower_tiers
-        assert tiers is not None
+        tiers = both.prefill._pools.tiers._tiers
         # More than main memory holds.
         for first in range(1000, 1040, KV_BLOCKS):
             others = [CachedBlock(first + block, block) for block in range(KV_BLOCKS)]
-            tiers.store(others, both.prefill._pools.reporter)
+            tiers.store(others)
         transports[0].gate.set()
         await finish(both, started, prompt)
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import COMPARISON_KEY
 from headrace_engine.connector.step_plan import BlockComparison
 from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_engine.vllm.scheduler import comparisons
 from headrace_engine.vllm.scheduler.comparisons import ComparisonPlanner
+from headrace_engine.vllm.settings import COMPARISON_KEY
 from headrace_kv.layout import TOKENS
 
 BLOCK = 16

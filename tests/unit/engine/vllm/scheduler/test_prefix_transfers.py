@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from headrace_engine.connector.settings import (
-    PrefixParams,
-    read_params,
-    read_prefix,
-    receive_params,
-    send_params,
-    sends_cached_only,
-    waits_for_kv,
-)
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
-from headrace_engine.connector.transfers import ScheduledRequest
+from headrace_engine.connector.transfers import PrefixParams, ScheduledRequest, SendParams
+from headrace_engine.vllm.scheduler.connector_scheduler import PoolBlocks
+from headrace_engine.vllm.settings import read_params, send_params, waits_for_kv
 from headrace_kv.layout import TOKENS
 from headrace_kv.messages import Reservation
 from tests.unit.engine.vllm.scheduler.test_step_planner import (
@@ -64,7 +57,7 @@ class Pool:
 def new_planner(groups: Any = ATTENTION) -> tuple[StepPlanner, Pool, list[Reservation]]:
     reserved: list[Reservation] = []
     planner, pool = StepPlanner(groups, reserved.append), Pool()
-    planner.holds.bind(pool)
+    planner.holds.bind(PoolBlocks(cast("Any", pool)))
     return planner, pool, reserved
 
 
@@ -75,11 +68,9 @@ def fetch(
     planner: StepPlanner, cached: int, *, end_token: int = 128, least_tokens: int = 32
 ) -> None:
     """A prompt of 150 tokens gets blocks. Prefill has `cached` tokens, and decode those before `end_token`."""
-    params = send_params(target_of(end_token, 150), PrefixParams("p1", end_token, least_tokens))
+    params = SendParams(target_of(end_token, 150), PrefixParams("p1", end_token, least_tokens))
     missing = planner.missing_tokens(params, 150, cached)
     planner.blocks_allocated("r", params, (BLOCK_IDS,), 150, missing, never)
-    # After a failure, vLLM asks again.
-    assert planner.missing_tokens(params, 150, cached) == 0
 
 
 def first_step(planner: StepPlanner, computed: int) -> StepPlan:
@@ -150,7 +141,7 @@ def test_an_aborted_prompt_keeps_its_blocks_until_its_fetch_has_settled() -> Non
 
 def test_the_null_block_of_a_window_is_not_held() -> None:
     planner, pool, _ = new_planner(WINDOWED)
-    params = send_params(target_of(128, 150), PrefixParams("p1", 128, 1))
+    params = SendParams(target_of(128, 150), PrefixParams("p1", 128, 1))
     blocks = (BLOCK_IDS, (0, 0, 32, 33, 34))
     planner.blocks_allocated("r", params, blocks, 150, 128, never)
     planner.transfer_late("p1")
@@ -160,15 +151,12 @@ def test_the_null_block_of_a_window_is_not_held() -> None:
 
 def test_params_of_a_prefix_are_equal_after_conversion() -> None:
     target, prefix = target_of(64, 77), PrefixParams("p1", 64, 32)
-    assert read_prefix(send_params(target, prefix)) == prefix
-    assert read_params(send_params(target, prefix)) == target
-    assert read_prefix(send_params(target)) is None
-    assert sends_cached_only(send_params(target, cached_only=True))
-    assert not sends_cached_only(send_params(target, prefix))
+    assert read_params(send_params(target, prefix)) == SendParams(target, prefix)
+    cached = send_params(target, cached_only=True)
+    assert read_params(cached) == SendParams(target, cached_only=True)
     # The scheduler must not hold it back behind prompts.
-    assert waits_for_kv(send_params(target, cached_only=True))
+    assert waits_for_kv(cached)
     assert not waits_for_kv(send_params(target, prefix))
-    assert read_prefix(receive_params("x1")) is read_prefix({}) is read_prefix(None) is None
 
 
 # Decode: sends.
@@ -179,7 +167,7 @@ def send_cached(
 ) -> tuple[StepPlanner, StepPlan]:
     """A request for the first 96 tokens, of which prefill lacks 64, and its first step. `computed` are cached."""
     planner, _, reserved = new_planner(groups)
-    params = send_params(target_of(32, 96), cached_only=True)
+    params = SendParams(target_of(32, 96), cached_only=True)
     assert planner.missing_tokens(params, 97, computed) == 0
     planner.blocks_allocated("r", params, blocks, 97, 0, never)
     assert reserved == []

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.settings import read_params, receive_params, send_params
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
-from headrace_engine.connector.transfers import ScheduledRequest
+from headrace_engine.connector.transfers import ReceiveParams, ScheduledRequest, SendParams
+from headrace_engine.vllm.settings import consume_params, read_params, receive_params, send_params
 from headrace_kv.layout import STATE, TOKENS, GroupKind, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget
 
@@ -48,7 +48,7 @@ def step(
 
 
 def admit_send(planner: StepPlanner, target: TransferTarget, request_id: str = "r") -> None:
-    planner.blocks_allocated(request_id, send_params(target), (), target.end_token, 0, never)
+    planner.blocks_allocated(request_id, SendParams(target), (), target.end_token, 0, never)
 
 
 def computed(plan: StepPlan) -> list[tuple[int, int]]:
@@ -64,7 +64,7 @@ def admit_receive(
     planner: StepPlanner, prompt: int, cached: int, add_token: list[int] | None = None
 ) -> None:
     """With `add_token`, the request awaits its first token, which is added to it."""
-    params = receive_params("x1", awaits_first_token=add_token is not None)
+    params = ReceiveParams("x1", awaits_first_token=add_token is not None)
     missing = planner.missing_tokens(params, prompt, cached)
     add = never if add_token is None else add_token.append
     planner.blocks_allocated("r", params, (tuple(range(10, 60)),), prompt, missing, add)
@@ -72,12 +72,11 @@ def admit_receive(
 
 def test_all_but_the_last_token_is_missing() -> None:
     planner, _ = new_planner()
-    assert planner.missing_tokens(receive_params("x1"), 129, 64) == 64
-    assert planner.missing_tokens(receive_params("x1"), 129, 128) == 0
-    assert planner.missing_tokens(receive_params("x1"), 1, 0) == 0
-    assert planner.missing_tokens(receive_params("x1", True), 128, 96) == 32
+    assert planner.missing_tokens(ReceiveParams("x1"), 129, 64) == 64
+    assert planner.missing_tokens(ReceiveParams("x1"), 129, 128) == 0
+    assert planner.missing_tokens(ReceiveParams("x1"), 1, 0) == 0
+    assert planner.missing_tokens(ReceiveParams("x1", True), 128, 96) == 32
     assert planner.missing_tokens(None, 129, 0) == 0
-    assert planner.missing_tokens({"other": 1}, 129, 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -104,14 +103,6 @@ def test_a_cached_prompt_reserves_no_blocks_and_does_not_wait() -> None:
     assert reserved == [Reservation("x1", (), 64, 64)]
     planner.transfer_settled("x1", whole=True)
     assert planner.plan_step([], ()).received == []
-
-
-def test_a_request_asks_for_its_cache_once() -> None:
-    planner, _ = new_planner()
-    params: dict[str, Any] = receive_params("x1") | {"other": 1}
-    planner.blocks_allocated("r", params, (tuple(range(9)),), 129, 128, never)
-    assert planner.missing_tokens(params, 129, 0) == 0
-    assert params == {"other": 1}
 
 
 def test_an_aborted_request_waits_for_its_transfer_to_settle() -> None:
@@ -200,10 +191,15 @@ def test_every_missing_token_is_planned_once(
 
 def test_params_are_equal_after_conversion() -> None:
     target = replace(target_of(32, 77), ticket=bytes(range(256)))
-    assert read_params(send_params(target)) == target
+    assert read_params(send_params(target)) == SendParams(target)
     # vLLM passes them between its processes.
-    assert read_params(json.loads(json.dumps(send_params(target)))) == target
+    assert read_params(json.loads(json.dumps(send_params(target)))) == SendParams(target)
     assert read_params({}) is None
+    # A request asks once: after a preemption, vLLM computes it here.
+    params: dict[str, Any] = receive_params("x1") | {"other": 1}
+    assert consume_params(params) == ReceiveParams("x1")
+    assert params == {"other": 1}
+    assert consume_params(params) is None
 
 
 @pytest.mark.parametrize("token_first", [True, False])

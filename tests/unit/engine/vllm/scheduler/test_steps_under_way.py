@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.connector.settings import receive_params
 from headrace_engine.connector.step_planner import SHORT_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
+from headrace_engine.connector.transfers import ReceiveParams
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_kv.tiers.tiers import LowerTiers
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
@@ -26,7 +26,7 @@ class Scheduler(ConnectorScheduler):
         tiers = TierPlanner(LowerTiers({}), 1)
         super().__init__(ATTENTION, WaitingPeers(), tiers, steps_max, in_lockstep=in_lockstep)
         self._waits = waits
-        params = receive_params("x1")
+        params = ReceiveParams("x1")
         self._planner.blocks_allocated("r", params, (tuple(range(4)),), 100, 99, never)
 
     def arrive(self) -> None:

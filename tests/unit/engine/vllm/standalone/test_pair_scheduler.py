@@ -17,9 +17,10 @@ from headrace_common.errors import (
     NotFound,
     QueueFull,
 )
-from headrace_engine.connector.settings import ReceiveParams, read_params, receive_params
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
+from headrace_engine.connector.transfers import ReceiveParams, SendParams
+from headrace_engine.vllm.settings import read_params, receive_params
 from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
 from headrace_engine.vllm.standalone.node import FetchPlan, require_all_tokens
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
@@ -156,7 +157,7 @@ def test_a_producing_request_waits_for_its_fetch(rig: Rig) -> None:
     fetch = fetch_of(start=32)
     rig.pending.add(fetch)
     assert rig.scheduler.prepare(prompt)
-    assert read_params(prompt.params) == fetch.target
+    assert read_params(prompt.params) == SendParams(fetch.target)
     assert rig.scheduler.prepare(prompt), "asked again when there was no room"
     assert rig.finish(prompt, opened=True) == (False, None)
     assert rig.peer.failed == []

@@ -140,6 +140,21 @@ def test_a_published_block_that_is_computed_again_is_published_again(lookup: Loo
         tiers.pool.moves_ended([(move.number, 1)])
 
 
+def test_only_the_blocks_that_were_stored_last_are_announced(
+    lookup: Lookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_planner, "ANNOUNCED_MAX", 1)
+    tiers = planner(lookup, publishes=True)
+    for name in (1, 2):
+        computed(tiers, f"r{name}", hashes(name))
+        tiers.take_changes()
+        tiers.pool.moves_ended([(move.number, 1) for move in moves_of(tiers)])
+    assert tiers.take_changes() == [
+        BlockChange(Tier.REMOTE, True, hashes(2)),
+        BlockChange(Tier.REMOTE, False, hashes(1)),
+    ]
+
+
 def test_an_engine_without_requests_makes_steps_for_moves_of_a_moment(
     lookup: Lookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

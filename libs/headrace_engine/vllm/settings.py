@@ -8,6 +8,12 @@ from typing import Any, Literal
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
+from headrace_engine.connector.transfers import (
+    PrefillTimes,
+    PrefixParams,
+    ReceiveParams,
+    SendParams,
+)
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import TransferTarget
 from headrace_kv.prefix.events import Tier
@@ -96,40 +102,15 @@ class ConnectorSettings:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveParams:
-    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token."""
-
-    transfer_id: str
-    awaits_first_token: bool = False
-
-
 def receive_params(transfer_id: str, awaits_first_token: bool = False) -> dict[str, Any]:
     """kv_transfer_params of a decode request that waits for its KV."""
     return {PARAMS_KEY: {"incoming": [transfer_id, awaits_first_token]}}
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixParams:
-    """For a prefill request: its decode worker has the KV of the tokens before `end_token`.
-
-    Fewer than `least_tokens` of them are not fetched. Transfer `transfer_id` brings them.
-    """
-
-    transfer_id: str
-    end_token: int
-    least_tokens: int
-
-    def missing_tokens(self, cached_tokens: int) -> int:
-        """How many tokens are fetched after the cached ones."""
-        missing = self.end_token - cached_tokens
-        return missing if missing >= max(1, self.least_tokens) else 0
-
-
 def send_params(
     target: TransferTarget, prefix: PrefixParams | None = None, *, cached_only: bool = False
 ) -> dict[str, Any]:
-    """kv_transfer_params of a prefill request, which may fetch a `prefix`. `cached_only`: see PrefillWork."""
+    """kv_transfer_params of a prefill request. See SendParams."""
     values = asdict(target)
     values["decode"] = [target.decode.worker_id, target.decode.incarnation]
     values["ticket"] = target.ticket.hex()
@@ -141,18 +122,7 @@ def send_params(
     return {PARAMS_KEY: ours}
 
 
-def sends_cached_only(params: Mapping[str, Any] | None) -> bool:
-    """Whether a prefill request sends cached KV only. False when they were consumed."""
-    return "cached_only" in ((params or {}).get(PARAMS_KEY) or ())
-
-
-def read_prefix(params: Mapping[str, Any] | None) -> PrefixParams | None:
-    """What a prefill request may fetch. None when there is nothing, or they were consumed."""
-    found = ((params or {}).get(PARAMS_KEY) or {}).get("prefix")
-    return PrefixParams(*found) if found else None
-
-
-def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTarget | None:
+def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | SendParams | None:
     """Parses a request's kv_transfer_params. None when they are not ours, or were consumed."""
     ours = (params or {}).get(PARAMS_KEY)
     if not ours:
@@ -162,7 +132,12 @@ def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTar
     values = dict(ours["outgoing"])
     values["decode"] = WorkerRef(*values["decode"])
     values["ticket"] = bytes.fromhex(values["ticket"])
-    return TransferTarget(**values)
+    prefix = ours.get("prefix")
+    return SendParams(
+        TransferTarget(**values),
+        PrefixParams(*prefix) if prefix else None,
+        cached_only="cached_only" in ours,
+    )
 
 
 def waits_for_kv(params: Mapping[str, Any] | None) -> bool:
@@ -173,7 +148,7 @@ def waits_for_kv(params: Mapping[str, Any] | None) -> bool:
 
 def consume_params(
     params: MutableMapping[str, Any] | None,
-) -> ReceiveParams | TransferTarget | None:
+) -> ReceiveParams | SendParams | None:
     """Parses and removes them: after a preemption vLLM asks again, and then computes the request here."""
     parsed = read_params(params)
     if params is not None:
@@ -198,24 +173,12 @@ def read_kept(params: Mapping[str, Any] | None) -> Kept | None:
     return Kept(found[0], Tier(found[1]), found[2]) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTimes:
-    """Times of a finished prefill on its scheduler, in nanoseconds since the Unix epoch.
+def times_params(times: PrefillTimes) -> dict[str, Any]:
+    """For the kv_transfer_params of a prefill request's last output."""
+    return {PARAMS_KEY: asdict(times)}
 
-    `fetched_tokens` are not among the `cached_tokens`.
-    """
 
-    cached_tokens: int
-    compute_start_unix_ns: int
-    compute_end_unix_ns: int
-    fetched_tokens: int = 0
-
-    def to_params(self) -> dict[str, Any]:
-        """For the kv_transfer_params of the request's last output."""
-        return {PARAMS_KEY: asdict(self)}
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any] | None) -> PrefillTimes | None:
-        """None when the request ended without them."""
-        ours = (params or {}).get(PARAMS_KEY)
-        return cls(**ours) if ours else None
+def read_times(params: Mapping[str, Any] | None) -> PrefillTimes | None:
+    """None when the request ended without them."""
+    ours = (params or {}).get(PARAMS_KEY)
+    return PrefillTimes(**ours) if ours else None
