@@ -203,11 +203,12 @@ class Receiver:
             sender=sender,
         )
         resume = partial(self._transfers.resume, transfer)
-        if self._broadcast is not None:
-            transfer.copies = self._broadcast.copies(reservation, deadline, resume)
-        if self._checks is not None:
-            transfer.checks = self._checks.checks(reservation, resume)
-        self._transfers.add(transfer)
+        broadcast, checks = self._broadcast, self._checks
+        self._transfers.add(
+            transfer,
+            None if broadcast is None else broadcast.copies(reservation, deadline, resume),
+            None if checks is None else checks.checks(reservation, resume),
+        )
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:

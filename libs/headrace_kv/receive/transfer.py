@@ -142,8 +142,7 @@ class IncomingTransfer:
     """A reservation that is being filled. Runs on the receiver's event loop.
 
     Its methods report events; nothing else changes its attributes. `on_free` is called when its blocks may be reused.
-    With a `hidden_format`, it is not complete without a hidden state. `copies` and `checks` are set before the first
-    Open, where the receiver has them.
+    With a `hidden_format`, it is not complete without a hidden state. `copies` and `checks` are those of `start`.
     """
 
     def __init__(
@@ -241,8 +240,15 @@ class IncomingTransfer:
             raise self.error or InternalError(detail)
         return found
 
-    def start_timer(self, timers: Timers, on_timeout: Callable[[IncomingTransfer], None]) -> None:
-        """Calls `on_timeout` at the deadline, unless the transfer ends before."""
+    def start(
+        self,
+        timers: Timers,
+        on_timeout: Callable[[IncomingTransfer], None],
+        copies: LocalCopies | None,
+        checks: RangeChecks | None,
+    ) -> None:
+        """Calls `on_timeout` at the deadline, unless the transfer ends before. Comes before the first Open."""
+        self.copies, self.checks = copies, checks
         self._timer = timers.call_later(self.deadline.remaining_s(), on_timeout, self)
 
     def has_accepted(self, prefill: WorkerRef, ticket: bytes) -> bool:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, ProtocolViolation, TransferTimeout
 from headrace_kv.leases import QuarantinePolicy, TimerHandle, Timers, running_timers
+from headrace_kv.receive.local_broadcast import LocalCopies
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferState
+from headrace_kv.receive.verification import RangeChecks
 
 _log = logging.getLogger(__name__)
 
@@ -57,10 +59,12 @@ class IncomingTransfers:
         """Why a transfer is over, None for one that is not remembered."""
         return self._ended.get(transfer_id)
 
-    def add(self, transfer: IncomingTransfer) -> None:
-        """Starts a transfer's deadline."""
+    def add(
+        self, transfer: IncomingTransfer, copies: LocalCopies | None, checks: RangeChecks | None
+    ) -> None:
+        """Starts a transfer with its deadline."""
         self._transfers[transfer.transfer_id] = transfer
-        transfer.start_timer(running_timers(self._timers), self._time_out)
+        transfer.start(running_timers(self._timers), self._time_out, copies, checks)
 
     def advance(self, transfer: IncomingTransfer) -> None:
         """Completes a transfer that is whole. Raises the error that fails it."""

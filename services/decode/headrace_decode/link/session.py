@@ -89,6 +89,12 @@ class _Lane:
         self.starting: asyncio.Task[None] | None = None
         """Runs until the engine may generate."""
 
+    def start(self, starting: asyncio.Task[None]) -> None:
+        self.starting = starting
+
+    def admitted(self, attempt: DecodeAttempt) -> None:
+        self.attempt = attempt
+
     def end(self) -> None:
         """Gives back what the request holds."""
         if self.starting is not None:
@@ -202,14 +208,14 @@ class LinkSession:
             starting = asyncio.create_task(self._run(lane, opened))
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
-            lane.starting = starting
+            lane.start(starting)
 
     async def _run(self, lane: _Lane, opened: decode_pb2.LinkOpen) -> None:
         """Runs a request until the engine may generate."""
         otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
         try:
             attempt = await self._start(opened.request, self._deadline_of(opened))
-            lane.attempt = attempt
+            lane.admitted(attempt)
             lane.outgoing.reserve(await attempt.reserve())
             self._wake.set()
             await attempt.wait_ready()
