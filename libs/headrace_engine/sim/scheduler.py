@@ -258,20 +258,26 @@ class Scheduler:
         for request_id in quiet:
             self._end_wait(self._by_id[request_id], Wait.QUIET)
         for request_id in received:
-            sequence = self._by_id[request_id]
-            start_token = sequence.computed
-            if request_id not in failed:
-                sequence.kv_arrived()
-                self._pools.register(sequence, start_token, sequence.computed)
-            elif sequence.ended:
-                sequence.end_wait(Wait.ARRIVAL)
-            elif sequence.generation is not None and request_id in plan.failed:
-                sequence.end_wait(Wait.ARRIVAL)
+            transfer_failed = request_id in plan.failed
+            if transfer_failed or request_id in plan.received:
+                self._by_id[request_id].end_wait(Wait.ARRIVAL)
+            self._received(self._by_id[request_id], transfer_failed, request_id in failed)
+
+    def _received(self, sequence: Sequence, transfer_failed: bool, failed: bool) -> None:
+        """The copies into a request's blocks have ended, or the transfer, or both."""
+        if Wait.COPY in sequence.waits:
+            sequence.copies_ended(failed=failed and not transfer_failed)
+        start_token = sequence.computed
+        if not (transfer_failed or sequence.load_failed):
+            sequence.kv_arrived()
+            self._pools.register(sequence, start_token, sequence.computed)
+        elif transfer_failed and sequence.generation is not None:
+            if not sequence.ended:
                 sequence.fail(TransferFailed("the KV cache did not arrive"))
-            else:
-                self._begin_again(sequence)
-            self._became_ready(sequence)
-            self.update(sequence)
+        elif not sequence.ended and Wait.ARRIVAL not in sequence.waits:
+            self._begin_again(sequence)
+        self._became_ready(sequence)
+        self.update(sequence)
 
     def _begin_again(self, sequence: Sequence) -> None:
         """A request that lacks its KV gets other blocks. Those that may be written still are held."""
@@ -319,7 +325,7 @@ class Scheduler:
         missing = self.planner.missing_tokens(params, known, sequence.cached + found)
         name = sequence.transfer_id
         sequence.kv_awaited(self._tiers.tier_tokens(name), missing)
-        self._tiers.blocks_allocated(name, sequence.block_ids_by_group[0], found + missing)
+        self._tiers.blocks_allocated(name, sequence.block_ids_by_group[0], found)
         self._admitted = sequence
         self.planner.blocks_allocated(
             sequence.transfer_id,

@@ -40,8 +40,9 @@ from headrace_kv.tiers.promises import Kept
 
 
 class Wait(Enum):
-    """What a request waits for: the time of a load, KV that comes into its blocks, and the end of all reads of them."""
+    """What a request waits for: copies from tiers, the time that they take, a transfer, and the end of all reads."""
 
+    COPY = auto()
     LOAD = auto()
     ARRIVAL = auto()
     QUIET = auto()
@@ -102,6 +103,7 @@ class Sequence:
     loaded: int = 0
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
     transferred: int = 0
+    load_failed: bool = False
     computed: int = 0
     ended: bool = False
     waits: set[Wait] = field(default_factory=set)
@@ -136,7 +138,11 @@ class Sequence:
     @property
     def is_releasable(self) -> bool:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
-        return self.ended and not self._steps and not self.waits & {Wait.ARRIVAL, Wait.QUIET}
+        return (
+            self.ended
+            and not self._steps
+            and not self.waits & {Wait.COPY, Wait.ARRIVAL, Wait.QUIET}
+        )
 
     def reusable_tokens(self, keeps_state: bool) -> int:
         """How many of the prompt's first tokens need no computing when their KV is cached.
@@ -167,8 +173,15 @@ class Sequence:
         self.tier_tokens, self.transferred = tier_tokens, transferred
         self.loaded = sum(tier_tokens.values())
         self.cached += self.loaded
-        if self.loaded or transferred:
+        if self.loaded:
+            self.wait(Wait.COPY)
+        if transferred:
             self.wait(Wait.ARRIVAL)
+
+    def copies_ended(self, *, failed: bool) -> None:
+        """Nothing is copied into its blocks any more."""
+        self.end_wait(Wait.COPY)
+        self.load_failed = failed
 
     def wait(self, wait: Wait) -> None:
         """It waits for this from now on, until `end_wait`."""
@@ -179,9 +192,9 @@ class Sequence:
         self.waits.discard(wait)
 
     def kv_arrived(self) -> None:
-        """What was awaited is in its blocks."""
-        self.end_wait(Wait.ARRIVAL)
-        self.computed = max(self.computed, self.cached + self.transferred)
+        """What it does not await any more is in its blocks."""
+        transferred = 0 if Wait.ARRIVAL in self.waits else self.transferred
+        self.computed = max(self.computed, self.cached + transferred)
 
     def blocks_lost(self) -> None:
         """It gives up its blocks, and begins again without its `prefix`."""
@@ -189,8 +202,7 @@ class Sequence:
         self.cached = self.loaded = self.transferred = self.computed = 0
         self.tier_tokens = {}
         self.prefix = None
-        self._planned = False
-        self.end_wait(Wait.ARRIVAL)
+        self._planned = self.load_failed = False
 
     def take_params(self) -> SendParams | ReceiveParams | None:
         """Its transfers, once: without their KV, it computes all tokens here."""
