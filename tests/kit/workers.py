@@ -1,4 +1,4 @@
-"""Scripted decode and prefill workers on real gRPC, and what they can be told to do."""
+"""Decode and prefill workers on real gRPC that run scripts, and these scripts."""
 
 from __future__ import annotations
 

@@ -110,11 +110,6 @@ def test_a_fully_cached_prompt_is_prefilled_locally() -> None:
     assert decision.candidates[0].cached_tokens == 100
 
 
-def test_of_equally_cheap_workers_the_one_with_fewer_requests_is_chosen() -> None:
-    loads = {"d0": Load(requests=2), "d1": Load(requests=1), "d2": Load(requests=3)}
-    assert _choose(loads).worker.ref == _ref("d1")
-
-
 def test_a_temperature_spreads_requests_over_cheap_workers() -> None:
     table = _table({"d0": Load(), "d1": Load(held_tokens=10), "d2": Load(held_tokens=100)})
     counts: dict[float, Counter[str]] = {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.errors import ProtocolViolation, TransferFailed
+from headrace_common.errors import ProtocolViolation
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_simulator.virtual_time import run_virtually
@@ -64,16 +64,6 @@ async def test_the_reader_gets_the_error_of_its_sink() -> None:
     answer.add_tokens([1])
     with pytest.raises(ValueError, match="a bug"):
         await asyncio.wait_for(read, 5)
-
-
-async def test_an_error_follows_the_events_before_it() -> None:
-    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None)
-    answer.add_tokens([1])
-    answer.fail(TransferFailed("first"))
-    answer.fail(TransferFailed("second"))
-    assert await answer.read() == decode_pb2.Tokens(token_ids=[1])
-    with pytest.raises(TransferFailed, match="first"):
-        await answer.read()
 
 
 @settings(max_examples=60, deadline=None)
