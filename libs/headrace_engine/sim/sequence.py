@@ -27,7 +27,7 @@ from headrace_engine.interface import (
     Sampling,
     TokenLogprobs,
 )
-from headrace_engine.sim.cache.block_names import BlockNames
+from headrace_engine.sim.block_names import BlockNames
 from headrace_engine.sim.events import DecodeEventQueue
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel

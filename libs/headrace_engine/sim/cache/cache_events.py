@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.sim.cache.block_names import BlockNames
+from headrace_engine.sim.block_names import BlockNames
 from headrace_kv.prefix.events import Tier
 
 
