@@ -144,9 +144,7 @@ class WorkerConnection:
     ) -> None:
         """`ticket_public_key` is the router's, for the worker. `load` is that of the event loop."""
         self.worker = worker
-        """Its limits may change."""
-        self._interval_s = self.wanted_interval_s = interval_s
-        """Other intervals are asked for after the next status, if the difference is worth a new stream."""
+        self._interval_s = self._wanted_interval_s = interval_s
         self._ticket_public_key = ticket_public_key
         # When the latest status came, or the stream was opened, and since when requests are routed to the worker.
         self._heard_s = 0.0
@@ -186,6 +184,14 @@ class WorkerConnection:
     def closing(self) -> bool:
         """Whether the worker has left the registry, and all its requests have ended."""
         return self._closing is not None
+
+    def registered(self, worker: Worker, interval_s: float) -> None:
+        """The registry has the worker, perhaps with other limits.
+
+        Another interval is asked for after the next status, if the difference is worth a new stream.
+        """
+        self.worker = worker
+        self._wanted_interval_s = interval_s
 
     def end_requests(self) -> None:
         """Ends all requests of this router on a worker that is stuck, so that they continue elsewhere."""
@@ -342,7 +348,7 @@ class WorkerConnection:
         Raises AioRpcError or TimeoutError when it breaks.
         """
         async with self._dials.turn(self._retry):
-            self._interval_s = self.wanted_interval_s
+            self._interval_s = self._wanted_interval_s
             self._heard_s = asyncio.get_running_loop().time()
             request = worker_pb2.WatchStatusRequest(
                 max_interval=duration_from_seconds(self._interval_s),
@@ -355,7 +361,7 @@ class WorkerConnection:
             if status.sent_unix_ns:
                 self.clock.received(status.sent_unix_ns, received_ns=time.monotonic_ns())
             self._set_status(status)
-            if must_change(self._interval_s, self.wanted_interval_s):
+            if must_change(self._interval_s, self._wanted_interval_s):
                 call.cancel()
                 return True
             status = await self._next_status(call)

@@ -167,8 +167,7 @@ class WorkerDirectory:
             connection = self._connections.get(ref)
             if connection is not None and connection.worker.endpoint == worker.endpoint:
                 changed = changed or connection.worker != worker
-                connection.worker = worker
-                connection.wanted_interval_s = interval_s
+                connection.registered(worker, interval_s)
                 continue
             if connection is not None:
                 connection.retire()
