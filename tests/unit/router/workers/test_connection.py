@@ -171,11 +171,11 @@ async def test_an_unreachable_worker_is_asked_again_long_before_its_interval(
 
 async def test_another_interval_takes_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _idle_worker(monkeypatch) as (connection, channel):
-        connection.wanted_interval_s = 40.0
+        connection.registered(connection.worker, 40.0)
         channel.silence.set()
         await until(lambda: not channel.silence.is_set())
         assert len(channel.requests) == 1
-        connection.wanted_interval_s = 20.0
+        connection.registered(connection.worker, 20.0)
         channel.silence.set()
         await until(lambda: len(channel.requests) == 2)
         assert channel.requests[1].max_interval.seconds == 20
