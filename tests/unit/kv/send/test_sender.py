@@ -11,6 +11,7 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     Draining,
     DuplicateTransfer,
@@ -240,7 +241,10 @@ async def test_a_stopped_transfer_is_quiet_in_the_turn_in_which_its_last_batch_e
     rank.turn()
     assert rank.stream.sent == ["open", "failed"]
     assert not rank.reports
+    # What the kernel's timer bounds.
+    assert rank.stream.late_writes.in_flight == 1
     rank.end(0, result)
+    assert rank.stream.late_writes.in_flight == 0
     assert rank.stream.sent == ["open", "failed", "quiesced"]
     (report,) = rank.reports
     assert (report.reason, report.layers) == ("CANCELLED", ())
@@ -254,6 +258,31 @@ async def test_a_transfer_that_is_stopped_before_its_open_sends_nothing() -> Non
     rank.sender.stop("a", "CANCELLED", "the client left")
     rank.turn()
     assert (rank.stream.sent, rank.reasons) == ([], [("a", "CANCELLED")])
+
+
+async def test_a_lease_counts_from_the_hello_not_from_its_answer() -> None:
+    rank = Rank()
+    rank.connect("a")
+    hello_s = rank.now_s
+    rank.now_s += 2.0
+    welcome = handoff_pb2.Welcome(
+        lease_ttl=duration_from_seconds(LEASE_S), quarantine=duration_from_seconds(QUIET_S)
+    )
+    rank.stream._grant_lease(hello_s, welcome)
+    assert rank.stream.lease.end_s == hello_s + LEASE_S
+
+
+async def test_a_reservation_counts_only_from_the_worker_of_the_transfer() -> None:
+    other = WorkerRef("decode-1", "1")
+    rank = Rank()
+    rank.open("b", decode=other)
+    rank.connect("a")
+    rank.ready()
+    rank.reserve("a", decode=other)
+    rank.push("a")
+    assert not rank.transport.in_flight
+    rank.reserve("a")
+    assert len(rank.transport.in_flight) == 1
 
 
 async def test_no_batch_starts_after_the_deadline() -> None:
