@@ -84,7 +84,6 @@ REMOVED: Final = {
     "kubernetes_call_timeout_s": f"{_VALUE} 10 s",
     "kv_pool_timeout_s": _FETCH,
     "prefix_fetch_timeout_s": _FETCH,
-    "kv_disk_folder": "it is gone: name the folder in the variable TMPDIR; otherwise it is /var/tmp",
     "constraint_cpu_s": f"{_VALUE} 0.5 s",
     "listen_tls_certificate_file": _ROUTERS_TLS,
     "listen_tls_key_file": _ROUTERS_TLS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -182,9 +181,11 @@ class WorkerConfig(ServiceConfig):
     kv_disk_gib: float = Field(
         0.0,
         ge=0,
-        description="Space on disk for KV blocks that leave this main memory, in GiB on each rank; needs kv_host_gib. "
-        "Their file has no name and ends with the worker. It is in the folder that the variable TMPDIR names, "
-        "otherwise in /var/tmp.",
+        description="Space on disk for KV blocks that leave this main memory, in GiB on each rank; needs kv_host_gib.",
+    )
+    kv_disk_folder: str = Field(
+        "/var/tmp",
+        description="Folder of the file with these blocks, which has no name and ends with the worker.",
     )
     kv_promised_share: float = Field(
         0.5,
@@ -353,7 +354,7 @@ def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> 
         tiers=TierSettings(
             host_gib=config.kv_host_gib,
             disk_gib=config.kv_disk_gib,
-            disk_folder=os.environ.get("TMPDIR") or "/var/tmp",
+            disk_folder=config.kv_disk_folder,
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_fetch_timeout_s,
             publishes=role != "decode",

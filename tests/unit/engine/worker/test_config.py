@@ -71,13 +71,13 @@ def test_a_member_has_its_place() -> None:
         assert member.HasField("place") == bool(labels)
 
 
-@pytest.mark.parametrize("folder", ["", "/nvme"])
-def test_blocks_on_disk_have_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", folder)
-    alone = WorkerConfig.model_validate({"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2})
+def test_blocks_on_disk_have_a_folder() -> None:
+    alone = WorkerConfig.model_validate(
+        {"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2, "kv_disk_folder": "/nvme"}
+    )
     ref = WorkerRef("w", "1")
     tiers = engine_config(alone, role="decode", ref=ref).tiers
-    assert tiers == TierSettings(1, 2, folder or "/var/tmp", pool_timeout_s=2)
+    assert tiers == TierSettings(1, 2, "/nvme", pool_timeout_s=2)
 
 
 def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() -> None:

@@ -360,6 +360,20 @@ async def test_a_write_in_several_batches_has_landed_with_its_last() -> None:
     assert (link.run_count, link.entry_count, report.payload_bytes) == (4, 4, 2 * WRITE_BYTES)
 
 
+async def test_the_batches_of_a_stopped_transfer_are_dropped_and_delay_no_other() -> None:
+    rank = Rank()
+    rank.transport.entry_limit, rank.transport.pending_limit = 1, 1
+    rank.open("a", 1, 0)
+    rank.open("b")
+    rank.push("a")
+    rank.sender.stop("a", "CANCELLED", "the client left")
+    rank.push("b")
+    rank.end(0)
+    assert len(rank.transport.in_flight) == 2
+    rank.end(1)
+    assert rank.stream.layers[0] == ("b", 0)
+
+
 async def test_a_turn_starts_every_write_with_room_and_workers_take_turns() -> None:
     rank = Rank()
     rank.transport.pending_limit = 2
