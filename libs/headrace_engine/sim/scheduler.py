@@ -59,6 +59,7 @@ class Scheduler:
         self._shape = shape
         self._pools = pools
         self._tiers = pools.tiers
+        self._has_tiers = bool(self._tiers.names)
         self._ranks = ranks
         self._stepper = stepper
         self._model = model
@@ -188,7 +189,7 @@ class Scheduler:
         self._on_steps(self.meter.steps)
         sends = any(chunk.sequence.outgoing is not None for chunk in chunks)
         plan = None
-        if sends or self._tiers.names:
+        if sends or self._has_tiers:
             plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
         for chunk in chunks:
             chunk.sequence.step_started()
@@ -232,7 +233,7 @@ class Scheduler:
     @property
     def _is_due(self) -> bool:
         """Whether there is something to do that takes no time."""
-        return self._changed or bool(self._cached) or self._tiers.is_due
+        return self._changed or bool(self._cached) or (self._has_tiers and self._tiers.is_due)
 
     def _begin(self, scheduled: Items[ScheduledRequest]) -> StepPlan:
         plan = self.planner.plan_step(scheduled, ())
