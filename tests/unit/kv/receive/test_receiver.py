@@ -10,7 +10,8 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, TransferFailed
+from headrace_common.errors import HeadraceError, ProtocolViolation, TransferFailed
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets import SigningKey, TicketKeys, sign_handoff
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.messages import Reservation
@@ -43,6 +44,9 @@ class HeldCopies(LocalCopies):
 
     def land(self, landed: LayerLanded) -> None:
         pass
+
+    def missing(self) -> str:
+        return ""
 
     def start(self) -> None:
         self.progress += 1
@@ -85,18 +89,20 @@ class Stage:
         )
         self.transfer = self.reserve("x1", 1)
         self.ended_streams: list[HeadraceError] = []
+        self.sent: list[handoff_pb2.HandoffResponse] = []
+        self.peer = self.connect("prefill-0")
+        self.handle(open=handoff_pb2.Open(transfer_id="x1"))
+
+    def connect(self, worker_id: str) -> PrefillPeer:
+        """The stream of a worker's only rank."""
         hello = handoff_pb2.Hello(
-            worker_id="prefill-0",
+            worker_id=worker_id,
             incarnation="1",
             decode_worker_id=REF.worker_id,
             decode_incarnation=REF.incarnation,
-            layout=layout_to_proto(layout),
+            layout=layout_to_proto(make_layout(1, 1, heads=1)),
         )
-        self.sent: list[handoff_pb2.HandoffResponse] = []
-        self.peer: PrefillPeer = self.receiver.connect(
-            hello, self.sent.append, self.ended_streams.append
-        )
-        self.handle(open=handoff_pb2.Open(transfer_id="x1"))
+        return self.receiver.connect(hello, self.sent.append, self.ended_streams.append)
 
     def reserve(self, transfer_id: str, block: int) -> IncomingTransfer:
         deadline = VirtualDeadline(self.timers.time() + 60.0, self.timers)
@@ -135,6 +141,35 @@ def test_a_transfer_completes_when_nothing_is_left_to_copy(stream_ends: bool) ->
     assert stage.transfer.state is TransferState.FREE
     assert stage.transfer.error is None
     assert stage.released == []
+
+
+def test_only_one_worker_fills_a_transfer() -> None:
+    stage = Stage()
+    stage.peer = stage.connect("prefill-1")
+    stage.handle(open=handoff_pb2.Open(transfer_id="x1"))
+    assert stage.sent[-1].cancel.reason == "PROTOCOL_VIOLATION"
+    stage.land()
+    assert stage.transfer.state is TransferState.OPEN
+
+
+@pytest.mark.parametrize("landed, payload_bytes", [(False, 400), (True, 399)])
+def test_a_commit_of_what_has_not_landed_fails_the_transfer(
+    landed: bool, payload_bytes: int
+) -> None:
+    stage = Stage(HeldCopies())
+    if landed:
+        stage.land()
+    stage.handle(commit=handoff_pb2.Commit(transfer_id="x1", payload_bytes=payload_bytes))
+    assert isinstance(stage.transfer.error, ProtocolViolation)
+
+
+def test_a_lost_stream_holds_the_blocks_for_the_quarantine() -> None:
+    stage = Stage()
+    stage.receiver.disconnect(stage.peer)
+    stage.advance(WRITE_LEASE_S)
+    assert stage.released == []
+    stage.advance(2 * WRITE_QUARANTINE_S)
+    assert stage.released == ["x1"]
 
 
 def test_blocks_are_released_as_soon_as_the_last_writer_has_quiesced() -> None:
