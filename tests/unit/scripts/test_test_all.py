@@ -7,7 +7,7 @@ import re
 import pytest
 
 import test_all
-from test_all import EACH_CHANGE, IN_TURN, LIMITS_S, ROOT, Result, run_each_change
+from test_all import EACH_CHANGE, IN_TURN, LIMITS_S, ROOT, Result, judge, run_each_change
 
 
 def test_every_target_is_one_of_the_makefile() -> None:
@@ -31,3 +31,13 @@ def test_a_failed_target_runs_once_more(monkeypatch: pytest.MonkeyPatch) -> None
     }
     assert results[-1].notes == ["at first: a reason"]
     assert ran.count(("docs",)) == ran.count(("test-kube",)) == 2
+
+
+def test_a_target_in_turn_that_its_limit_cuts_off_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(target: str, limit_s: float, variables: tuple[str, ...]) -> Result:
+        return judge(target, None, limit_s, 1, "") if variables else Result(target, "passed", 1, [])
+
+    monkeypatch.setattr(test_all, "run", run)
+    assert [one.result for one in run_each_change(0)] == ["passed"] * len(EACH_CHANGE) + ["cut off"]
