@@ -87,7 +87,9 @@ def test_tokens_equal_plain_vllm(
         kv_cache_gib=kv_cache_gib,
     )
     ahead = "no-async" not in engine_args
-    names = ["AsyncScheduler", "PacedAsyncScheduler"] if ahead else ["Scheduler", "PacedScheduler"]
+    names = (
+        ["AsyncScheduler", "BudgetAsyncScheduler"] if ahead else ["Scheduler", "BudgetScheduler"]
+    )
     assert result.schedulers == names
     assert [mode == "NONE" for mode in result.graphs] == [eager, eager], result.graphs
     assert len(result.plain) == len(LENGTHS)

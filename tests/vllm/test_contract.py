@@ -120,7 +120,7 @@ def test_every_hook_that_we_override_is_listed() -> None:
             assert tuple(parameter.name for parameter in theirs) == names, hook
 
 
-def test_the_paced_schedulers_find_what_they_change() -> None:
+def test_the_budget_schedulers_find_what_they_change() -> None:
     package = "vllm.v1.core.sched"
     base = lookup(f"{package}.scheduler.Scheduler")
     for name, names in {
@@ -139,10 +139,10 @@ def test_the_paced_schedulers_find_what_they_change() -> None:
         assert f"self.{attribute} = " in source, attribute
     assert "token_budget = self.max_num_scheduled_tokens" in source
     assert "self.is_prefill_chunk = " in inspect.getsource(lookup("vllm.v1.request.Request"))
-    ours = "headrace_engine.vllm.scheduler.paced_scheduler"
-    assert issubclass(lookup(f"{ours}.PacedScheduler"), base)
+    ours = "headrace_engine.vllm.scheduler.budget_scheduler"
+    assert issubclass(lookup(f"{ours}.BudgetScheduler"), base)
     asynchronous = lookup(f"{package}.async_scheduler.AsyncScheduler")
-    assert issubclass(lookup(f"{ours}.PacedAsyncScheduler"), asynchronous)
+    assert issubclass(lookup(f"{ours}.BudgetAsyncScheduler"), asynchronous)
 
 
 def test_the_worker_takes_our_extension_and_calls_the_head_as_it_expects() -> None:

@@ -28,8 +28,8 @@ def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> N
         run_job(JOB, model="tiny-llama", prefill_args=engine_args, decode_args=engine_args)
         for engine_args in ("", STEPS_AHEAD)
     )
-    assert plain["scheduler"] == ["Scheduler", "PacedScheduler"]
-    assert ahead["scheduler"] == ["AsyncScheduler", "PacedAsyncScheduler"]
+    assert plain["scheduler"] == ["Scheduler", "BudgetScheduler"]
+    assert ahead["scheduler"] == ["AsyncScheduler", "BudgetAsyncScheduler"]
     assert plain["answers"].keys() == RUNS.keys()
     assert ahead["answers"] == plain["answers"]
     assert len(plain["answers"]["alone"]) == len(LENGTHS)
@@ -57,7 +57,7 @@ def config_of(role: Role, *, ahead: bool | None) -> Any:
             "kv_role": launch.kv_role(ours),
         },
     ).create_engine_config()
-    launch._choose_scheduler(config, ahead, paced=ours.receives)
+    launch._choose_scheduler(config, ahead, bounded=ours.receives)
     return config
 
 
@@ -116,10 +116,10 @@ def test_blocks_are_free_when_no_step_under_way_writes_them(role: Role, end: str
     ("role", "ahead", "expected"),
     [
         # By default, vLLM plans no steps ahead on processors.
-        ("decode", None, "PacedScheduler"),
-        ("decode", False, "PacedScheduler"),
-        ("decode", True, "PacedAsyncScheduler"),
-        ("both", True, "PacedAsyncScheduler"),
+        ("decode", None, "BudgetScheduler"),
+        ("decode", False, "BudgetScheduler"),
+        ("decode", True, "BudgetAsyncScheduler"),
+        ("both", True, "BudgetAsyncScheduler"),
         ("prefill", None, "Scheduler"),
         ("prefill", True, "AsyncScheduler"),
     ],

@@ -124,9 +124,9 @@ _LEAST_FREE_SHARE = 0.02
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPES_OF_AMX = ("auto", "bfloat16")
 FIT_TO_MEMORY = -1
-_SCHEDULERS = "headrace_engine.vllm.scheduler.paced_scheduler"
-PACED_SCHEDULER = f"{_SCHEDULERS}.PacedScheduler"
-PACED_ASYNC_SCHEDULER = f"{_SCHEDULERS}.PacedAsyncScheduler"
+_SCHEDULERS = "headrace_engine.vllm.scheduler.budget_scheduler"
+BUDGET_SCHEDULER = f"{_SCHEDULERS}.BudgetScheduler"
+BUDGET_ASYNC_SCHEDULER = f"{_SCHEDULERS}.BudgetAsyncScheduler"
 WORKER_EXTENSION = "headrace_engine.vllm.rank.hidden_states.HiddenStates"
 MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 
@@ -205,7 +205,7 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
     try:
         args, adapters = _engine_args(config, folder, link_path)
         vllm_config = args.create_engine_config()
-        _choose_scheduler(vllm_config, args.async_scheduling, paced=config.receives)
+        _choose_scheduler(vllm_config, args.async_scheduling, bounded=config.receives)
         place = group_place(vllm_config)
         if place is not None:
             log.info(
@@ -225,19 +225,19 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
 
 
 def _choose_scheduler(
-    vllm_config: VllmConfig, async_scheduling: bool | None, *, paced: bool
+    vllm_config: VllmConfig, async_scheduling: bool | None, *, bounded: bool
 ) -> None:
     """Unless the user has chosen, vLLM decides by the platform whether steps are planned ahead.
 
-    A `paced` scheduler needs answers with bounds, and changes nothing without them.
+    A `bounded` scheduler needs answers with bounds, and changes nothing without them.
     """
     scheduler = vllm_config.scheduler_config
     if async_scheduling:
         # For CPUs, vLLM turns it off whatever the user has chosen, although it works there.
         scheduler.async_scheduling = True
-    if paced:
+    if bounded:
         ahead = schedules_ahead(vllm_config)
-        scheduler.scheduler_cls = PACED_ASYNC_SCHEDULER if ahead else PACED_SCHEDULER
+        scheduler.scheduler_cls = BUDGET_ASYNC_SCHEDULER if ahead else BUDGET_SCHEDULER
 
 
 def _caches_prefixes(folder: ModelFolder) -> bool:

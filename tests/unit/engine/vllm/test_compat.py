@@ -163,7 +163,7 @@ def test_only_these_modules_import_vllm() -> None:
         "parallel.py",
         "drafts.py",
         "rank/hidden_states.py",
-        "scheduler/paced_scheduler.py",
+        "scheduler/budget_scheduler.py",
         "service/adapters.py",
         "service/engine_args.py",
         "service/first_token_sampler.py",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class _Pacing(Scheduler):
+class _StepBudget(Scheduler):
     """Before each step, sets how many tokens vLLM may schedule. Answers come before prompts.
 
     Without bounds of the running answers it changes nothing.
@@ -109,11 +109,11 @@ class _Pacing(Scheduler):
                 yield _prompt_of(request)
 
 
-class PacedScheduler(_Pacing):
+class BudgetScheduler(_StepBudget):
     """For engines that plan a step when the one before has ended."""
 
 
-class PacedAsyncScheduler(_Pacing, AsyncScheduler):
+class BudgetAsyncScheduler(_StepBudget, AsyncScheduler):
     """For engines that plan a step while another one is computed."""
 
 
