@@ -35,7 +35,7 @@ def main() -> int:
         "--break",
         dest="broken",
         default="",
-        help="quarantine, lease, ledger, kill_timer, tier_hold or pool_seal",
+        help="quarantine, lease, ledger, kill_timer or pool_seal",
     )
     parser.add_argument(
         "--tiers", action="store_true", help="with tiers below a KV memory that is too small"

@@ -16,7 +16,6 @@ from headrace_kv.tiers.tiers import (
     LowerTiers,
     PoolBlocks,
     TierCopy,
-    TierHit,
     TierPlan,
 )
 from headrace_kv.transport.memory import PASSED, Bytes, Mark
@@ -53,20 +52,6 @@ def count_copies(changes_disk: Callable[[], bool]) -> Counter[str]:
     put(TierCopier, "copy", counted)
     put(DiskStorage, "read", changed)
     return counts
-
-
-def hold_nothing() -> None:
-    """Switches a safeguard off: blocks of lower tiers may be evicted before they are loaded."""
-
-    def found(tiers: LowerTiers, prefixes: Iterable[int]) -> Iterator[tuple[Tier, int]]:
-        for prefix in prefixes:
-            place = tiers._find(prefix)
-            if place is None:
-                return
-            yield place
-
-    put(LowerTiers, "hold", lambda tiers, prefixes, _: TierHit(tuple(found(tiers, prefixes))))
-    put(LowerTiers, "release", lambda tiers, hit: None)
 
 
 class TierHolds:

@@ -248,8 +248,6 @@ def break_part(name: str) -> None:
             put(KillTimer, "set", lambda timer, owner, deadline_s: None)
         case "ledger":
             put(headrace_kv.receive.transfer, "Ledger", CountingLedger)
-        case "tier_hold":
-            tiers.hold_nothing()
         case "pool_seal":
             # Its process of the pool switches it off.
             pass

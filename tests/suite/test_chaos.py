@@ -106,19 +106,17 @@ async def test_roles_that_change_each_second_cost_no_answer(tmp_path: Path) -> N
         ("quarantine", 120),
         ("lease", 200),
         ("kill_timer", 200),
-        ("tier_hold", 300),
         ("pool_seal", 150),
     ],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path
 ) -> None:
-    name = "tiers" if safeguard == "tier_hold" else safeguard
     # On a slow machine, the faults of a run may meet no request at the moment that the safeguard is for.
     for seed in range(SEED, SEED + 5):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        plan = scenario(name, seed, requests, broken=safeguard)
+        plan = scenario(safeguard, seed, requests, broken=safeguard)
         report = await chaos(plan, folder, lambda report: bool(report.violations))
         if report.violations:
             return
