@@ -12,7 +12,7 @@ from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import ReceiveParams
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_kv.tiers.tiers import LowerTiers
-from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
+from tests.unit.engine.connector.test_step_planner import ATTENTION, never
 
 
 class WaitingPeers(Peers):

@@ -15,7 +15,7 @@ from headrace_engine.vllm.scheduler.connector_scheduler import PoolBlocks
 from headrace_engine.vllm.settings import read_params, send_params, waits_for_kv
 from headrace_kv.layout import TOKENS
 from headrace_kv.messages import Reservation
-from tests.unit.engine.vllm.scheduler.test_step_planner import (
+from tests.unit.engine.connector.test_step_planner import (
     ATTENTION,
     BLOCK,
     HYBRID,

@@ -7,7 +7,7 @@ import pytest
 from headrace_engine.connector import step_planner
 from headrace_engine.connector.step_planner import ANNOUNCEMENT_S, SHORT_STEP_S, StepPlanner
 from tests.blocking_clock import BlockingClock
-from tests.unit.engine.vllm.scheduler.test_step_planner import admit_receive, new_planner
+from tests.unit.engine.connector.test_step_planner import admit_receive, new_planner
 
 TIMEOUT_S, EVENT_S = 10.0, 3.0
 

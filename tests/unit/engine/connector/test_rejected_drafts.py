@@ -11,7 +11,7 @@ from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.tiers import LowerTiers
-from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
+from tests.unit.engine.connector.test_step_planner import ATTENTION
 
 BLOCK = 4
 

@@ -14,8 +14,8 @@ from headrace_engine.connector.tier_planner import BlockChange, TierPlanner
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.tiers import LowerTiers
-from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
-from tests.unit.engine.vllm.tiers.test_planner import BLOCK, hashes
+from tests.unit.engine.connector.test_step_planner import ATTENTION
+from tests.unit.engine.connector.test_tier_planner import BLOCK, hashes
 
 LONG_S = 1e6
 
