@@ -13,7 +13,6 @@ from typing import Any
 
 from headrace_kv.tiers.pool import RemotePool
 from headrace_kv.tiers.pool_process import (
-    ABSENT,
     PRESENT,
     STORED,
     MooncakeStore,
@@ -23,6 +22,7 @@ from headrace_kv.tiers.pool_process import (
     serve,
 )
 
+ABSENT = -704
 _RPC_FAILED = -900
 _STALL_MAX_S = 60.0
 

@@ -127,15 +127,6 @@ def local_edges(decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, .
     return _local_edges_of_turn(tp, decode.stage_of(layer), head_count, width, turn)
 
 
-def expected_keys(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> frozenset[Key]:
-    """The keys of all network edges."""
-    return frozenset(
-        (edge.source_rank, edge.destination_rank, layer)
-        for layer in range(decode.layer_count)
-        for edge in edges(prefill, decode, layer, transfer_id)
-    )
-
-
 def _shape(prefill: KvLayout, decode: KvLayout, layer: int) -> tuple[int, int, int, int, int, int]:
     return (
         prefill.tensor_parallel_size,

@@ -62,11 +62,6 @@ class Sum:
         """Microseconds of a part."""
         return self.parts_us.get(part, 0)
 
-    @property
-    def greatest(self) -> Part | None:
-        """The part with the most time. None for a sum of 0."""
-        return max(self.parts_us, key=self.parts_us.__getitem__, default=None)
-
 
 def divide(start_us: int, end_us: int, claims: Iterable[Claim]) -> Sum:
     """Divides [start_us, end_us) among the claims, in their order. The rest is UNACCOUNTED."""

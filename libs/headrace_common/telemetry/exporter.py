@@ -37,12 +37,6 @@ class CollectorExporter(SpanExporter):
         self._failing: set[str] = set()
         self._close_monotonic_s = float("inf")
 
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The current collectors, sorted."""
-        with self._lock:
-            return tuple(sorted(self._channels))
-
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
         """Replaces the collectors. Those that stay keep their channels."""
         with self._lock:

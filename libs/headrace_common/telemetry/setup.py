@@ -88,11 +88,6 @@ class Telemetry:
             owned=self._owned,
         )
 
-    @property
-    def collectors(self) -> tuple[str, ...]:
-        """The "host:port" of the collectors of every span."""
-        return self._collector.endpoints
-
     def set_collectors(self, endpoints: Sequence[str]) -> None:
         """Replaces the "host:port" of the collectors, which are the routers."""
         self._collector.set_endpoints(endpoints)

@@ -135,7 +135,6 @@ class TransferSummary:
     local_bytes: int
     prefill: WorkerRef
     first_ack_unix_ns: int
-    complete_unix_ns: int
 
 
 class IncomingTransfer:
@@ -229,7 +228,6 @@ class IncomingTransfer:
             local_bytes=0 if self.copies is None else self.copies.copied_bytes,
             prefill=self.prefill,
             first_ack_unix_ns=self._first_ack_unix_ns,
-            complete_unix_ns=self.states.entered_unix_ns(TransferState.COMPLETE),
         )
 
     async def hidden_state(self) -> bytes:

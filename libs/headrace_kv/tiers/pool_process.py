@@ -196,7 +196,6 @@ def packet_of(message: PoolSetup | PoolCall | PoolReply) -> bytes:
 
 
 STORED: Final = 0
-ABSENT: Final = -704
 PRESENT: Final = -705
 """Status codes of Mooncake Store."""
 

@@ -125,9 +125,6 @@ class PoolBlocks:
         return len(self.prefixes)
 
 
-NO_BLOCKS: Final = PoolBlocks((), ())
-
-
 class LowerTiers:
     """The tiers below KV memory, from the fastest to the slowest.
 

@@ -14,7 +14,6 @@ from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.clocks import clocks_now
 from headrace_common.registry.adapters import Adapter
 from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_frontend.tenants import DEFAULT_TENANT
@@ -106,11 +105,10 @@ class QueuedTask:
         self.tasks_ahead = 0
         self.counted_tokens = 0
         """Tokens to compute that count for the tenant and the class since the task was handed out."""
-        self.queued_unix_ns, self.queued_ns, _ = clocks_now()
+        self.queued_ns = time.monotonic_ns()
         self.queued_s = time.monotonic()
         self.pulled_ns = 0
         self.ended_ns = 0
-        self.pulled_unix_ns = 0
         self.pulled_s = 0.0
         self.has_started = False
         """Whether the worker may have opened the transfer."""
@@ -179,7 +177,7 @@ class QueuedTask:
         """The queue sent the task to a worker."""
         self.worker = ref
         self.counted_tokens = max(1, self.tokens - self.cached_tokens(ref))
-        self.pulled_unix_ns, self.pulled_ns, _ = clocks_now()
+        self.pulled_ns = time.monotonic_ns()
         self.pulled_s = now_s
 
     def exclude(self, refs: Iterable[WorkerRef]) -> None:
@@ -201,7 +199,7 @@ class QueuedTask:
         self.avoid |= {ref}
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
-        self.pulled_unix_ns = self.pulled_ns = 0
+        self.pulled_ns = 0
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts."""

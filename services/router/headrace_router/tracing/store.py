@@ -75,11 +75,6 @@ class TraceStore:
         """Bytes of all stored spans."""
         return self._stored_bytes
 
-    @property
-    def name_count(self) -> int:
-        """The number of request ids by which a trace can be found."""
-        return len(self._trace_of_request)
-
     def start_trace(self, trace_id: str, request_id: str, start_unix_ns: int) -> None:
         """Starts to store the spans of a request's trace.
 

@@ -52,7 +52,6 @@ async def test_collectors_can_be_replaced(
     gone = free_endpoint()
     telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig(traces_sampler="always_on"))
     telemetry.set_collectors([gone, collector])
-    assert telemetry.collectors == tuple(sorted([gone, collector]))
     with caplog.at_level(logging.WARNING):
         for name in ("a", "b", "c"):
             telemetry.start_span(name).end()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 from headrace_kv.layout import STATE
-from headrace_kv.shard_map import expected_keys
+from headrace_kv.shard_map import edges
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.component.engine.sim.support import (
@@ -163,7 +163,11 @@ def check_bytes(both: Pair, handed: Handed, broadcast: bool) -> None:
     assert summary.payload_bytes + summary.local_bytes == needed_bytes(layouts[1], *tokens)
     assert sum(sent.payload_bytes for _, sent in outcome.layers) == summary.payload_bytes
     keys = {(rank, sent.destination_rank, sent.layer) for rank, sent in outcome.layers}
-    assert keys == expected_keys(*layouts, reservation.transfer_id)
+    assert keys == {
+        (edge.source_rank, edge.destination_rank, layer)
+        for layer in range(layouts[1].layer_count)
+        for edge in edges(*layouts, layer, reservation.transfer_id)
+    }
     assert all(sent.link.transport == "mooncake/tcp" for _, sent in outcome.layers)
     assert sum(report.payload_bytes for report in outcome.reports) == summary.payload_bytes
     for _, sent in outcome.layers:

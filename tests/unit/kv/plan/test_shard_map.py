@@ -14,7 +14,6 @@ from headrace_kv.layout import KvLayout, layout_from_proto, layout_to_proto
 from headrace_kv.shard_map import (
     edges,
     edges_from,
-    expected_keys,
     heads_held,
     local_edges,
     shards,
@@ -101,7 +100,6 @@ def test_both_sides_compute_the_same_plan(
 ) -> None:
     prefill, decode = pair
     received = layout_from_proto(layout_to_proto(decode))
-    keys = set()
     for layer in range(decode.layer_count):
         sent = [
             edge
@@ -110,8 +108,6 @@ def test_both_sides_compute_the_same_plan(
         ]
         planned = edges(prefill, decode, layer, transfer_id)
         assert sorted(map(repr, sent)) == sorted(map(repr, planned))
-        keys |= {(edge.source_rank, edge.destination_rank, layer) for edge in sent}
-    assert keys == expected_keys(prefill, decode, transfer_id)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -175,7 +175,7 @@ def test_bytes_of_all_traces_are_bounded_and_the_oldest_are_removed() -> None:
     traces, _ = store.list_page(100, "")
     assert set(dropped) == {trace_store.DROPPED_STORE}
     assert dropped.total() == 10 * (20 - len(traces))
-    assert store.name_count == len(traces)
+    assert len(store._trace_of_request) == len(traces)
 
 
 def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
@@ -206,7 +206,7 @@ def test_names_of_requests_that_share_a_trace_are_bounded() -> None:
     store = _store()
     for number in range(10_000):
         store.start_trace(_TRACE, f"shared{number}", number)
-    assert store.name_count == record.NAMES_PER_TRACE_MAX
+    assert len(store._trace_of_request) == record.NAMES_PER_TRACE_MAX
     assert store.get("shared9999").request_id == "shared9999"
     assert store.get(f"shared{10_000 - record.NAMES_PER_TRACE_MAX}").trace_id == _TRACE
     with pytest.raises(NotFound):
@@ -218,7 +218,7 @@ def test_names_of_requests_that_share_a_trace_are_bounded() -> None:
     assert store.get("shared9999").trace_id == "cd" * 16
     with pytest.raises(NotFound):
         store.get("shared9998")
-    assert store.name_count == 10
+    assert len(store._trace_of_request) == 10
 
 
 def test_spans_are_sorted_by_start_time() -> None:
