@@ -72,7 +72,7 @@ from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 from headrace_kv.tiers.pool import BlockLookup, PoolKeys, PoolOpener, pool_opener, pool_secret
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.tiers.tiers import LowerTiers
-from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.factory import TransportUse, open_transport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ if TYPE_CHECKING:
     from headrace_engine.config import EngineConfig
     from headrace_kv.send.sender import SenderThread
     from headrace_kv.send.stream import DescriptorSource
-    from headrace_kv.transport.base import KvTransport
     from headrace_kv.transport.guard import Networks
 
 Argument = TypeVar("Argument")
@@ -101,7 +100,7 @@ class SimEngine(Engine):
         config: EngineConfig,
         descriptors: DescriptorSource,
         *,
-        transports: Callable[[], KvTransport] | None = None,
+        transports: Callable[[], TransportUse] | None = None,
         pools: PoolOpener | None = None,
         clock: SimClock | None = None,
         sender_thread: SenderThread | None = None,
@@ -111,12 +110,14 @@ class SimEngine(Engine):
         self._config = config
         self._descriptors = descriptors
         self._open_transport = transports or (
-            lambda: open_transport(
-                config.transport,
-                config.host,
-                rdma_devices=config.rdma_devices,
-                admitted=config.admitted,
-                quiet_s=config.write_quiet_s,
+            lambda: TransportUse.sole(
+                open_transport(
+                    config.transport,
+                    config.host,
+                    rdma_devices=config.rdma_devices,
+                    admitted=config.admitted,
+                    quiet_s=config.write_quiet_s,
+                )
             )
         )
         self._open_remote_pool = pools or pool_opener(
@@ -131,7 +132,7 @@ class SimEngine(Engine):
         self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
         self.steps: StepWatch = StepWatch(config.step_stall_s)
-        self._transports: list[KvTransport] = []
+        self._transports: list[TransportUse] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
         self._outgoing: dict[str, Outgoing] = {}
@@ -146,8 +147,8 @@ class SimEngine(Engine):
         layout = self._memory.layout(shape.tensor_parallel_size if local else 1)
         ranks = []
         for rank in range(layout.rank_count):
-            transport = await asyncio.to_thread(self._open_transport)
-            self._transports.append(transport)
+            self._transports.append(await asyncio.to_thread(self._open_transport))
+            transport = self._transports[rank].transport
             await asyncio.to_thread(
                 transport.register, self._memory.address(rank), self._memory.arena_bytes(rank)
             )
@@ -222,8 +223,8 @@ class SimEngine(Engine):
     async def _register_host_memory(self) -> None:
         """Lets transports read the blocks below KV memory."""
         self._host_memories = [copier.host_memory for copier in self._copiers]
-        for transport, memory in zip(self._transports, self._host_memories, strict=False):
-            await asyncio.to_thread(transport.register, memory.base_address, memory.arena_bytes)
+        for use, memory in zip(self._transports, self._host_memories, strict=False):
+            await asyncio.to_thread(use.transport.register, memory.base_address, memory.arena_bytes)
 
     def _open_pool(self, prefix_hash_key: int) -> None:
         """The pool's names and seals need the deployment's key."""
@@ -256,7 +257,7 @@ class SimEngine(Engine):
             rank=rank,
             layout=self.descriptor.layout,
             memory=self.descriptor.ranks[rank],
-            transport=self._transports[rank],
+            transport=self._transports[rank].transport,
             descriptors=self._descriptors,
             event_loop=asyncio.get_running_loop(),
             on_quiet=on_quiet,
@@ -268,8 +269,8 @@ class SimEngine(Engine):
         return RankSender(context, thread=self._sender_thread)
 
     async def admit_transfer_peers(self, networks: Networks) -> None:
-        for transport in self._transports:
-            await asyncio.to_thread(transport.admit, networks)
+        for use in self._transports:
+            await asyncio.to_thread(use.admit, networks)
 
     async def prefill(
         self,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Final, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
 
 from headrace_common.errors import ConfigError
 from headrace_common.limits import write_quiet_s
@@ -15,6 +16,20 @@ from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake import open_mooncake
 from headrace_kv.transport.scatter import StagingLimits
 from headrace_kv.transport.staging import StagedTransport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransportUse:
+    """One worker's use of a transport, which may have other users. `admit` and `close` are those of KvTransport."""
+
+    transport: KvTransport
+    admit: Callable[[Networks | None], None]
+    close: Callable[[], None]
+
+    @classmethod
+    def sole(cls, transport: KvTransport) -> TransportUse:
+        """The use of a transport by its only user."""
+        return cls(transport, transport.admit, transport.close)
 
 
 class SharedTransport:
@@ -29,36 +44,35 @@ class SharedTransport:
         self._lock = threading.Lock()
         self._inner: KvTransport | None = None
         # By user. None means every host.
-        self._admitted: dict[_Share, Networks | None] = {}
+        self._admitted: dict[int, Networks | None] = {}
+        self._last_user = 0
         self._union: Networks | None = None
 
-    def open(self, admitted: Networks | None) -> KvTransport:
+    def open(self, admitted: Networks | None) -> TransportUse:
         """A user's access. `admitted` are its networks until its first `admit`."""
         with self._lock:
             if self._inner is None:
                 self._inner = self._open_inner()
-            share = _Share(self, self._inner)
-            self._set(share, admitted)
-            return cast("KvTransport", share)
+            self._last_user += 1
+            user = self._last_user
+            self._set(user, admitted)
+            return TransportUse(self._inner, partial(self._admit, user), partial(self._leave, user))
 
-    def admit(self, share: _Share, networks: Networks | None) -> None:
-        """Admits the networks of all users."""
+    def _admit(self, user: int, networks: Networks | None) -> None:
         with self._lock:
-            if share in self._admitted:
-                self._set(share, networks)
+            if user in self._admitted:
+                self._set(user, networks)
 
-    def leave(self, share: _Share) -> None:
-        """The user needs the transport no more."""
+    def _leave(self, user: int) -> None:
         with self._lock:
-            if share not in self._admitted:
-                return
-            del self._admitted[share]
+            if user in self._admitted:
+                del self._admitted[user]
             if not self._admitted and self._inner is not None:
                 self._inner.close()
                 self._inner = None
 
-    def _set(self, share: _Share, networks: Networks | None) -> None:
-        admitted = {**self._admitted, share: networks}
+    def _set(self, user: int, networks: Networks | None) -> None:
+        admitted = {**self._admitted, user: networks}
         union = _union(admitted.values())
         if self._inner is not None and (not self._admitted or union != self._union):
             self._inner.admit(union)
@@ -72,24 +86,6 @@ def _union(admitted: Iterable[Networks | None]) -> Networks | None:
             return None
         networks.update(one)
     return merge_networks(networks)
-
-
-class _Share:
-    """What one worker sees of the transport: the transport itself, but for networks and end."""
-
-    def __init__(self, shared: SharedTransport, inner: KvTransport) -> None:
-        self._shared = shared
-        self._inner = inner
-        self.submit = inner.submit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def admit(self, networks: Networks | None) -> None:
-        self._shared.admit(self, networks)
-
-    def close(self) -> None:
-        self._shared.leave(self)
 
 
 Opener = Callable[[str, str, Memory, Sequence[str]], KvTransport]

@@ -36,7 +36,7 @@ from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.base import KvTransport
 from headrace_prefill.prefix_fetch import FetchContext, FetchRecord, FetchRule, PrefixFetcher
 from headrace_prefill.worker import PrefillWorker
-from tests.component.engine.sim.support import engine_config
+from tests.component.engine.sim.support import engine_config, uses
 from tests.linked_call import LinkedCall
 from tests.router_key import RouterKey
 from tests.waiting import until
@@ -219,7 +219,7 @@ async def fetching_workers(
     decode_side = found[DECODE] = SimEngine(
         engine_config("both" if both_roles else "decode", ref=DECODE, **(common | (decode or {}))),
         descriptors,
-        transports=decode_transports,
+        transports=uses(decode_transports),
         clock=decode_clock,
     )
     prefill_side = found[PREFILL] = SimEngine(

@@ -40,6 +40,7 @@ from headrace_kv.shard_map import edges, heads_held
 from headrace_kv.tickets import NoTickets
 from headrace_kv.tiers.pool import PoolOpener
 from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.factory import TransportUse
 from tests.in_memory_transport import KIND
 from tests.sim_clock import ManualClock
 from tests.waiting import PATIENCE_S, until
@@ -75,6 +76,11 @@ def engine_config(role: WorkerRole, **changes: Any) -> EngineConfig:
 async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
     """For engines that send nothing."""
     raise NotFound(f"{ref} is unknown")
+
+
+def uses(transports: Callable[[], KvTransport] | None) -> Callable[[], TransportUse] | None:
+    """For an engine that is the only user of each transport."""
+    return None if transports is None else lambda: TransportUse.sole(transports())
 
 
 @asynccontextmanager
@@ -360,7 +366,7 @@ async def pair(
     decode_side = SimEngine(
         engine_config("decode", **(both | (decode or {}))),
         no_descriptors,
-        transports=decode_transports,
+        transports=uses(decode_transports),
         clock=decode_clock,
     )
 
@@ -371,7 +377,7 @@ async def pair(
     prefill_side = SimEngine(
         engine_config("prefill", **(both | (prefill or {}))),
         descriptors,
-        transports=prefill_transports,
+        transports=uses(prefill_transports),
         clock=prefill_clock,
     )
     server = grpc.aio.server()

@@ -47,13 +47,16 @@ class Opened:
 def test_all_users_have_one_session_and_reach_each_others_memory() -> None:
     opened = Opened()
     first, second = opened.shared.open(()), opened.shared.open(())
-    assert first.session == second.session
+    assert first.transport is second.transport
     assert len(opened.made) == 1
     source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
-    first.register(source.ctypes.data, 8)
-    second.register(target.ctypes.data, 8)
+    first.transport.register(source.ctypes.data, 8)
+    second.transport.register(target.ctypes.data, 8)
     runs = Runs(np.array([source.ctypes.data]), np.array([target.ctypes.data]), np.array([8]))
-    assert first.submit(second.session, runs, 1.0).result(1.0).transport == "in_memory"
+    assert (
+        first.transport.submit(second.transport.session, runs, 1.0).result(1.0).transport
+        == "in_memory"
+    )
     assert np.array_equal(source, target)
 
 
