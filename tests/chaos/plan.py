@@ -19,7 +19,8 @@ CONTINUED_SHARE = 0.5
 CONVERSATIONS = 24
 CONVERSATION_TOKENS_MAX = 320
 FOLLOW_UP_TOKENS_MAX = 24
-# Of a worker with one rank: 8 tokens of 4 layers with 4 heads, and the seal, up to the next page.
+# Of a worker with one rank: 8 tokens of 4 layers with 4 heads, for a pool also the seal, up to the next page.
+_BLOCK_BYTES = 4096
 _POOLED_BLOCK_BYTES = 8192
 
 
@@ -102,9 +103,9 @@ _POOL_FAULTS = frozenset((_POOL, kind) for kind in _POOL_KINDS)
 class ChaosPlan:
     """A whole run. Its times are those of a real machine times `slowness`, see `slowed`.
 
-    `credentials`: see CredentialKind. `host_blocks` and `disk_blocks` are the tiers below a worker's KV memory. With
+    `credentials`: see CredentialKind. `host_gib` and `disk_gib` are the tiers of each rank below its KV memory. With
     `conversations`, half of the requests continue an earlier one. With `pool_gib`, the workers share blocks in a remote
-    pool of that size, and `host_gib` and `disk_gib` are the tiers of each rank. Every `role_interval_s`, the policy
+    pool of that size. Every `role_interval_s`, the policy
     gives workers of both roles other roles; 0 means never.
     """
 
@@ -133,8 +134,6 @@ class ChaosPlan:
     store_start_timeout_s: float = 5.0
     block_count: int = 512
     block_size: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
     pool_gib: float = 0.0
     pool_timeout_s: float = 2.0
     host_gib: float = 0.0
@@ -307,8 +306,8 @@ def with_tiers(plan: ChaosPlan) -> ChaosPlan:
         wire=replace(plan.wire, disk_changed=0.05),
         block_size=8,
         block_count=160,
-        host_blocks=96,
-        disk_blocks=256,
+        host_gib=96 * _BLOCK_BYTES / 2**30,
+        disk_gib=256 * _BLOCK_BYTES / 2**30,
         conversations=True,
     )
 
@@ -322,8 +321,6 @@ def with_pool(plan: ChaosPlan) -> ChaosPlan:
     return replace(
         plan,
         wire=replace(plan.wire, pool_changed=plan.wire.pool_changed or 0.05),
-        host_blocks=0,
-        disk_blocks=0,
         kinds=plan.kinds | _POOL_FAULTS if plan.kinds else plan.kinds,
         host_gib=96 * _POOLED_BLOCK_BYTES / 2**30,
         disk_gib=256 * _POOLED_BLOCK_BYTES / 2**30,

@@ -64,14 +64,11 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         "quarantine_s": str(plan.quarantine_s),
     }
     own = f"layer_s={plan.layer_s}"
-    if plan.host_blocks:
-        tiers = f"host_blocks={plan.host_blocks},disk_blocks={plan.disk_blocks}"
-        own = f"{own},{tiers},host_copy_s_per_token=0.00005"
     fetches = plan.block_size if plan.conversations else 0
-    if plan.pool_gib:
-        own = f"{own},host_copy_s_per_token=0.00005"
+    if plan.host_gib:
         both["kv_host_gib"] = str(plan.host_gib)
         both["kv_disk_gib"] = str(plan.disk_gib)
+    if plan.pool_gib:
         both["kv_fetch_timeout_s"] = str(plan.pool_timeout_s)
     return (
         *((role, name, value) for role in WORKER_SERVICES for name, value in both.items()),

@@ -23,7 +23,7 @@ KEYS = {"a": "the-key-of-a-tenant", "b": "the-key-of-another"}
 # computing takes no time, no load is worth it, and placement prefers no worker for it.
 SETTINGS = (
     ("prefill", "model", "sim:prefill_s_per_token=0.0002"),
-    ("decode", "model", "sim:host_blocks=160"),
+    ("decode", "kv_host_gib", str(160 * 4096 / 2**30)),
     ("decode", "num_gpu_blocks_override", "64"),
 )
 

@@ -7,7 +7,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from headrace_common.errors import HeadraceError
@@ -69,11 +69,10 @@ log = logging.getLogger(__name__)
 
 
 class TierExecutor:
-    """The rank's compute thread calls it. `copies` makes all copies, in the order of the plans: one thread of low
-    priority, if it is not given.
+    """The rank's compute thread calls it. One thread of low priority makes all copies, in the order of the plans.
 
-    It calls `on_load` after each load, also after one that failed. It calls `send` with blocks of main memory that a
-    transfer may read from then on, and whether they are lost.
+    That thread calls `on_end` after each copy, and `on_load` before the end of each load, also of one that failed. It
+    calls `send` with blocks of main memory that a transfer may read from then on, and whether they are lost.
     Copies are made when the device has done what was queued before their step: it has passed what `mark` returns.
     """
 
@@ -84,7 +83,7 @@ class TierExecutor:
         pool: PoolExecutor | None = None,
         send: Callable[[HostSend, bool], None] = lambda send, lost: None,
         mark: Callable[[], Mark] = lambda: PASSED,
-        copies: Executor | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._copier = copier
         self._on_load = on_load
@@ -92,7 +91,8 @@ class TierExecutor:
         self._send = send
         self._mark = mark
         # The forward pass goes first where processors are scarce.
-        self._thread = copies or ThreadPoolExecutor(1, "kv-tiers", initializer=lower_priority)
+        self._thread = ThreadPoolExecutor(1, "kv-tiers", initializer=lower_priority)
+        self._on_end = on_end
         self._copies: dict[str, list[Future[bool]]] = {}
         self._loads: dict[str, bool] = {}
         self._received: dict[str, bool] = {}
@@ -107,6 +107,7 @@ class TierExecutor:
             while sends and sends[0].copies_before <= count:
                 self._thread.submit(self._send_blocks, sends.popleft())
             copying = self._thread.submit(self._copy, one.copy, mark)
+            copying.add_done_callback(lambda _: self._on_end())
             self._copies.setdefault(one.request_id, []).append(copying)
         for send in sends:
             self._thread.submit(self._send_blocks, send)
@@ -188,4 +189,7 @@ class TierExecutor:
 
     def _take_result(self, request_id: str) -> bool:
         """Whether all copies of the request were made. They have ended."""
-        return all(copying.result() for copying in self._copies.pop(request_id, ()))
+        return all(
+            not copying.cancelled() and copying.result()
+            for copying in self._copies.pop(request_id, ())
+        )

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,6 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.sim.cache.lower_tiers import WakingLookup, open_copiers, tier_counts
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
@@ -67,7 +66,7 @@ from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.sender import RankSender
 from headrace_kv.send.stream import SenderContext
-from headrace_kv.tiers.copier import TierCopier
+from headrace_kv.tiers.copier import TierCopier, block_bytes_of
 from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 from headrace_kv.tiers.pool import BlockLookup, PoolKeys, PoolOpener, pool_opener, pool_secret
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
@@ -159,7 +158,9 @@ class SimEngine(Engine):
             await self._register_host_memory()
         loop = asyncio.get_running_loop()
         self._ranks = Ranks(layout, lambda report: _call_soon(loop, self._rank_quiet, report))
-        self._ranks.open_tiers(self._copiers, self._loaded, self._waker())
+        self._ranks.open_tiers(
+            self._copiers, lambda load: _call_soon(loop, self._loaded, load), self._waker()
+        )
         self._stepper = Stepper(
             self.model, self._memory, self._pools, self._ranks, shape, self._clock
         )
@@ -180,20 +181,29 @@ class SimEngine(Engine):
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
     def _open_cache(self) -> None:
-        settings, layout, tiers = self._shape.settings, self.descriptor.layout, self._config.tiers
-        counts = tier_counts(self.descriptor, tiers, settings.host_blocks, settings.disk_blocks)
+        layout, tiers = self.descriptor.layout, self._config.tiers
+        counts: Mapping[Tier, int] = {}
+        if tiers.names:
+            counts = tiers.block_counts(block_bytes_of(layout, 0, pooled=tiers.pooled))
+            self.tier_loads = LoadTimes()
+            self._copiers = [
+                TierCopier(
+                    layout,
+                    memory,
+                    host_blocks=counts[Tier.HOST],
+                    disk_blocks=counts.get(Tier.DISK, 0),
+                    disk_folder=Path(tiers.disk_folder),
+                    pooled=tiers.pooled,
+                )
+                for memory in self.descriptor.ranks
+            ]
         planner = TierPlanner(
             LowerTiers(counts),
             layout.block_tokens,
             PoolUse(layout.rank_count, tiers.publishes, tiers.pool_timeout_s),
             sends_from_host=self._config.role == "prefill" and tiers.sends_from_host,
             promised_share=tiers.promised_share,
-            clock=self._clock.now_s,
         )
-        self._copiers = open_copiers(self.descriptor, tiers, counts)
-        if counts:
-            self.tier_loads = LoadTimes()
-        self._load_s_per_block = settings.host_copy_s_per_token * layout.block_tokens
         remote = (Tier.REMOTE,) if tiers.pooled else ()
         self.prefix_events = PrefixEventPublisher(
             self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *planner.names, *remote)
@@ -209,12 +219,8 @@ class SimEngine(Engine):
             self.prefix_events.on_hash_key(self._open_pool)
 
     def _loaded(self, load: TierLoad) -> None:
-        """A load counts as longer by the simulated time of its copy."""
         assert self.tier_loads is not None
         assert self.prefix_events is not None
-        if not load.failed:
-            seconds = load.seconds + load.block_count * self._load_s_per_block
-            load = replace(load, seconds=seconds)
         self.tier_loads.record(load)
         seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
         if seconds_per_block is not None:
@@ -239,7 +245,7 @@ class SimEngine(Engine):
         pool = self._open_remote_pool(memories, secret, lost)
         keys = PoolKeys(secret, self.descriptor.layout)
         self._ranks.attach_pool(pool, keys)
-        planner.attach(WakingLookup(BlockLookup(pool, keys), wake))
+        planner.attach(BlockLookup(pool, keys, wake))
 
     def _waker(self) -> Callable[[], None]:
         """Wakes the step loop from any thread."""
@@ -282,8 +288,6 @@ class SimEngine(Engine):
         self.require_adapter(work.adapter)
         if not (self._config.sends or work.cached_only):
             raise InternalError("this engine was not started for prefill")
-        if work.cached_only:
-            await self._requests.wait_loaded(work.target.deadline_s)
         self._open_senders()
         outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
         first_token = None

@@ -10,7 +10,6 @@ from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_executor import LayerKind, StepExecutor
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.tier_executor import PoolExecutor, TierExecutor
-from headrace_engine.sim.cache.lower_tiers import InlineExecutor
 from headrace_kv.hidden_state import hidden_state_rank
 from headrace_kv.layout import STATE, KvLayout
 from headrace_kv.messages import SendReport
@@ -60,11 +59,13 @@ class Ranks:
         self,
         copiers: Sequence[TierCopier],
         on_load: Callable[[TierLoad], None],
-        on_move: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
-        """Once, with a copier for each rank. `on_load` gets the loads of the first. `on_move`: see PoolExecutor."""
+        """Once, with a copier for each rank. `on_load` gets the loads of the first. `on_end` is called after each copy
+        and move, on any thread.
+        """
         for rank, (executor, copier) in enumerate(zip(self._executors, copiers, strict=False)):
-            pool = PoolExecutor(rank, on_move)
+            pool = PoolExecutor(rank, on_end)
             self._pools.append(pool)
             self._tiers.append(
                 TierExecutor(
@@ -72,7 +73,7 @@ class Ranks:
                     lambda load, rank=rank: None if rank else on_load(load),  # type: ignore[misc]
                     pool,
                     executor.send_from_host,
-                    copies=InlineExecutor(),
+                    on_end=on_end,
                 )
             )
 

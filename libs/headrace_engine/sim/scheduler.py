@@ -9,14 +9,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Draining,
     DuplicateTransfer,
     HeadraceError,
     InternalError,
     TransferFailed,
-    TransferTimeout,
 )
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_plan import StepPlan
@@ -72,7 +70,6 @@ class Scheduler:
         self._admitted: Sequence | None = None
         # Requests that send cached KV only.
         self._cached: list[Sequence] = []
-        self._loads: dict[str, asyncio.Task[None]] = {}
         self._changed = False
         self._work = asyncio.Event()
         self._closing = self._stopped = False
@@ -163,8 +160,6 @@ class Scheduler:
 
     def end_close(self) -> None:
         """`run` was cancelled: frees blocks that a step held, and others as soon as nothing uses them."""
-        for load in self._loads.values():
-            load.cancel()
         self._stopped = True
         self.wake()
         for sequence in tuple(self._by_id.values()):
@@ -257,7 +252,8 @@ class Scheduler:
         self._tiers.loads_ended(received, failed)
         self._pools.report_changes(self._waiting)
         for request_id in quiet:
-            self._end_wait(self._by_id[request_id], Wait.QUIET)
+            self._by_id[request_id].end_wait(Wait.QUIET)
+            self.update(self._by_id[request_id])
         for request_id in received:
             transfer_failed = request_id in plan.failed
             if transfer_failed or request_id in plan.received:
@@ -314,10 +310,6 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._running.append(sequence)
             self._plan_arrival(sequence, found)
-            load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
-            if load_s:
-                sequence.wait(Wait.LOAD)
-                self._start_load(sequence, self._clock.now_s() + load_s)
             self._became_ready(sequence)
 
     def _plan_arrival(self, sequence: Sequence, found: int) -> None:
@@ -355,30 +347,3 @@ class Scheduler:
             return
         if sequence.cached_only or not sequence.pending:
             self._cached.append(sequence)
-
-    async def wait_loaded(self, deadline_s: float) -> None:
-        """Returns when the blocks of main memory that are being copied may be used. Raises TransferTimeout before."""
-        loads = tuple(self._loads.values())
-        if loads and (await asyncio.wait(loads, timeout=Deadline(deadline_s).remaining_s()))[1]:
-            raise TransferTimeout("cached KV was not loaded in time")
-
-    def _end_wait(self, sequence: Sequence, wait: Wait) -> None:
-        sequence.end_wait(wait)
-        self._became_ready(sequence)
-        self.update(sequence)
-
-    def _start_load(self, sequence: Sequence, due_s: float) -> None:
-        load = asyncio.create_task(self._load(sequence, due_s))
-        name = sequence.transfer_id
-        self._loads[name] = load
-
-        def forget(ended: asyncio.Task[None]) -> None:
-            if self._loads.get(name) is ended:
-                del self._loads[name]
-
-        load.add_done_callback(forget)
-
-    async def _load(self, sequence: Sequence, due_s: float) -> None:
-        """Makes blocks from main memory usable when their simulated copy ends."""
-        await self._clock.sleep_until(due_s)
-        self._end_wait(sequence, Wait.LOAD)

@@ -40,10 +40,9 @@ from headrace_kv.tiers.promises import Kept
 
 
 class Wait(Enum):
-    """What a request waits for: copies from tiers, the time that they take, a transfer, and the end of all reads."""
+    """What a request waits for: copies from tiers, a transfer, and the end of all reads."""
 
     COPY = auto()
-    LOAD = auto()
     ARRIVAL = auto()
     QUIET = auto()
 
@@ -138,11 +137,7 @@ class Sequence:
     @property
     def is_releasable(self) -> bool:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
-        return (
-            self.ended
-            and not self._steps
-            and not self.waits & {Wait.COPY, Wait.ARRIVAL, Wait.QUIET}
-        )
+        return self.ended and not self._steps and not self.waits
 
     def reusable_tokens(self, keeps_state: bool) -> int:
         """How many of the prompt's first tokens need no computing when their KV is cached.

@@ -133,8 +133,7 @@ class WorkerConfig(ServiceConfig):
     )
     pipeline_parallel_size: PositiveCount = Field(
         1,
-        description="Pipeline stages that share the layers; each has tensor_parallel_size ranks. Engine sim has them "
-        "in model.",
+        description="Pipeline stages that share the layers; each has tensor_parallel_size ranks.",
     )
     max_model_len: NonNegativeCount = Field(
         0, description="Most tokens of prompt and answer together; 0 means the model's own."

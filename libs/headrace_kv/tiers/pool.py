@@ -90,11 +90,14 @@ class PoolKeys:
 
 
 class BlockLookup:
-    """Looks up blocks on all ranks of a worker, which may be far from here."""
+    """Looks up blocks on all ranks of a worker, which may be far from here. Any thread calls `on_found`."""
 
-    def __init__(self, pool: RemotePool, keys: PoolKeys) -> None:
+    def __init__(
+        self, pool: RemotePool, keys: PoolKeys, on_found: Callable[[], None] = lambda: None
+    ) -> None:
         self._pool = pool
         self._keys = keys
+        self._on_found = on_found
 
     def find(self, prefixes: Sequence[int], timeout_s: float) -> Future[int] | None:
         """How many first blocks every rank can fetch, which ends in time. None while the store cannot be asked."""
@@ -103,6 +106,7 @@ class BlockLookup:
         found: Future[int] = Future()
         asked = self._pool.exists(self._keys.of_prefixes(prefixes), timeout_s, self._keys.places)
         asked.add_done_callback(lambda ended: found.set_result(leading(ended.result())))
+        found.add_done_callback(lambda _: self._on_found())
         return found
 
 

@@ -20,6 +20,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.interface import Released
 from headrace_engine.worker import status
 from headrace_kv.messages import Reservation
+from headrace_kv.prefix.events import Tier
 from tests.component.engine.kv_event_workers import (
     BLOCK_TOKENS,
     MODEL,
@@ -27,7 +28,7 @@ from tests.component.engine.kv_event_workers import (
     random_prompt,
     whole_blocks,
 )
-from tests.component.engine.sim.support import decode_work
+from tests.component.engine.sim.support import decode_work, host_blocks
 from tests.waiting import let_a_wrong_step_show, until
 
 Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]
@@ -86,8 +87,7 @@ async def test_credited_tokens_equal_the_engines_cached_tokens(rig: EventRig, mo
 async def test_blocks_in_main_memory_count_by_their_measured_load_time(rig: EventRig) -> None:
     random = Random(3)
     first, second = random_prompt(random, 80), random_prompt(random, 80)
-    model = "sim:context=512,host_blocks=40,host_copy_s_per_token=0.002"
-    worker = await rig.add("w-0", model=model, num_gpu_blocks_override=96 // BLOCK_TOKENS)
+    worker = await rig.add("w-0", tiers=host_blocks(40), num_gpu_blocks_override=96 // BLOCK_TOKENS)
     table = rig.follow()
     await worker.answer(first)
     await rig.until_cached(table, first, w_0=80)
@@ -98,8 +98,11 @@ async def test_blocks_in_main_memory_count_by_their_measured_load_time(rig: Even
     assert unmeasured >= 0.75 * 80
     await worker.answer(first)
     await worker.answer(second)
-    # Computing a token takes twice as long as loading it does, or less than that on a busy machine.
-    rig.compute_s_per_token = 0.004
+    # Computing a token takes twice as long as loading it does.
+    loads = worker.engine.tier_loads
+    await until(lambda: loads is not None and loads.seconds_per_block(Tier.HOST) is not None)
+    assert loads is not None
+    rig.compute_s_per_token = 2 * (loads.seconds_per_block(Tier.HOST) or 0.0) / BLOCK_TOKENS
     await until(lambda: rig.cached(table, first)["w-0"] < unmeasured)
     # In the other role, too.
     refs = [worker.ref]

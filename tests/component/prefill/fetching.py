@@ -27,7 +27,6 @@ from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine, Released
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.stepper import SimClock
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.leases import Timers
 from headrace_kv.receive.receiver import Receiver
@@ -199,7 +198,6 @@ async def fetching_workers(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
-    decode_clock: SimClock | None = None,
     min_tokens: int = 8,
     timeout_s: float = 60.0,
     telemetry: Telemetry | None = None,
@@ -220,7 +218,6 @@ async def fetching_workers(
         engine_config("both" if both_roles else "decode", ref=DECODE, **(common | (decode or {}))),
         descriptors,
         transports=uses(decode_transports),
-        clock=decode_clock,
     )
     prefill_side = found[PREFILL] = SimEngine(
         engine_config(

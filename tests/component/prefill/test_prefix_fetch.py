@@ -67,9 +67,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "decode has larger blocks": {"prefill": {"block_size": 8}, "decode": {"block_size": 16}},
     "whole blocks, several caches and stages": {
         "model": "sim:layers=3,heads=2,index_layers=2,block_format=token_inner,context=512",
-        "decode": {
-            "model": "sim:layers=3,heads=2,index_layers=2,block_format=token_inner,context=512,stages=2"
-        },
+        "decode": {"pipeline_parallel_size": 2},
     },
 }
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 
+import pytest
+
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import TransferTimeout
 from headrace_kv.prefix.events import Tier
 from tests.component.engine.kv_event_workers import random_prompt
-from tests.component.engine.sim.support import advance_until
+from tests.component.engine.sim.support import hold_loads, host_blocks
 from tests.component.prefill.fetching import Reserved, Workers, fetching_workers
-from tests.sim_clock import ManualClock
 from tests.waiting import until
 
 MODEL = "sim:context=512"
@@ -29,56 +31,48 @@ GAP_S = 0.2
 
 @dataclass(slots=True)
 class LoadingFetch:
-    """A second turn, of which prefill wants a prefix that decode loads. `clock` is that of the load."""
+    """A second turn, of which prefill wants a prefix that decode loads once `go_on` is set."""
 
     workers: Workers
-    clock: ManualClock
+    go_on: threading.Event
     request: Reserved
     running: asyncio.Task[prefill_pb2.TaskDone]
 
-    async def load(self) -> None:
-        """Lets the load end."""
-        loads = self.workers.decode._requests._loads
-        await advance_until(lambda: not loads, self.clock)
-
     async def assert_right(self) -> None:
         """The first token depends on every byte in prefill's memory."""
-        answering = asyncio.create_task(self.request.answer())
-        await advance_until(answering.done, self.clock)
         expected = self.workers.expected(self.request.prompt, self.request.token_count)
-        assert await answering == expected
+        assert await self.request.answer() == expected
         assert (await self.running).reason == ""
 
 
 @asynccontextmanager
-async def loading_fetch(timeout_s: float) -> AsyncIterator[LoadingFetch]:
-    clock = ManualClock()
-    decode = {
-        "model": f"{MODEL},host_blocks=60,host_copy_s_per_token=1",
-        "num_gpu_blocks_override": DECODE_BLOCKS,
-    }
-    async with fetching_workers(
-        model=MODEL, decode=decode, decode_clock=clock, timeout_s=timeout_s
-    ) as workers:
+async def loading_fetch(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> AsyncIterator[LoadingFetch]:
+    decode = {"tiers": host_blocks(60), "num_gpu_blocks_override": DECODE_BLOCKS}
+    async with fetching_workers(model=MODEL, decode=decode, timeout_s=timeout_s) as workers:
         turn = await workers.turn(FIRST, ANSWER_TOKENS)
         for number in range(2):
             await workers.turn(random_prompt(Random(number), OTHER_TOKENS), 2)
         assert workers.fetches == []
         prompt = [*FIRST, *turn.tokens, *MORE]
+        go_on = hold_loads(monkeypatch)
         async with workers.reserved(prompt, 8) as request:
             # What was evicted counts as cached.
             assert request.reserved.start_token >= len(FIRST) + ANSWER_TOKENS - 8
             running = asyncio.create_task(request.prefill())
             await until(lambda: workers.prefill_receiver.active_count == 1)
-            yield LoadingFetch(workers, clock, request, running)
+            yield LoadingFetch(workers, go_on, request, running)
 
 
-async def test_a_fetch_of_what_decode_loads_waits_for_the_load() -> None:
-    async with loading_fetch(timeout_s=60.0) as fetch:
+async def test_a_fetch_of_what_decode_loads_waits_for_the_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with loading_fetch(monkeypatch, timeout_s=60.0) as fetch:
         await asyncio.sleep(GAP_S)
         assert fetch.workers.prefill_receiver.lease_count == 0
         assert fetch.workers.fetches == []
-        await fetch.load()
+        fetch.go_on.set()
         await fetch.assert_right()
         (record,) = fetch.workers.fetches
         assert record.reason == ""
@@ -87,10 +81,12 @@ async def test_a_fetch_of_what_decode_loads_waits_for_the_load() -> None:
         assert fetch.workers.decode.tier_loads.loaded_blocks()[Tier.HOST] > 0
 
 
-async def test_a_load_that_takes_longer_than_the_fetch_costs_its_time_only() -> None:
-    async with loading_fetch(timeout_s=GAP_S) as fetch:
+async def test_a_load_that_takes_longer_than_the_fetch_costs_its_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with loading_fetch(monkeypatch, timeout_s=GAP_S) as fetch:
         await until(lambda: bool(fetch.workers.fetches))
         assert [record.reason for record in fetch.workers.fetches] == [TransferTimeout.reason]
         assert fetch.workers.prefill_receiver.lease_count == 0
-        await fetch.load()
+        fetch.go_on.set()
         await fetch.assert_right()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace_common.errors import ConfigError
 from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 from headrace_common.registry.adapters import Adapter, adapter_to_proto, announced_violations
-from headrace_engine.sim.model.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
+from headrace_engine.sim.model.caches import SimCache, SimPart, spread_caches
 from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
 from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, heads_held
 
@@ -22,10 +23,54 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 BLOCK_TOKENS = 32
 _ORDERS: dict[str, tuple[Dimension, ...]] = {"hnd": HEAD_OUTER, "nhd": TOKENS_OUTER}
+_INDEX_PARTS = (SimPart("key", 16), SimPart("key_scale", 4, "float32"))
+_PART_BYTES_MAX = 65536
 
 
-@dataclass(frozen=True)
-class SimSettings:
+def _parts(text: str) -> tuple[SimPart, ...]:
+    found: list[SimPart] = []
+    for item in text.split("/"):
+        name, _, rest = item.partition(":")
+        nbytes, _, dtype = rest.partition(":")
+        if not name.isidentifier() or not (dtype or "uint8").isidentifier():
+            raise ValueError('write parts as "name:bytes" or "name:bytes:dtype", with "/" between')
+        if not nbytes.isdecimal() or not 0 < int(nbytes) <= _PART_BYTES_MAX:
+            raise ValueError(f"take 1 to {_PART_BYTES_MAX} bytes")
+        found.append(SimPart(name, int(nbytes), dtype or "uint8"))
+    if len({part.name for part in found}) < len(found):
+        raise ValueError("name every part differently")
+    return tuple(found)
+
+
+def _order(text: str) -> tuple[Dimension, ...]:
+    names = {str(dimension): dimension for dimension in HEAD_OUTER}
+    order = _ORDERS.get(text)
+    if order is None and sorted(text.split("/")) == sorted(names):
+        order = tuple(names[name] for name in text.split("/"))
+    if order is None:
+        raise ValueError(f'take hnd, nhd or the dimensions in any order, as in "{"/".join(names)}"')
+    return order
+
+
+def _adapters(text: str) -> tuple[Adapter, ...]:
+    found: list[Adapter] = []
+    for item in text.split("/"):
+        name, _, digest = item.partition(":")
+        found.append(Adapter(name, digest or hashlib.sha256(name.encode()).hexdigest()[:16]))
+    violations = announced_violations([adapter_to_proto(one) for one in found], "adapters")
+    if violations:
+        named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
+        raise ValueError(f'write "NAME" or "NAME:DIGEST", with "/" between: {named}')
+    return tuple(found)
+
+
+_LayerCount: TypeAlias = Annotated[int, Field(ge=0, le=512)]
+_HeadCount: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
+_Seconds: TypeAlias = Annotated[float, Field(ge=0, le=60)]
+_Parts: TypeAlias = Annotated[tuple[SimPart, ...], BeforeValidator(_parts)]
+
+
+class SimSettings(BaseModel):
     """The settings that a model named "sim:layers=4,heads=4" gives; each field may be given so.
 
     The model:
@@ -39,7 +84,7 @@ class SimSettings:
     - `parts`: arrays of attention's cache instead of one of head_bytes. Each is "name:bytes" or
       "name:bytes:dtype" for one head and token, as in "k:16:int8/v:16:int8/scale:4:float32".
     - `index_layers`: layers of a second cache with blocks of its own, such as a sparse attention's
-      index, with `index_heads` and `index_parts`.
+      index, with one head.
     - `state_layers`: layers that keep one page per request, such as convolution and SSM states, with
       `state_heads` and `state_parts`.
 
@@ -51,10 +96,6 @@ class SimSettings:
     - `block_format`: "token_outer", or "token_inner" for blocks that can only be copied whole. Both
       sides need the same one.
     - `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
-    - `stages`: pipeline stages, each with tensor_parallel_size ranks.
-    - `host_blocks`: evicted blocks that are kept in main memory, of a model with attention only.
-    - `disk_blocks`: blocks that main memory has evicted and that are kept in a file in /var/tmp.
-    - `host_copy_s_per_token`: seconds that copying them back takes.
     - `adapters`: LoRA adapters, as in "poet/coder:0a1b". Each changes all KV and answers. After ":" a name may have a
       digest in hex, another than its own. Adapters of one name and other digests differ.
 
@@ -63,30 +104,26 @@ class SimSettings:
       but neither written nor read: answers depend on the tokens alone, and no wrong byte is found.
     """
 
-    layers: int = 2
-    heads: int = 2
-    head_bytes: int = 16
-    vocabulary: int = 32000
-    context: int = 8192
-    prefill_s_per_token: float = 0.0
-    decode_step_s: float = 0.0
-    layer_s: float = 0.0
-    parts: tuple[SimPart, ...] = ()
-    index_layers: int = 0
-    index_heads: int = 1
-    index_parts: tuple[SimPart, ...] = (SimPart("key", 16), SimPart("key_scale", 4, "float32"))
-    state_layers: int = 0
-    state_heads: int = 2
-    state_parts: tuple[SimPart, ...] = (SimPart("conv", 24), SimPart("ssm", 64))
-    order: tuple[Dimension, ...] = HEAD_OUTER
-    block_format: str = TOKEN_OUTER
-    index_block_tokens: int = 0
-    stages: int = 1
-    host_blocks: int = 0
-    disk_blocks: int = 0
-    host_copy_s_per_token: float = 0.0
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    layers: Annotated[int, Field(ge=1, le=512)] = 2
+    heads: _HeadCount = 2
+    head_bytes: Annotated[int, Field(ge=8, le=_PART_BYTES_MAX, multiple_of=8)] = 16
+    vocabulary: Annotated[int, Field(ge=2, le=1 << 31)] = 32000
+    context: Annotated[int, Field(ge=2, le=1 << 24)] = 8192
+    prefill_s_per_token: _Seconds = 0.0
+    decode_step_s: _Seconds = 0.0
+    layer_s: _Seconds = 0.0
+    parts: _Parts = ()
+    index_layers: _LayerCount = 0
+    state_layers: _LayerCount = 0
+    state_heads: _HeadCount = 2
+    state_parts: _Parts = (SimPart("conv", 24), SimPart("ssm", 64))
+    order: Annotated[tuple[Dimension, ...], BeforeValidator(_order)] = HEAD_OUTER
+    block_format: Literal["token_outer", "token_inner"] = TOKEN_OUTER
+    index_block_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     verify: bool = True
-    adapters: tuple[Adapter, ...] = ()
+    adapters: Annotated[tuple[Adapter, ...], BeforeValidator(_adapters)] = ()
 
     @cached_property
     def caches(self) -> tuple[SimCache, ...]:
@@ -95,7 +132,7 @@ class SimSettings:
         return spread_caches(
             (
                 ("attention", TOKENS, self.layers, self.heads, attention),
-                ("index", TOKENS, self.index_layers, self.index_heads, self.index_parts),
+                ("index", TOKENS, self.index_layers, 1, _INDEX_PARTS),
                 ("state", STATE, self.state_layers, self.state_heads, self.state_parts),
             )
         )
@@ -106,33 +143,12 @@ class SimSettings:
         return self.layers + self.index_layers + self.state_layers
 
 
-_BOUNDS = {
-    "layers": (1, 512),
-    "heads": (1, 1024),
-    "head_bytes": (8, 65536),
-    "vocabulary": (2, 1 << 31),
-    "context": (2, 1 << 24),
-    "prefill_s_per_token": (0, 60),
-    "decode_step_s": (0, 60),
-    "layer_s": (0, 60),
-    "index_layers": (0, 512),
-    "index_heads": (1, 1024),
-    "state_layers": (0, 512),
-    "state_heads": (1, 1024),
-    "index_block_tokens": (0, 1 << 20),
-    "stages": (1, 512),
-    "host_blocks": (0, 1 << 24),
-    "disk_blocks": (0, 1 << 24),
-    "host_copy_s_per_token": (0, 60),
-}
-_PART_BYTES = (1, 65536)
-
-
 @dataclass(frozen=True)
 class SimShape:
     """The validated configuration of a sim engine.
 
-    `groups[i]` has `block_counts[i]` blocks. `block_tokens` is of the first group.
+    `groups[i]` has `block_counts[i]` blocks. `block_tokens` is of the first group. Each of the `stages` has
+    `tensor_parallel_size` ranks.
     """
 
     settings: SimSettings
@@ -142,6 +158,7 @@ class SimShape:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    stages: int = 1
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -169,8 +186,9 @@ class SimShape:
     @property
     def stage_starts(self) -> tuple[int, ...]:
         """The first layer of each pipeline stage."""
-        stages = self.settings.stages
-        return tuple(stage * self.settings.layer_count // stages for stage in range(stages))
+        return tuple(
+            stage * self.settings.layer_count // self.stages for stage in range(self.stages)
+        )
 
 
 _Fault = tuple[str, object, str]
@@ -184,156 +202,38 @@ def parse_settings(model: str) -> SimSettings:
         raise _config_error(
             [("model", model, 'the sim engine takes "sim" or "sim:layers=4,heads=4"')]
         )
-    values: dict[str, Any] = {}
-    faults: list[_Fault] = []
-    kinds = {field.name: type(field.default) for field in fields(SimSettings)}
-    for item in filter(None, text.split(",")):
-        key, _, value = item.partition("=")
-        if key not in kinds:
-            faults.append((f"model.{key}", value, f"known settings are {', '.join(kinds)}"))
-        elif key in values:
-            faults.append((f"model.{key}", value, "give it once"))
-        else:
-            values[key] = None
-            try:
-                values[key] = _read(key, value, kinds[key])
-            except ValueError as exc:
-                faults.append((f"model.{key}", value, str(exc)))
-    if not faults:
-        faults += _contradictions(values)
-    if faults:
-        raise _config_error(faults)
-    return SimSettings(**values)
-
-
-def _contradictions(values: dict[str, Any]) -> list[_Fault]:
-    """Values that contradict each other, though each is valid by itself."""
-    faults: list[_Fault] = []
-    settings = SimSettings(**values)
-    if settings.head_bytes % 8:
-        faults.append(("model.head_bytes", settings.head_bytes, "take a multiple of 8"))
-    if "head_bytes" in values and settings.parts:
-        faults.append(("model.head_bytes", settings.head_bytes, "omit it: parts give the sizes"))
-    if settings.host_blocks and (settings.index_layers or settings.state_layers):
-        remedy = "omit it: index_layers and state_layers cannot be kept in main memory"
-        faults.append(("model.host_blocks", settings.host_blocks, remedy))
-    if settings.disk_blocks and not settings.host_blocks:
-        remedy = "set host_blocks too: blocks reach the disk from main memory"
-        faults.append(("model.disk_blocks", settings.disk_blocks, remedy))
-    if settings.stages > settings.layer_count:
-        remedy = f"take 1 to {settings.layer_count}, the number of layers"
-        faults.append(("model.stages", settings.stages, remedy))
-    return faults
-
-
-def _read(key: str, text: str, kind: type) -> object:
-    """A setting's value. Raises ValueError with the remedy."""
-    readers: dict[str, Callable[[str], object]] = {
-        "order": _order,
-        "block_format": _parse_block_format,
-        "verify": _parse_switch,
-        "adapters": _parse_adapters,
-    }
-    if key in readers:
-        return readers[key](text)
-    if kind is tuple:
-        return _parts(text)
-    return _number(text, kind, _BOUNDS[key])
-
-
-def _number(text: str, kind: type, bounds: tuple[int, int]) -> int | float:
-    lowest, highest = bounds
+    items = (item.partition("=") for item in filter(None, text.split(",")))
     try:
-        value: int | float = kind(text)
-    except ValueError as exc:
-        raise ValueError(f"write a number ({kind.__name__})") from exc
-    if not (math.isfinite(value) and lowest <= value <= highest):
-        raise ValueError(f"take {lowest} to {highest}")
-    return value
-
-
-def _parts(text: str) -> tuple[SimPart, ...]:
-    found: list[SimPart] = []
-    for item in text.split("/"):
-        name, _, rest = item.partition(":")
-        nbytes, _, dtype = rest.partition(":")
-        if not name.isidentifier() or not (dtype or "uint8").isidentifier():
-            raise ValueError('write parts as "name:bytes" or "name:bytes:dtype", with "/" between')
-        found.append(SimPart(name, int(_number(nbytes, int, _PART_BYTES)), dtype or "uint8"))
-    if len({part.name for part in found}) < len(found):
-        raise ValueError("name every part differently")
-    return tuple(found)
-
-
-def _order(text: str) -> tuple[Dimension, ...]:
-    names = {str(dimension): dimension for dimension in HEAD_OUTER}
-    order = _ORDERS.get(text)
-    if order is None and sorted(text.split("/")) == sorted(names):
-        order = tuple(names[name] for name in text.split("/"))
-    if order is None:
-        raise ValueError(f'take hnd, nhd or the dimensions in any order, as in "{"/".join(names)}"')
-    return order
-
-
-def _parse_block_format(text: str) -> str:
-    if text not in (TOKEN_OUTER, TOKEN_INNER):
-        raise ValueError(f"take {TOKEN_OUTER} or {TOKEN_INNER}")
-    return text
-
-
-def _parse_switch(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise ValueError("take on or off")
-    return text == "on"
-
-
-def _parse_adapters(text: str) -> tuple[Adapter, ...]:
-    found: list[Adapter] = []
-    for item in text.split("/"):
-        name, _, digest = item.partition(":")
-        found.append(Adapter(name, digest or hashlib.sha256(name.encode()).hexdigest()[:16]))
-    violations = announced_violations([adapter_to_proto(one) for one in found], "adapters")
-    if violations:
-        named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
-        raise ValueError(f'write "NAME" or "NAME:DIGEST", with "/" between: {named}')
-    return tuple(found)
+        return SimSettings.model_validate({key: value for key, _, value in items})
+    except ValidationError as exc:
+        raise _config_error(
+            [(f"model.{one['loc'][0]}", one["input"], one["msg"]) for one in exc.errors()]
+        ) from exc
 
 
 def plan_shape(config: EngineConfig) -> SimShape:
     """The engine that `config` describes. Raises ConfigError naming every wrong field."""
     settings = parse_settings(config.model)
-    faults: list[_Fault] = [
-        (field, getattr(config, field), f"take {least} or more")
-        for field, least in (
-            ("tensor_parallel_size", 1),
-            ("block_size", 0),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("max_model_len", 0),
-            ("num_gpu_blocks_override", 0),
-        )
-        if getattr(config, field) < least
-    ]
-    if config.pipeline_parallel_size != 1:
-        remedy = (
-            f'the sim engine takes it in model, as in "sim:stages={config.pipeline_parallel_size}"'
-        )
-        faults.append(("pipeline_parallel_size", config.pipeline_parallel_size, remedy))
-    if faults:
-        raise _config_error(faults)
-    config = replace(config, block_size=config.block_size or BLOCK_TOKENS)
+    block_tokens = config.block_size or BLOCK_TOKENS
     context = config.max_model_len or settings.context
-    block_count = _block_count(config, settings, context)
-    capacity = block_count * config.block_size
+    block_count = config.num_gpu_blocks_override or _affordable_blocks(
+        config, settings, block_tokens, context
+    )
+    capacity = block_count * block_tokens
     shape = SimShape(
         settings=settings,
         tensor_parallel_size=config.tensor_parallel_size,
-        block_tokens=config.block_size,
+        block_tokens=block_tokens,
         block_count=block_count,
         max_model_len=min(context, capacity),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        stages=config.pipeline_parallel_size,
     )
+    faults: list[_Fault] = []
+    if shape.stages > settings.layer_count:
+        remedy = f"take 1 to {settings.layer_count}, the number of layers"
+        faults.append(("pipeline_parallel_size", shape.stages, remedy))
     if config.max_num_batched_tokens < shape.span_tokens:
         remedy = f"take {shape.span_tokens}, which fill whole blocks, or more"
         faults.append(("max_num_batched_tokens", config.max_num_batched_tokens, remedy))
@@ -345,10 +245,10 @@ def plan_shape(config: EngineConfig) -> SimShape:
     return shape
 
 
-def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> int:
-    """The configured number of blocks, else as many as fit into memory and requests can use."""
-    if config.num_gpu_blocks_override:
-        return config.num_gpu_blocks_override
+def _affordable_blocks(
+    config: EngineConfig, settings: SimSettings, block_tokens: int, context: int
+) -> int:
+    """As many blocks as fit into memory and requests can use."""
     ranks = config.tensor_parallel_size
     token_bytes = page_bytes = 0
     for cache in settings.caches:
@@ -358,15 +258,12 @@ def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> i
             page_bytes += nbytes
         else:
             token_bytes += nbytes
-    budget = (
-        int((config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) * _GIB) - config.max_num_seqs * page_bytes
-    )
-    affordable = budget // (token_bytes * config.block_size)
+    memory_bytes = int((config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) * _GIB)
+    affordable = (memory_bytes - config.max_num_seqs * page_bytes) // (token_bytes * block_tokens)
     if affordable < 1:
         remedy = "it does not hold one block: take more"
         raise _config_error([("kv_cache_gib", config.kv_cache_gib, remedy)])
-    useful = config.max_num_seqs * -(-context // config.block_size)
-    return min(affordable, useful)
+    return min(affordable, config.max_num_seqs * -(-context // block_tokens))
 
 
 def _config_error(faults: list[_Fault]) -> ConfigError:

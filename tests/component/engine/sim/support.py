@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
@@ -32,15 +34,19 @@ from headrace_engine.sim.stepper import SimClock
 from headrace_kv.checksum import DigestMode
 from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.messages import Reservation, SendReport, TransferTarget
+from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.transfer import IncomingTransfer, TransferState, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.shard_map import edges, heads_held
 from headrace_kv.tickets import NoTickets
+from headrace_kv.tiers.copier import TierCopier
 from headrace_kv.tiers.pool import PoolOpener
+from headrace_kv.tiers.tiers import TierCopy, TierSettings
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import TransportUse
+from headrace_kv.transport.memory import PAGE_BYTES, PASSED, Mark
 from tests.in_memory_transport import KIND
 from tests.sim_clock import ManualClock
 from tests.waiting import PATIENCE_S, until
@@ -76,6 +82,24 @@ def engine_config(role: WorkerRole, **changes: Any) -> EngineConfig:
 async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
     """For engines that send nothing."""
     raise NotFound(f"{ref} is unknown")
+
+
+def host_blocks(count: int) -> TierSettings:
+    """Main memory for so many blocks of these small models."""
+    return TierSettings(host_gib=count * PAGE_BYTES / 2**30)
+
+
+def hold_loads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Loads from main memory wait from now on until the event is set."""
+    go_on, copy_blocks = threading.Event(), TierCopier.copy
+
+    def held(copier: TierCopier, copy: TierCopy, mark: Mark = PASSED) -> None:
+        if copy.destination == Tier.DEVICE:
+            assert go_on.wait(PATIENCE_S)
+        copy_blocks(copier, copy, mark)
+
+    monkeypatch.setattr(TierCopier, "copy", held)
+    return go_on
 
 
 def uses(transports: Callable[[], KvTransport] | None) -> Callable[[], TransportUse] | None:

@@ -185,7 +185,7 @@ async def test_first_tokens_come_from_one_of_several_ranks(
     """Of four ranks with two heads, some copies send no KV at all. Only the last stage has a hidden state."""
     async with pair(
         model=model,
-        prefill={"tensor_parallel_size": ranks[0], "model": f"{model},stages={stages}"},
+        prefill={"tensor_parallel_size": ranks[0], "pipeline_parallel_size": stages},
         decode={"tensor_parallel_size": ranks[1]},
     ) as both:
         for number in range(4):

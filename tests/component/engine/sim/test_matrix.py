@@ -37,7 +37,7 @@ OPAQUE = "layers=2,heads=4,parts=k:16/v:16,block_format=token_inner"
 
 
 class Side(NamedTuple):
-    """One worker: ranks of a stage, tokens of a block, and settings of its own.
+    """One worker: ranks of a stage, tokens of a block, settings of its own, and stages.
 
     `broadcast`: whether its ranks copy equal bytes to each other.
     """
@@ -46,6 +46,7 @@ class Side(NamedTuple):
     block_tokens: int = 8
     settings: str = ""
     broadcast: bool = False
+    stages: int = 1
 
 
 # Each kind of model once. tests/unit/kv/plan/test_plans_against_naive_copies.py has any two layouts.
@@ -59,9 +60,9 @@ PAIRINGS: tuple[tuple[str, Side, Side], ...] = (
     ("layers=2,heads=1,parts=k:16/v:16", Side(2, settings=NHD), Side(3, settings=APART)),
     # Heads that the ranks cannot share evenly.
     ("layers=2,heads=5", Side(3, settings=NHD), Side(2, settings=HND)),
-    ("layers=2,heads=6,parts=k:8/v:8", Side(3, settings="stages=2"), Side(2, 16, "stages=2")),
+    ("layers=2,heads=6,parts=k:8/v:8", Side(3, stages=2), Side(2, 16, stages=2)),
     (MLA, Side(4), Side(2)),
-    (MLA, Side(2, settings="stages=3"), Side(4, settings="stages=2", broadcast=True)),
+    (MLA, Side(2, stages=3), Side(4, stages=2, broadcast=True)),
     (MLA_APART, Side(1, 16), Side(4, 4, broadcast=True)),
     # Scales beside the values.
     (
@@ -81,7 +82,7 @@ PAIRINGS: tuple[tuple[str, Side, Side], ...] = (
     (
         f"{MLA_APART},state_layers=3,state_heads=6",
         Side(3),
-        Side(4, settings="stages=2", broadcast=True),
+        Side(4, stages=2, broadcast=True),
     ),
     (
         "layers=2,heads=2,state_layers=2,state_parts=conv:6:int8/ssm:33:int8/scale:2",
@@ -91,7 +92,7 @@ PAIRINGS: tuple[tuple[str, Side, Side], ...] = (
     (
         "layers=3,heads=2,parts=k:16:int8/scale:4:float32,index_layers=2,state_layers=2",
         Side(4, 16, "index_block_tokens=8"),
-        Side(2, 8, "stages=2,order=nhd"),
+        Side(2, 8, NHD, stages=2),
     ),
     # Blocks that can only be copied whole.
     (OPAQUE, Side(3, settings=NHD), Side(8, settings=BLOCKS_OUTER)),
@@ -144,6 +145,7 @@ def config_of(side: Side, model: str) -> dict[str, Any]:
     return {
         "model": f"sim:{','.join(settings)}",
         "tensor_parallel_size": side.ranks,
+        "pipeline_parallel_size": side.stages,
         "block_size": side.block_tokens,
         "num_gpu_blocks_override": -(-512 // side.block_tokens),
         "max_num_batched_tokens": 48,

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -24,19 +25,19 @@ from tests.component.engine.sim.support import (
     Handed,
     Pair,
     Started,
-    advance_until,
     close,
     decode_work,
+    hold_loads,
+    host_blocks,
     pair,
     tokens_of,
 )
 from tests.in_memory_transport import InMemoryTransport
-from tests.sim_clock import ManualClock
 from tests.waiting import until
 
 LAYERS = 3
 MODEL = f"sim:layers={LAYERS},context=512"
-HOST = f"{MODEL},host_blocks=60"
+HOST = host_blocks(60)
 # Decode computes the last token. The others fill 10 blocks of 8.
 WHOLE_TOKENS = 81
 CACHED_TOKENS = 80
@@ -69,9 +70,9 @@ def opened(transports: list[GatedTransport]) -> KvTransport:
 
 
 @asynccontextmanager
-async def small_pair(host: str = HOST, **changes: Any) -> AsyncIterator[Pair]:
+async def small_pair(tiers: TierSettings = HOST, **changes: Any) -> AsyncIterator[Pair]:
     """A prefill engine with KV memory for one prompt, and main memory for several."""
-    prefill = {"model": host, "num_gpu_blocks_override": KV_BLOCKS} | changes.pop("prefill", {})
+    prefill = {"tiers": tiers, "num_gpu_blocks_override": KV_BLOCKS} | changes.pop("prefill", {})
     async with pair(model=MODEL, prefill=prefill, **changes) as both:
         yield both
 
@@ -135,26 +136,24 @@ async def test_blocks_in_kv_memory_and_blocks_below_are_both_sent() -> None:
 
 
 @pytest.mark.parametrize("tokens", [WHOLE_TOKENS, TAIL_TOKENS])
-async def test_a_prompt_is_sent_before_it_is_loaded(tokens: int) -> None:
+async def test_a_prompt_is_sent_before_it_is_loaded(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = random_prompt(Random(3), tokens)
-    clock, transports = ManualClock(), list[GatedTransport]()
-    async with small_pair(
-        host=f"{HOST},host_copy_s_per_token=1",
-        prefill_clock=clock,
-        prefill_transports=lambda: opened(transports),
-    ) as both:
+    transports = list[GatedTransport]()
+    async with small_pair(prefill_transports=lambda: opened(transports)) as both:
         await both.generate(prompt, transfer_id="first")
         await evict(both)
+        go_on = hold_loads(monkeypatch)
         before = transports[0].write_count
         started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
-        # No time passes, so that nothing is loaded.
         await until(lambda: transports[0].write_count == before + LAYERS)
         if tokens == TAIL_TOKENS:
             assert not started.prefill.done()
-        await advance_until(started.prefill.done, clock)
+        go_on.set()
         await finish(both, started, prompt)
         assert started.prefill.result().tier_tokens == {Tier.HOST: CACHED_TOKENS}
-        assert loaded_blocks(both) == CACHED_TOKENS // 8
+        await until(lambda: loaded_blocks(both) == CACHED_TOKENS // 8)
 
 
 async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
@@ -162,7 +161,7 @@ async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
     transports = list[GatedTransport]()
     # Main memory has room for two prompts.
     async with small_pair(
-        host=f"{MODEL},host_blocks=20", prefill_transports=lambda: opened(transports)
+        tiers=host_blocks(20), prefill_transports=lambda: opened(transports)
     ) as both:
         await both.generate(prompt, transfer_id="first")
         await evict(both)
@@ -198,8 +197,8 @@ async def test_a_failed_transfer_ends_the_hold() -> None:
 
 async def test_it_can_be_switched_off() -> None:
     prompt = random_prompt(Random(6), WHOLE_TOKENS)
-    tiers = TierSettings(host_gib=0.001, sends_from_host=False)
-    async with small_pair(host=MODEL, prefill={"tiers": tiers}) as both:
+    tiers = replace(HOST, sends_from_host=False)
+    async with small_pair(tiers) as both:
         handed = await again(both, prompt)
         assert handed.outcome is not None
         assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}

@@ -24,9 +24,9 @@ MODELS = [
     "heads=4,parts=k:16:int8/v:16:int8/scale:4:float32,order=nhd",
     "heads=5,parts=k:12/v:3,order=block/layer/head/token/part",
     "parts=k:16/v:20,block_format=token_inner",
-    "state_layers=3,state_heads=3,stages=2",
+    "state_layers=3,state_heads=3",
     "layers=3,index_layers=3,index_block_tokens=6,order=nhd",
-    "index_layers=1,state_layers=2,stages=3,order=part/block/token/layer/head,block_format=token_inner",
+    "index_layers=1,state_layers=2,order=part/block/token/layer/head,block_format=token_inner",
 ]
 
 
@@ -42,6 +42,7 @@ class Filled:
             max_model_len=BLOCK_TOKENS * BLOCK_COUNT,
             max_num_seqs=4,
             max_num_batched_tokens=64,
+            stages=1 + text.count("state_layers"),
         )
         self.model = SimModel(self.shape.settings)
         self.memory = SimMemory(self.model, self.shape, guard_seed=7)
