@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -63,63 +63,10 @@ def _example(schema: Any, definitions: Mapping[str, Any] | None = None, level: i
     return {**plain, "boolean": True, "null": None}.get(kind, "sim")
 
 
-_CANDIDATES = 32
-
-
-def is_constrained(sampling: Sampling) -> bool:
-    """Whether `constrain` changes anything."""
-    return bool(
-        sampling.logit_bias
-        or sampling.structured_outputs
-        or sampling.allowed_token_ids
-        or sampling.bad_token_sequences
-        or sampling.min_tokens
-    )
-
-
-def constrain(
-    digest: int,
-    vocabulary: int,
-    candidates: tuple[list[int], list[float]],
-    sampling: Sampling,
-    answer: Sequence[int],
-) -> tuple[list[int], list[float]]:
-    """The tokens that may follow `answer`, and their scores, from the model's own candidates.
-
-    Tokens that are allowed, or have a bias, become candidates as well. Their scores lie below those of the model's own.
-    """
-    allowed = _allowed(sampling, answer)
-    prevented = _prevented(sampling, answer)
-    biases = dict(sampling.logit_bias)
-    scores = dict(zip(*candidates, strict=True))
-    lowest = min(scores.values()) - 1.0
-    liked = (token for token, bias in biases.items() if bias > 0)
-    for token in (*liked, *_in_random_order(digest, allowed or ())):
-        scores.setdefault(token, lowest)
-    kept = {
-        token: score + biases.get(token, 0.0)
-        for token, score in scores.items()
-        if token not in prevented and (allowed is None or token in allowed)
-    }
-    if not kept:
-        kept = {_first_not_prevented(digest, vocabulary, prevented): lowest}
-    ranked = sorted(kept.items(), key=lambda item: -item[1])
-    return [token for token, _ in ranked], [score for _, score in ranked]
-
-
 def choice_is_complete(sampling: Sampling, answer: Sequence[int]) -> bool:
     """Whether the answer is one of the texts of its form, and no longer one."""
     outputs = sampling.structured_outputs
     return outputs is not None and bool(answer) and not _next_bytes(texts_of_form(outputs), answer)
-
-
-def _allowed(sampling: Sampling, answer: Sequence[int]) -> frozenset[int] | None:
-    """None for all tokens."""
-    outputs = sampling.structured_outputs
-    if outputs is None:
-        return frozenset(sampling.allowed_token_ids) or None
-    found = _next_bytes(texts_of_form(outputs), answer)
-    return found & frozenset(sampling.allowed_token_ids) if sampling.allowed_token_ids else found
 
 
 def _next_bytes(texts: Sequence[str], answer: Sequence[int]) -> frozenset[int]:
@@ -129,28 +76,6 @@ def _next_bytes(texts: Sequence[str], answer: Sequence[int]) -> frozenset[int]:
     return frozenset(
         text[count] for text in encoded if len(text) > count and list(text[:count]) == known
     )
-
-
-def _prevented(sampling: Sampling, answer: Sequence[int]) -> frozenset[int]:
-    prevented = {
-        ids[-1]
-        for ids in sampling.bad_token_sequences
-        if tuple(answer[max(0, len(answer) - len(ids) + 1) :]) == ids[:-1]
-    }
-    if len(answer) < sampling.min_tokens:
-        prevented.update(sampling.stop_token_ids)
-    return frozenset(prevented)
-
-
-def _in_random_order(digest: int, tokens: Iterable[int]) -> list[int]:
-    return sorted(tokens, key=lambda token: mix_int(digest ^ token))[:_CANDIDATES]
-
-
-def _first_not_prevented(digest: int, vocabulary: int, prevented: frozenset[int]) -> int:
-    """Real models choose some token even when all are prevented."""
-    start = mix_int(digest) % vocabulary
-    order = ((start + step) % vocabulary for step in range(vocabulary))
-    return next((token for token in order if token not in prevented), start)
 
 
 HIDDEN_FORMAT: Final = HiddenFormat("float32", 576)
@@ -174,6 +99,7 @@ def digest_of(state: bytes) -> int:
 
 
 _BYTES = 256
+_CANDIDATES = 32
 _TOP_SCORE = 16.0
 _WORD = float(1 << 64)
 
@@ -192,22 +118,28 @@ def choose_token(
     """The token after `prompt` and `answer`, given the `digest` of their KV cache.
 
     With a temperature, `sampling.seed` must be set. Logprobs are those of the model, before
-    penalties and temperature.
+    penalties and temperature. Other bounds on the tokens of an answer than its form are ignored.
     """
     if is_plain(sampling):
         return Choice(plain_token(digest, vocabulary), None)
-    constrained = is_constrained(sampling)
     tokens = _candidates(digest, vocabulary)
+    if sampling.structured_outputs is not None:
+        allowed = _next_bytes(texts_of_form(sampling.structured_outputs), answer)
+        tokens = sorted(allowed, key=lambda token: mix_int(digest ^ token)) or tokens
     scores = _scores(digest, len(tokens))
-    if constrained:
-        tokens, scores = constrain(digest, vocabulary, (tokens, scores), sampling, answer)
-    penalized = _penalized(tokens, scores, sampling, prompt, answer)
-    order = sorted(range(len(tokens)), key=lambda index: -penalized[index])
-    chosen = order[0]
+    preferences = [
+        _penalized(token, score, sampling, prompt, answer)
+        for token, score in zip(tokens, scores, strict=True)
+    ]
     if sampling.temperature > 0:
         assert sampling.seed is not None
-        counter = mix_int(sampling.seed) ^ mix_int(len(prompt) + len(answer))
-        chosen = _drawn(order, penalized, sampling, mix_int(digest ^ counter) / _WORD)
+        noise = digest ^ mix_int(sampling.seed) ^ mix_int(len(prompt) + len(answer))
+        # The largest sum is at an index with the probability that softmax gives it.
+        preferences = [
+            score / sampling.temperature - math.log(-math.log((mix_int(noise + index) + 1) / _WORD))
+            for index, score in enumerate(preferences)
+        ]
+    chosen = preferences.index(max(preferences))
     if sampling.logprobs is None:
         return Choice(tokens[chosen], None)
     logprobs = _log_softmax(scores)
@@ -232,23 +164,20 @@ def token_logprobs(digest: int, vocabulary: int, token_id: int, count: int) -> T
 
 def is_plain(sampling: Sampling) -> bool:
     """Whether `plain_token` chooses."""
-    return not is_constrained(sampling) and not _needs_scores(sampling)
+    return not (
+        sampling.structured_outputs
+        or sampling.temperature > 0
+        or sampling.logprobs is not None
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1
+    )
 
 
 def plain_token(digest: int, vocabulary: int) -> int:
     """The most likely token."""
     lowest = _lowest(vocabulary)
     return lowest + mix_int(digest) % (vocabulary - lowest)
-
-
-def _needs_scores(sampling: Sampling) -> bool:
-    return (
-        sampling.temperature > 0
-        or sampling.logprobs is not None
-        or sampling.presence_penalty != 0
-        or sampling.frequency_penalty != 0
-        or sampling.repetition_penalty != 1
-    )
 
 
 def _candidates(digest: int, vocabulary: int) -> list[int]:
@@ -271,46 +200,12 @@ def _scores(digest: int, count: int) -> list[float]:
 
 
 def _penalized(
-    tokens: list[int],
-    scores: list[float],
-    sampling: Sampling,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-) -> list[float]:
-    penalized = list(scores)
-    repeats = sampling.repetition_penalty != 1
-    seen = {*prompt, *answer} if repeats else set(answer)
-    for index, token in enumerate(tokens):
-        if token not in seen:
-            continue
-        if repeats:
-            score = penalized[index]
-            factor = sampling.repetition_penalty
-            penalized[index] = score / factor if score > 0 else score * factor
-        times = answer.count(token)
-        penalized[index] -= times * sampling.frequency_penalty
-        penalized[index] -= (times > 0) * sampling.presence_penalty
-    return penalized
-
-
-def _drawn(order: list[int], scores: list[float], sampling: Sampling, share: float) -> int:
-    if sampling.top_k:
-        order = order[: sampling.top_k]
-    top = scores[order[0]]
-    weights = [math.exp((scores[index] - top) / sampling.temperature) for index in order]
-    total = sum(weights)
-    kept, mass = 0, 0.0
-    for weight in weights:
-        if kept and (mass >= sampling.top_p * total or weight < sampling.min_p):
-            break
-        mass += weight
-        kept += 1
-    target, passed = share * mass, 0.0
-    for index, weight in zip(order[:kept], weights, strict=False):
-        passed += weight
-        if target < passed:
-            return index
-    return order[kept - 1]
+    token: int, score: float, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]
+) -> float:
+    times, factor = answer.count(token), sampling.repetition_penalty
+    if factor != 1 and (times or token in prompt):
+        score = score / factor if score > 0 else score * factor
+    return score - times * sampling.frequency_penalty - (times > 0) * sampling.presence_penalty
 
 
 def _log_softmax(scores: list[float]) -> list[float]:

@@ -26,14 +26,6 @@ def choice(*texts: str) -> Sampling:
     return replace(GREEDY, structured_outputs=StructuredOutputs("choice", choices=texts))
 
 
-@given(digests)
-def test_a_sequence_is_prevented_at_its_last_token(digest: int) -> None:
-    free = chosen(digest, GREEDY, (5, 6))
-    prevented = replace(GREEDY, bad_token_sequences=((5, 6, free),))
-    assert chosen(digest, prevented, (5, 6)) != free
-    assert chosen(digest, replace(prevented, bad_token_sequences=((6, 5, free),)), (5, 6)) == free
-
-
 @given(digests, st.sampled_from([("yes", "no", "née"), ("same",), ("ab", "abc")]))
 def test_an_answer_is_one_of_the_choices(digest: int, texts: tuple[str, ...]) -> None:
     sampling, answer = choice(*texts), list[int]()
