@@ -336,7 +336,7 @@ class Scheduler:
         sequence = self._admitted
         assert sequence is not None
         if sequence.generation is not None:
-            sequence.generation.events.put_reservation(reservation)
+            sequence.generation.events.put(reservation)
         elif sequence.prefix is not None and not sequence.prefix.start(reservation):
             self.planner.transfer_settled(reservation.transfer_id, whole=False)
             self.wake()

@@ -238,13 +238,19 @@ class Sequence:
             self._append(token_id, model)
 
     def token_generated(
-        self, token_id: int, logprobs: TokenLogprobs | None, model: SimModel
+        self,
+        token_id: int,
+        model: SimModel,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         """Adds a token to the answer and to the events. It ends with a stop token or when it is full."""
         generation = self.generation
         assert generation is not None
         self.awaits_first_token = False
-        generation.events.put_token(token_id, logprobs, self.first_step_ns)
+        generation.events.put(
+            DecodeTokens((token_id,), logprobs, self.first_step_ns, prompt_logprobs)
+        )
         needs_kv = self._append(token_id, model)
         stopped = token_id in generation.sampling.stop_token_ids
         if stopped or not needs_kv:
@@ -256,7 +262,7 @@ class Sequence:
         assert generation is not None
         self.ended = True
         kept = generation.keep(self)
-        generation.events.put_end(DecodeEnded(stopped, self.cached, self.tier_tokens, kept))
+        generation.events.put(DecodeEnded(stopped, self.cached, self.tier_tokens, kept))
 
     def _append(self, token_id: int, model: SimModel) -> bool:
         """Whether the token needs KV. The last one of the longest answer does not."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.time_model.model import Step
-from headrace_engine.interface import DecodeTokens, Sampling
+from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.bit_mixer import U64Array
@@ -188,7 +188,7 @@ class Stepper:
         assert sequence.generation is not None
         digest = digest_of(state)
         choice = self._choose(sequence, sequence.generation.sampling, digest)
-        sequence.token_generated(choice.token_id, choice.logprobs, self._model)
+        sequence.token_generated(choice.token_id, self._model, choice.logprobs)
         return choice.token_id
 
     async def compute(self, chunks: Items[Chunk], *, sends: bool) -> None:
@@ -228,8 +228,7 @@ class Stepper:
         first = sequence.first_token
         if first is not None:
             choice = self._choose(sequence, first.sampling, self._digest(sequence))
-            logprobs = () if choice.logprobs is None else (choice.logprobs,)
-            first.on_token(DecodeTokens((choice.token_id,), logprobs))
+            first.on_token(DecodeTokens((choice.token_id,), choice.logprobs))
         sequence.close()
 
     def hidden_state(self, sequence: Sequence) -> bytes:
@@ -239,27 +238,22 @@ class Stepper:
     def _generate(self, sequence: Sequence) -> None:
         generation = sequence.generation
         assert generation is not None
-        answer_is_new = len(sequence.tokens) == sequence.prompt_count
-        if generation.sampling.prompt_logprobs is not None and answer_is_new:
-            generation.events.put_prompt_logprobs(
-                self._model.prompt_logprobs(
-                    sequence.tokens[: sequence.prompt_count],
-                    sequence.hashes,
-                    generation.sampling.prompt_logprobs,
-                )
-            )
+        sampling, count = generation.sampling, sequence.prompt_count
+        digest = self._digest(sequence)
         if generation.plain:
-            token_id = plain_token(self._digest(sequence), self._model.vocabulary)
-            sequence.token_generated(token_id, None, self._model)
+            token_id = plain_token(digest, self._model.vocabulary)
+            sequence.token_generated(token_id, self._model)
             return
-        sampling = generation.sampling
-        if sampling.structured_outputs and choice_is_complete(
-            sampling, sequence.tokens[sequence.prompt_count :]
-        ):
+        if choice_is_complete(sampling, sequence.tokens[count:]):
             sequence.end_answer(stopped=True)
             return
-        choice = self._choose(sequence, sampling, self._digest(sequence))
-        sequence.token_generated(choice.token_id, choice.logprobs, self._model)
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if sampling.prompt_logprobs is not None and len(sequence.tokens) == count:
+            prompt_logprobs = self._model.prompt_logprobs(
+                sequence.tokens, sequence.hashes, sampling.prompt_logprobs
+            )
+        choice = self._choose(sequence, sampling, digest)
+        sequence.token_generated(choice.token_id, self._model, choice.logprobs, prompt_logprobs)
 
     def _digest(self, sequence: Sequence) -> int:
         if not self._settings.verify:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count as counted
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,11 @@ class SimModel:
         self.layer_count = settings.layer_count
         self.vocabulary = settings.vocabulary
         self._verifies = settings.verify
-        formulas: list[tuple[PartFormula, ...]] = []
-        number = 0
-        for cache in self.caches:
-            last = number + len(cache.parts)
-            numbered = zip(cache.parts, range(number, last), strict=True)
-            formulas.append(tuple(PartFormula.of(cache, part, at) for part, at in numbered))
-            number = last
-        self.formulas = tuple(formulas)
+        numbers = counted()
+        self.formulas = tuple(
+            tuple(PartFormula.of(cache, part, next(numbers)) for part in cache.parts)
+            for cache in self.caches
+        )
         self._position_weights = np.empty(0, np.uint64)
         self._position_words = np.empty(0, np.uint64)
 
@@ -135,45 +133,18 @@ class SimModel:
 
     def expected_digest(self, hashes: U64Array) -> int:
         """The digest of an intact context, from the hashes of its positions."""
-        return (self._tokens_digest(hashes, 0) + self._state_digest(hashes)) & WORD_MASK
+        tokens, states = self._sums(hashes)
+        return (int(tokens.sum()) + int(states[-1])) & WORD_MASK
 
-    def _tokens_digest(self, hashes: U64Array, start: int) -> int:
-        """The sum for positions from `start`, from their hashes."""
-        weights = self.position_weights(start + len(hashes))[start:]
-        total = 0
-        for first in range(0, len(hashes), _CLOSED_FORM_POSITIONS):
-            part = slice(first, first + _CLOSED_FORM_POSITIONS)
-            for cache, formulas in zip(self.caches, self.formulas, strict=True):
-                if cache.kind != STATE:
-                    for formula in formulas:
-                        total += int((formula.digests(hashes[part]) * weights[part]).sum())
-        return total & WORD_MASK
+    def _sums(self, hashes: U64Array, start: int = 0) -> tuple[U64Array, U64Array]:
+        """The terms of positions from `start`, and those of the states after each of them. Shapes [positions].
 
-    def _state_digest(self, hashes: U64Array) -> int:
-        """The sum for the states after the last position."""
-        return sum(
-            int(formula.digests(hashes[-1:])[0])
-            for cache, formulas in zip(self.caches, self.formulas, strict=True)
-            if cache.kind == STATE
-            for formula in formulas
-        )
-
-    def prompt_logprobs(
-        self, prompt: Sequence[int], hashes: U64Array, count: int
-    ) -> tuple[TokenLogprobs, ...]:
-        """Of each token of a prompt after the first, with `count` alternatives. `hashes` are those of its positions."""
-        digests = self._context_digests(hashes[: len(prompt) - 1]).tolist()
-        return tuple(
-            token_logprobs(digest, self.vocabulary, token_id, count)
-            for digest, token_id in zip(digests, prompt[1:], strict=True)
-        )
-
-    def _context_digests(self, hashes: U64Array) -> U64Array:
-        """The digests of the contexts that end at each position. Shape [positions]."""
-        if not self._verifies:
-            return hashes
-        weights = self.position_weights(len(hashes))
+        The digest after a position is the sum of all terms up to it, and of its states.
+        """
         tokens, states = np.zeros_like(hashes), np.zeros_like(hashes)
+        if not self._verifies:
+            return tokens, hashes
+        weights = self.position_weights(start + len(hashes))[start:]
         for first in range(0, len(hashes), _CLOSED_FORM_POSITIONS):
             part = slice(first, first + _CLOSED_FORM_POSITIONS)
             for cache, formulas in zip(self.caches, self.formulas, strict=True):
@@ -182,7 +153,18 @@ class SimModel:
                         states[part] += formula.digests(hashes[part])
                     else:
                         tokens[part] += formula.digests(hashes[part]) * weights[part]
-        return np.cumsum(tokens, dtype=np.uint64) + states
+        return tokens, states
+
+    def prompt_logprobs(
+        self, prompt: Sequence[int], hashes: U64Array, count: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Of each token of a prompt after the first, with `count` alternatives. `hashes` are those of its positions."""
+        tokens, states = self._sums(hashes[: len(prompt) - 1])
+        digests = (np.cumsum(tokens, dtype=np.uint64) + states).tolist()
+        return tuple(
+            token_logprobs(digest, self.vocabulary, token_id, count)
+            for digest, token_id in zip(digests, prompt[1:], strict=True)
+        )
 
     def expected_tokens(
         self,
@@ -196,31 +178,20 @@ class SimModel:
         `sampling` must be greedy or have a seed. Its max_tokens is ignored.
         """
         sums = self.prefix_sums(prompt, base=self.adapter_sum(adapter))
-        hashes = mix_words(sums)
-        digest = self._tokens_digest(hashes, 0)
-        running = int(sums[-1])
+        digest, position = 0, 0
         answer: list[int] = []
         while len(answer) < count:
-            whole = (digest + self._state_digest(hashes)) & WORD_MASK
-            if not self._verifies:
-                whole = unverified_digest(running)
-            choice = choose_token(whole, self.vocabulary, sampling, prompt, answer)
-            answer.append(choice.token_id)
-            if choice.token_id in sampling.stop_token_ids:
+            tokens, states = self._sums(mix_words(sums), position)
+            digest += int(tokens.sum())
+            whole = (digest + int(states[-1])) & WORD_MASK
+            answer.append(choose_token(whole, self.vocabulary, sampling, prompt, answer).token_id)
+            if answer[-1] in sampling.stop_token_ids:
                 break
             position = len(prompt) + len(answer) - 1
-            sums = self.prefix_sums(answer[-1:], position, running)
-            running = int(sums[-1])
-            hashes = mix_words(sums)
-            digest = (digest + self._tokens_digest(hashes, position)) & WORD_MASK
+            sums = self.prefix_sums(answer[-1:], position, int(sums[-1]))
         return tuple(answer)
 
     def name(self) -> str:
         """Identifies the weights: equal names and layouts give equal KV bytes and answers."""
         suffix = "" if self._verifies else "-unverified"
         return f"sim-{mix_int(self.vocabulary):016x}{suffix}"
-
-
-def unverified_digest(prefix_sum: int) -> int:
-    """Stands for the digest where `verify` is off. Depends on the tokens alone, by the sum over all of them."""
-    return mix_int(prefix_sum)

@@ -106,10 +106,10 @@ _WORD = float(1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A token, and its logprobs if they were requested."""
+    """A token, and its logprobs if they were requested, else nothing."""
 
     token_id: int
-    logprobs: TokenLogprobs | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 def choose_token(
@@ -121,7 +121,7 @@ def choose_token(
     penalties and temperature. Other bounds on the tokens of an answer than its form are ignored.
     """
     if is_plain(sampling):
-        return Choice(plain_token(digest, vocabulary), None)
+        return Choice(plain_token(digest, vocabulary))
     tokens = _candidates(digest, vocabulary)
     if sampling.structured_outputs is not None:
         allowed = _next_bytes(texts_of_form(sampling.structured_outputs), answer)
@@ -141,10 +141,10 @@ def choose_token(
         ]
     chosen = preferences.index(max(preferences))
     if sampling.logprobs is None:
-        return Choice(tokens[chosen], None)
+        return Choice(tokens[chosen])
     logprobs = _log_softmax(scores)
     alternatives = tuple(zip(tokens, logprobs, strict=True))[: sampling.logprobs]
-    return Choice(tokens[chosen], TokenLogprobs(logprobs[chosen], alternatives))
+    return Choice(tokens[chosen], (TokenLogprobs(logprobs[chosen], alternatives),))
 
 
 def token_logprobs(digest: int, vocabulary: int, token_id: int, count: int) -> TokenLogprobs:
@@ -168,6 +168,7 @@ def is_plain(sampling: Sampling) -> bool:
         sampling.structured_outputs
         or sampling.temperature > 0
         or sampling.logprobs is not None
+        or sampling.prompt_logprobs is not None
         or sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.repetition_penalty != 1
