@@ -51,12 +51,7 @@ from headrace_engine.sim.model.settings import plan_shape
 from headrace_engine.sim.outgoing import Outgoing
 from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
-from headrace_engine.sim.sequence import (
-    FirstTokenRequest,
-    Sequence,
-    decode_sequence,
-    prefill_sequence,
-)
+from headrace_engine.sim.sequence import Answer, Prompt, Sequence
 from headrace_engine.sim.stepper import SimClock, Stepper
 from headrace_engine.sim.validation import check_decode, check_prefill
 from headrace_engine.steps import StepWatch
@@ -290,17 +285,12 @@ class SimEngine(Engine):
             raise InternalError("this engine was not started for prefill")
         self._open_senders()
         outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
-        first_token = None
-        if work.sampling is not None and on_first_token is not None:
-            first_token = FirstTokenRequest(self._seeded(work.sampling), on_first_token)
-        sequence = prefill_sequence(
-            work,
-            self.model,
-            outgoing,
-            self._shape.block_tokens,
-            first_token,
-            fetches=not self._pools.keeps_state,
-        )
+        if work.sampling is None:
+            on_first_token = None
+        else:
+            work = replace(work, sampling=self._seeded(work.sampling))
+        block_tokens = self._shape.block_tokens
+        sequence = Prompt(work, outgoing, on_first_token, self.model, block_tokens)
         self._requests.submit(sequence, QueueFull)
         self._outgoing[outgoing.transfer_id] = outgoing
         try:
@@ -327,23 +317,20 @@ class SimEngine(Engine):
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         check_decode(work, self.max_model_len)
         self.require_adapter(work.adapter)
-        sampling = self._seeded(work.sampling)
-        sequence = decode_sequence(
-            work,
-            sampling,
+        sequence = Answer(
+            replace(work, sampling=self._seeded(work.sampling)),
             self.model,
             self.max_model_len,
             self._shape.block_tokens,
             partial(self._keep, work.keep),
         )
         self._requests.submit(sequence, DecodeFull)
-        assert sequence.generation is not None
         try:
-            async for event in sequence.generation.events.read():
+            async for event in sequence.events.read():
                 yield event
         finally:
             sequence.close()
-            if sequence.generation.events.has_reservation:
+            if sequence.events.has_reservation:
                 # The caller cannot report the end of a transfer into a reservation that it never read.
                 self.transfer_event(Released(work.transfer_id))
             self._requests.update(sequence)
@@ -391,7 +378,7 @@ class SimEngine(Engine):
 
     def _first_hidden_state(self, transfer_id: str, state: bytes) -> None:
         sequence = self._requests.find(transfer_id)
-        if sequence is None or sequence.ended or not sequence.awaits_first_token:
+        if not isinstance(sequence, Answer) or sequence.ended or not sequence.awaits_first_token:
             return
         try:
             token_id = self._stepper.generate_from_hidden_state(sequence, state)

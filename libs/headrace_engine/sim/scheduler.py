@@ -16,6 +16,7 @@ from headrace_common.errors import (
     InternalError,
     TransferFailed,
 )
+from headrace_engine import step_budget
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import StepPlanner
@@ -24,9 +25,9 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.ranks import Ranks
-from headrace_engine.sim.sequence import Sequence, Wait
+from headrace_engine.sim.sequence import Answer, Prompt, Sequence, Wait
 from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, plan_step, step_of
-from headrace_engine.step_budget import Answers, Prompt, prompt_budget
+from headrace_engine.step_budget import Answers, prompt_budget
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_kv.messages import Reservation
 
@@ -69,7 +70,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._admitted: Sequence | None = None
         # Requests that send cached KV only.
-        self._cached: list[Sequence] = []
+        self._cached: list[Prompt] = []
         self._changed = False
         self._work = asyncio.Event()
         self._closing = self._stopped = False
@@ -182,7 +183,7 @@ class Scheduler:
             return False
         self.meter.planned(step_of(chunks), len(chunks))
         self._on_steps(self.meter.steps)
-        sends = any(chunk.sequence.outgoing is not None for chunk in chunks)
+        sends = any(isinstance(chunk.sequence, Prompt) for chunk in chunks)
         plan = None
         if sends or self._has_tiers:
             plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
@@ -268,7 +269,7 @@ class Scheduler:
         if not (transfer_failed or sequence.load_failed):
             sequence.kv_arrived()
             self._pools.register(sequence, start_token, sequence.computed)
-        elif transfer_failed and sequence.generation is not None:
+        elif transfer_failed and isinstance(sequence, Answer):
             if not sequence.ended:
                 sequence.fail(TransferFailed("the KV cache did not arrive"))
         elif not sequence.ended and Wait.ARRIVAL not in sequence.waits:
@@ -286,7 +287,11 @@ class Scheduler:
 
     def _prompt_tokens_max(self, answers: Items[Chunk], prompts: Items[Sequence]) -> int | None:
         """See prompt_budget."""
-        bounded = [one.sequence for one in answers if one.sequence.bounds.tpot_s]
+        bounded = [
+            one.sequence
+            for one in answers
+            if isinstance(one.sequence, Answer) and one.sequence.bounds.tpot_s
+        ]
         if not prompts or not bounded:
             return None
         now_s = self._clock.now_s()
@@ -295,7 +300,7 @@ class Scheduler:
             sum(one.start for one in answers),
             [one.due_token(now_s) for one in bounded],
         )
-        waiting = [Prompt(one.bounds, one.pending, one.computed) for one in prompts]
+        waiting = [step_budget.Prompt(one.bounds, one.pending, one.computed) for one in prompts]
         return prompt_budget(now_s, self.meter.times, due, waiting)
 
     def _admit(self) -> None:
@@ -326,7 +331,7 @@ class Scheduler:
             sequence.block_ids_by_group,
             known,
             missing,
-            partial(sequence.first_token_received, model=self._model),
+            sequence.first_token_received,
         )
         if found and not missing:
             self.planner.send_before_running(name, partial(self._tiers.send_from_host, name))
@@ -335,15 +340,15 @@ class Scheduler:
         """Blocks of the request that is admitted may be written by other workers, unless the reservation is empty."""
         sequence = self._admitted
         assert sequence is not None
-        if sequence.generation is not None:
-            sequence.generation.events.put(reservation)
-        elif sequence.prefix is not None and not sequence.prefix.start(reservation):
+        if isinstance(sequence, Answer):
+            sequence.events.put(reservation)
+        elif isinstance(sequence, Prompt) and not sequence.starts_fetch(reservation):
             self.planner.transfer_settled(reservation.transfer_id, whole=False)
             self.wake()
 
     def _became_ready(self, sequence: Sequence) -> None:
         """It may be that a request waits for nothing more. Its cached KV is sent if it has nothing to compute."""
-        if sequence.outgoing is None or not sequence.is_ready or not sequence.block_ids_by_group:
+        if not isinstance(sequence, Prompt) or not sequence.is_ready:
             return
-        if sequence.cached_only or not sequence.pending:
+        if sequence.block_ids_by_group and (sequence.work.cached_only or not sequence.pending):
             self._cached.append(sequence)

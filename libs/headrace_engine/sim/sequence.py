@@ -1,15 +1,13 @@
-"""One request inside a sim engine."""
+"""The requests inside a sim engine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 
-from headrace_common.callers.priority import Priority
 from headrace_common.errors import HeadraceError
 from headrace_engine.connector.transfers import (
     PrefillTimes,
@@ -23,8 +21,6 @@ from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
     PrefillWork,
-    RemotePrefix,
-    Sampling,
     TokenLogprobs,
 )
 from headrace_engine.sim.block_names import BlockNames
@@ -33,7 +29,8 @@ from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
 from headrace_engine.sim.outgoing import Outgoing
-from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, DueToken, TokenBounds
+from headrace_engine.step_budget import AnswerPace, DueToken
+from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.images import hashed_token_ids
 from headrace_kv.tiers.promises import Kept
@@ -47,82 +44,49 @@ class Wait(Enum):
     QUIET = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What only a decode request has."""
-
-    sampling: Sampling
-    remote_kv: bool
-    transferable_tokens: int
-    plain: bool = False
-    """Whether `plain_token` chooses its tokens."""
-    keep: Callable[[Sequence], Kept | None] = lambda sequence: None
-    """Promises what is computed when the answer ends."""
-    events: DecodeEventQueue = field(default_factory=DecodeEventQueue)
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokenRequest:
-    """How a prefill request chooses the answer's first token, and the callback that gets it."""
-
-    sampling: Sampling
-    on_token: Callable[[DecodeTokens], None]
-
-
-@dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and its answer so far. Others read its fields, and only its methods change them.
+    """A prompt and its answer so far. Others read its attributes, and only its methods change them.
 
-    `computed` tokens have their KV in `block_ids_by_group`. `cached` ones were not computed here. Of these, `loaded`
-    were copied from lower tiers: `tier_tokens` from each. A transfer brings the `transferred` tokens after them.
-    `block_tables` holds the same block ids as arrays. `hashes` has room for every position that needs KV; those of
-    `tokens` are filled. Exactly one of `outgoing` (prefill) and `generation` (decode) is set. `params`: its transfers,
-    until it has blocks. `waits`: why no step may compute it. A prefill request has `times` once it has computed and
-    sent. The blocks are in use until `is_releasable`.
+    `computed` tokens have their KV in `block_ids_by_group`. `cached` ones were not computed here. Of these,
+    `tier_tokens` were copied from each lower tier. A transfer brings the `transferred` tokens after them.
+    `block_tables` holds the same block ids as arrays. `hashes` has room for the `capacity` positions that need KV at
+    most; those of `tokens` are filled. `waits`: why no step may compute it. `params`: its transfers, until it has
+    blocks. The blocks are in use until `is_releasable`.
     """
 
-    transfer_id: str
-    tokens: list[int]
-    prompt_count: int
-    hashes: U64Array
-    hash_sum: int
-    names: BlockNames
-    params: SendParams | ReceiveParams | None = None
-    priority: Priority = Priority.NORMAL
-    bounds: TokenBounds = NO_BOUNDS
-    outgoing: Outgoing | None = None
-    generation: Generation | None = None
-    first_token: FirstTokenRequest | None = None
-    prefix: RemotePrefix | None = None
-    cached_only: bool = False
-    awaits_first_token: bool = False
-    block_ids_by_group: tuple[tuple[int, ...], ...] = ()
-    block_tables: tuple[U64Array, ...] = ()
-    cached: int = 0
-    loaded: int = 0
-    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
-    transferred: int = 0
-    load_failed: bool = False
-    computed: int = 0
-    ended: bool = False
-    waits: set[Wait] = field(default_factory=set)
-    times: PrefillTimes | None = None
-    first_step_ns: int = 0
-    _steps: int = 0
-    _planned: bool = False
-    _pace: AnswerPace | None = None
-
-    def due_token(self, now_s: float) -> DueToken:
-        """When the next token of an answer with a bound is due, counted from the first call."""
-        generated = len(self.tokens) - self.prompt_count
-        if self._pace is None:
-            self._pace = AnswerPace(self.bounds.tpot_s, now_s, generated)
-        return self._pace.due(generated, self.capacity - self.prompt_count)
-
-    @property
-    def capacity(self) -> int:
-        """Positions that need KV at most."""
-        return len(self.hashes)
+    def __init__(
+        self,
+        work: PrefillWork | DecodeWork,
+        transfer_id: str,
+        params: SendParams | ReceiveParams | None,
+        capacity: int,
+        model: SimModel,
+        block_tokens: int,
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.priority = work.priority
+        self.bounds = work.bounds
+        self.tokens = list(work.token_ids)
+        # So KV and answers depend on the contents of images.
+        hashed = hashed_token_ids(work.token_ids, work.images) if work.images else work.token_ids
+        sums = model.prefix_sums(hashed, base=model.adapter_sum(work.adapter))
+        self.hash_sum = int(sums[-1])
+        self.hashes = np.empty(capacity, np.uint64)
+        self.hashes[: len(hashed)] = mix_words(sums)
+        self.names = BlockNames(
+            self.tokens, self.hashes, block_tokens, work.cache_salt, work.images
+        )
+        self.capacity = capacity
+        self.block_ids_by_group: tuple[tuple[int, ...], ...] = ()
+        self.block_tables: tuple[U64Array, ...] = ()
+        self.cached = self.transferred = self.computed = 0
+        self.tier_tokens: Mapping[Tier, int] = {}
+        self.load_failed = self.ended = False
+        self.waits: set[Wait] = set()
+        self._params = params
+        self._model = model
+        self._steps = 0
+        self._planned = False
 
     @property
     def pending(self) -> int:
@@ -140,20 +104,11 @@ class Sequence:
         return self.ended and not self._steps and not self.waits
 
     def reusable_tokens(self, keeps_state: bool) -> int:
-        """How many of the prompt's first tokens need no computing when their KV is cached.
+        """How many of its first tokens need no computing when their KV is cached.
 
-        The last token of a prompt that is decoded here is never among them. A state can only be
-        computed from the first token on, or received with one token at least.
+        A state can only be computed from the first token on, or received with one token at least.
         """
-        generation = self.generation
-        if generation is None:
-            return 0 if keeps_state else self.prompt_count
-        if generation.sampling.prompt_logprobs is not None:
-            return 0
-        if keeps_state:
-            return max(0, generation.transferable_tokens - 1) if generation.remote_kv else 0
-        # A transfer that brings the first token must not be empty.
-        return generation.transferable_tokens - (1 if self.awaits_first_token else 0)
+        return 0 if keeps_state else len(self.tokens)
 
     def blocks_allocated(
         self, block_ids_by_group: tuple[tuple[int, ...], ...], cached_tokens: int
@@ -166,21 +121,16 @@ class Sequence:
     def kv_awaited(self, tier_tokens: Mapping[Tier, int], transferred: int) -> None:
         """The KV of tokens after the cached ones is copied from tiers, and then that of others comes by a transfer."""
         self.tier_tokens, self.transferred = tier_tokens, transferred
-        self.loaded = sum(tier_tokens.values())
-        self.cached += self.loaded
-        if self.loaded:
-            self.wait(Wait.COPY)
+        self.cached += sum(tier_tokens.values())
+        if tier_tokens:
+            self.waits.add(Wait.COPY)
         if transferred:
-            self.wait(Wait.ARRIVAL)
+            self.waits.add(Wait.ARRIVAL)
 
     def copies_ended(self, *, failed: bool) -> None:
         """Nothing is copied into its blocks any more."""
         self.end_wait(Wait.COPY)
         self.load_failed = failed
-
-    def wait(self, wait: Wait) -> None:
-        """It waits for this from now on, until `end_wait`."""
-        self.waits.add(wait)
 
     def end_wait(self, wait: Wait) -> None:
         """It need not wait for this any more."""
@@ -192,16 +142,15 @@ class Sequence:
         self.computed = max(self.computed, self.cached + transferred)
 
     def blocks_lost(self) -> None:
-        """It gives up its blocks, and begins again without its `prefix`."""
+        """It gives up its blocks, and begins again without transfers."""
         self.block_ids_by_group = self.block_tables = ()
-        self.cached = self.loaded = self.transferred = self.computed = 0
+        self.cached = self.transferred = self.computed = 0
         self.tier_tokens = {}
-        self.prefix = None
         self._planned = self.load_failed = False
 
     def take_params(self) -> SendParams | ReceiveParams | None:
         """Its transfers, once: without their KV, it computes all tokens here."""
-        params, self.params = self.params, None
+        params, self._params = self._params, None
         return params
 
     def part_of_step(self, end_token: int) -> ScheduledRequest:
@@ -214,8 +163,6 @@ class Sequence:
     def step_started(self) -> None:
         """A step is planned that computes a chunk of it."""
         self._steps += 1
-        if not self.first_step_ns:
-            self.first_step_ns = time.monotonic_ns()
 
     def step_ended(self) -> None:
         """A step with a chunk of it has ended."""
@@ -227,59 +174,14 @@ class Sequence:
 
     def finished(self, times: PrefillTimes | None, *, copied: bool) -> None:
         """It has ended. With `times` or `copied`, its blocks are in use until senders and copies are quiet."""
-        self.times = times
         if times is not None or copied:
-            self.wait(Wait.QUIET)
+            self.waits.add(Wait.QUIET)
 
-    def first_token_received(self, token_id: int, model: SimModel) -> None:
+    def first_token_received(self, token_id: int) -> None:
         """The answer's first token is known. Its caller has it already."""
-        if self.awaits_first_token:
-            self.awaits_first_token = False
-            self._append(token_id, model)
-
-    def token_generated(
-        self,
-        token_id: int,
-        model: SimModel,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> None:
-        """Adds a token to the answer and to the events. It ends with a stop token or when it is full."""
-        generation = self.generation
-        assert generation is not None
-        self.awaits_first_token = False
-        generation.events.put(
-            DecodeTokens((token_id,), logprobs, self.first_step_ns, prompt_logprobs)
-        )
-        needs_kv = self._append(token_id, model)
-        stopped = token_id in generation.sampling.stop_token_ids
-        if stopped or not needs_kv:
-            self.end_answer(stopped=stopped)
-
-    def end_answer(self, *, stopped: bool) -> None:
-        """The answer ends after its last token."""
-        generation = self.generation
-        assert generation is not None
-        self.ended = True
-        kept = generation.keep(self)
-        generation.events.put(DecodeEnded(stopped, self.cached, self.tier_tokens, kept))
-
-    def _append(self, token_id: int, model: SimModel) -> bool:
-        """Whether the token needs KV. The last one of the longest answer does not."""
-        position = len(self.tokens)
-        self.tokens.append(token_id)
-        if position >= self.capacity:
-            return False
-        self.hash_sum = model.next_sum(token_id, position, self.hash_sum)
-        self.hashes[position] = mix_int(self.hash_sum)
-        return True
 
     def fail(self, failure: HeadraceError) -> None:
-        """Stops its senders; ends it with the failure."""
-        if self.outgoing is not None:
-            self.outgoing.fail(failure)
-        if self.generation is not None and not self.ended:
-            self.generation.events.put_failure(failure)
+        """Ends it with the failure."""
         self.ended = True
 
     def close(self) -> None:
@@ -287,77 +189,127 @@ class Sequence:
         self.ended = True
 
 
-def prefill_sequence(
-    work: PrefillWork,
-    model: SimModel,
-    outgoing: Outgoing,
-    block_tokens: int,
-    first_token: FirstTokenRequest | None = None,
-    *,
-    fetches: bool = True,
-) -> Sequence:
-    """A prompt that is computed and sent. What it may fetch counts only where the engine `fetches`."""
-    hashes, hash_sum = _hash_prompt(work, len(work.token_ids), model)
-    prefix = work.prefix if fetches else None
-    if prefix is not None and prefix.end_token > len(work.token_ids):
-        prefix = None
-    wanted = None
-    if prefix is not None:
-        wanted = PrefixParams(prefix.transfer_id, prefix.end_token, prefix.least_tokens)
-    tokens = list(work.token_ids)
-    return Sequence(
-        transfer_id=work.target.transfer_id,
-        tokens=tokens,
-        prompt_count=len(work.token_ids),
-        hashes=hashes,
-        hash_sum=hash_sum,
-        params=SendParams(work.target, wanted, work.cached_only),
-        names=BlockNames(tokens, hashes, block_tokens, work.cache_salt, work.images),
-        priority=work.priority,
-        bounds=work.bounds,
-        outgoing=outgoing,
-        first_token=first_token,
-        prefix=prefix,
-        cached_only=work.cached_only,
-    )
+class Prompt(Sequence):
+    """A prompt that is computed and sent. `times`: once it has computed and sent."""
+
+    def __init__(
+        self,
+        work: PrefillWork,
+        outgoing: Outgoing,
+        on_first_token: Callable[[DecodeTokens], None] | None,
+        model: SimModel,
+        block_tokens: int,
+    ) -> None:
+        found, wanted = work.prefix, None
+        if found is not None:
+            wanted = PrefixParams(found.transfer_id, found.end_token, found.least_tokens)
+        params = SendParams(work.target, wanted, work.cached_only)
+        name, count = work.target.transfer_id, len(work.token_ids)
+        super().__init__(work, name, params, count, model, block_tokens)
+        self.work = work
+        self.outgoing = outgoing
+        self.on_first_token = on_first_token
+        self.times: PrefillTimes | None = None
+
+    def starts_fetch(self, reservation: Reservation) -> bool:
+        """See RemotePrefix.start."""
+        return self.work.prefix is not None and self.work.prefix.start(reservation)
+
+    def finished(self, times: PrefillTimes | None, *, copied: bool) -> None:
+        self.times = times
+        super().finished(times, copied=copied)
+
+    def fail(self, failure: HeadraceError) -> None:
+        """Stops its senders too."""
+        self.outgoing.fail(failure)
+        super().fail(failure)
 
 
-def decode_sequence(
-    work: DecodeWork,
-    sampling: Sampling,
-    model: SimModel,
-    max_model_len: int,
-    block_tokens: int,
-    keep: Callable[[Sequence], Kept | None] = lambda sequence: None,
-) -> Sequence:
-    """A prompt that is answered. The last token of the answer needs no KV. `keep`: see Generation."""
-    total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
-    hashes, hash_sum = _hash_prompt(work, total - 1, model)
-    tokens = list(work.token_ids)
-    return Sequence(
-        transfer_id=work.transfer_id,
-        tokens=tokens,
-        prompt_count=work.prompt_tokens,
-        hashes=hashes,
-        hash_sum=hash_sum,
-        params=ReceiveParams(work.transfer_id, work.awaits_first_token) if work.remote_kv else None,
-        names=BlockNames(tokens, hashes, block_tokens, work.cache_salt, work.images),
-        priority=work.priority,
-        bounds=work.bounds,
-        generation=Generation(
-            sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling), keep
-        ),
-        awaits_first_token=work.awaits_first_token,
-    )
+class Answer(Sequence):
+    """A prompt that is answered. The last token of the answer needs no KV.
 
+    `is_plain`: whether `plain_token` chooses its tokens. `keep` promises what is computed when the answer ends.
+    """
 
-def _hash_prompt(
-    work: PrefillWork | DecodeWork, capacity: int, model: SimModel
-) -> tuple[U64Array, int]:
-    """The prompt's hashes in an array of `capacity` positions, and its hash sum."""
-    # So KV and answers depend on the contents of images.
-    token_ids = hashed_token_ids(work.token_ids, work.images) if work.images else work.token_ids
-    sums = model.prefix_sums(token_ids, base=model.adapter_sum(work.adapter))
-    hashes = np.empty(capacity, np.uint64)
-    hashes[: len(work.token_ids)] = mix_words(sums)
-    return hashes, int(sums[-1])
+    def __init__(
+        self,
+        work: DecodeWork,
+        model: SimModel,
+        max_model_len: int,
+        block_tokens: int,
+        keep: Callable[[Sequence], Kept | None],
+    ) -> None:
+        capacity = min(work.prompt_tokens + work.sampling.max_tokens, max_model_len) - 1
+        name = work.transfer_id
+        params = ReceiveParams(name, work.awaits_first_token) if work.remote_kv else None
+        super().__init__(work, name, params, capacity, model, block_tokens)
+        self.work = work
+        self.events = DecodeEventQueue()
+        self.is_plain = is_plain(work.sampling)
+        self.awaits_first_token = work.awaits_first_token
+        self.prompt_count = work.prompt_tokens
+        self._keep = keep
+        self._first_step_ns = 0
+        self._pace: AnswerPace | None = None
+
+    def due_token(self, now_s: float) -> DueToken:
+        """When the next token of an answer with a bound is due, counted from the first call."""
+        generated = len(self.tokens) - self.prompt_count
+        if self._pace is None:
+            self._pace = AnswerPace(self.bounds.tpot_s, now_s, generated)
+        return self._pace.due(generated, self.capacity - self.prompt_count)
+
+    def reusable_tokens(self, keeps_state: bool) -> int:
+        """The last token of a prompt is never among them."""
+        work = self.work
+        if work.sampling.prompt_logprobs is not None:
+            return 0
+        if keeps_state:
+            return max(0, work.transferable_tokens - 1) if work.remote_kv else 0
+        # A transfer that brings the first token must not be empty.
+        return work.transferable_tokens - (1 if self.awaits_first_token else 0)
+
+    def step_started(self) -> None:
+        super().step_started()
+        if not self._first_step_ns:
+            self._first_step_ns = time.monotonic_ns()
+
+    def first_token_received(self, token_id: int) -> None:
+        if self.awaits_first_token:
+            self.awaits_first_token = False
+            self._append(token_id)
+
+    def token_generated(
+        self,
+        token_id: int,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        """Adds a token to the answer and to the events. It ends with a stop token or when it is full."""
+        self.awaits_first_token = False
+        self.events.put(DecodeTokens((token_id,), logprobs, self._first_step_ns, prompt_logprobs))
+        needs_kv = self._append(token_id)
+        stopped = token_id in self.work.sampling.stop_token_ids
+        if stopped or not needs_kv:
+            self.end_answer(stopped=stopped)
+
+    def end_answer(self, *, stopped: bool) -> None:
+        """The answer ends after its last token."""
+        self.ended = True
+        self.events.put(DecodeEnded(stopped, self.cached, self.tier_tokens, self._keep(self)))
+
+    def _append(self, token_id: int) -> bool:
+        """Whether the token needs KV. The last one of the longest answer does not."""
+        position = len(self.tokens)
+        self.tokens.append(token_id)
+        if position >= self.capacity:
+            return False
+        self.hash_sum = self._model.next_sum(token_id, position, self.hash_sum)
+        self.hashes[position] = mix_int(self.hash_sum)
+        return True
+
+    def fail(self, failure: HeadraceError) -> None:
+        """Its caller gets the failure, unless it has ended before."""
+        if not self.ended:
+            self.events.put_failure(failure)
+        super().fail(failure)

@@ -26,7 +26,7 @@ from headrace_engine.sim.model.sampling import (
 )
 from headrace_engine.sim.model.settings import SimSettings, SimShape
 from headrace_engine.sim.ranks import Ranks
-from headrace_engine.sim.sequence import Sequence
+from headrace_engine.sim.sequence import Answer, Prompt, Sequence
 from headrace_kv.layout import STATE, CacheGroup
 
 
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
     @property
     def is_decode(self) -> bool:
         """Whether it is the last known token of a decode request, and so gives a new token."""
-        return self.sequence.generation is not None and self.end - self.start == 1
+        return isinstance(self.sequence, Answer) and self.end - self.start == 1
 
 
 def plan_step(
@@ -74,7 +74,7 @@ def plan_step(
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []
     for sequence in sequences:
-        if sequence.pending == 1 and sequence.generation is not None:
+        if sequence.pending == 1 and isinstance(sequence, Answer):
             chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
         elif sequence.pending:
             prompts.append(sequence)
@@ -102,7 +102,7 @@ def step_of(chunks: Items[Chunk]) -> Step:
             count = chunk.end - chunk.start
             prompt_tokens += count
             attended_tokens += count * (chunk.start + count / 2)
-            if chunk.sequence.outgoing is not None:
+            if isinstance(chunk.sequence, Prompt):
                 sent_tokens += count
     return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
 
@@ -183,12 +183,10 @@ class Stepper:
         self._layout = memory.layout()
         self._clock = clock
 
-    def generate_from_hidden_state(self, sequence: Sequence, state: bytes) -> int:
+    def generate_from_hidden_state(self, answer: Answer, state: bytes) -> int:
         """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the state."""
-        assert sequence.generation is not None
-        digest = digest_of(state)
-        choice = self._choose(sequence, sequence.generation.sampling, digest)
-        sequence.token_generated(choice.token_id, self._model, choice.logprobs)
+        choice = self._choose(answer, answer.work.sampling, answer.prompt_count, digest_of(state))
+        answer.token_generated(choice.token_id, choice.logprobs)
         return choice.token_id
 
     async def compute(self, chunks: Items[Chunk], *, sends: bool) -> None:
@@ -218,52 +216,50 @@ class Stepper:
         self._pools.register(sequence, chunk.start, chunk.end)
         if sequence.pending or sequence.ended:
             return
-        if sequence.outgoing is not None:
+        if isinstance(sequence, Prompt):
             self.end_prefill(sequence)
-        else:
+        elif isinstance(sequence, Answer):
             self._generate(sequence)
 
-    def end_prefill(self, sequence: Sequence) -> None:
+    def end_prefill(self, prompt: Prompt) -> None:
         """The prompt is computed. The answer's first token does not wait for the rest of the transfer."""
-        first = sequence.first_token
-        if first is not None:
-            choice = self._choose(sequence, first.sampling, self._digest(sequence))
-            first.on_token(DecodeTokens((choice.token_id,), choice.logprobs))
-        sequence.close()
+        sampling = prompt.work.sampling
+        if prompt.on_first_token is not None and sampling is not None:
+            choice = self._choose(prompt, sampling, len(prompt.tokens), self._digest(prompt))
+            prompt.on_first_token(DecodeTokens((choice.token_id,), choice.logprobs))
+        prompt.close()
 
     def hidden_state(self, sequence: Sequence) -> bytes:
         """The state of the last token. All tokens are computed."""
         return hidden_state_of(self._digest(sequence))
 
-    def _generate(self, sequence: Sequence) -> None:
-        generation = sequence.generation
-        assert generation is not None
-        sampling, count = generation.sampling, sequence.prompt_count
-        digest = self._digest(sequence)
-        if generation.plain:
-            token_id = plain_token(digest, self._model.vocabulary)
-            sequence.token_generated(token_id, self._model)
+    def _generate(self, answer: Answer) -> None:
+        sampling, count, digest = answer.work.sampling, answer.prompt_count, self._digest(answer)
+        if answer.is_plain:
+            answer.token_generated(plain_token(digest, self._model.vocabulary))
             return
-        if choice_is_complete(sampling, sequence.tokens[count:]):
-            sequence.end_answer(stopped=True)
+        if choice_is_complete(sampling, answer.tokens[count:]):
+            answer.end_answer(stopped=True)
             return
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if sampling.prompt_logprobs is not None and len(sequence.tokens) == count:
+        if sampling.prompt_logprobs is not None and len(answer.tokens) == count:
             prompt_logprobs = self._model.prompt_logprobs(
-                sequence.tokens, sequence.hashes, sampling.prompt_logprobs
+                answer.tokens, answer.hashes, sampling.prompt_logprobs
             )
-        choice = self._choose(sequence, sampling, digest)
-        sequence.token_generated(choice.token_id, self._model, choice.logprobs, prompt_logprobs)
+        choice = self._choose(answer, sampling, count, digest)
+        answer.token_generated(choice.token_id, choice.logprobs, prompt_logprobs)
 
     def _digest(self, sequence: Sequence) -> int:
         if not self._settings.verify:
             return int(sequence.hashes[len(sequence.tokens) - 1])
         return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
 
-    def _choose(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:
-        tokens, count = sequence.tokens, sequence.prompt_count
+    def _choose(
+        self, sequence: Sequence, sampling: Sampling, prompt_count: int, digest: int
+    ) -> Choice:
+        tokens = sequence.tokens
         return choose_token(
-            digest, self._model.vocabulary, sampling, tokens[:count], tokens[count:]
+            digest, self._model.vocabulary, sampling, tokens[:prompt_count], tokens[prompt_count:]
         )
 
 
