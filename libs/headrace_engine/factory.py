@@ -62,13 +62,7 @@ def build_engine(
 
 def shared_transport(config: EngineConfig) -> SharedTransport:
     """The transport of all sim engines of a process, each with the settings of `config`."""
-    from headrace_kv.transport.factory import SharedTransport, open_transport
+    from headrace_engine.sim.engine import open_transport_of
+    from headrace_kv.transport.factory import SharedTransport
 
-    return SharedTransport(
-        lambda: open_transport(
-            config.transport,
-            config.host,
-            rdma_devices=config.rdma_devices,
-            quiet_s=config.write_quiet_s,
-        )
-    )
+    return SharedTransport(partial(open_transport_of, config))

@@ -60,6 +60,7 @@ from headrace_prefill.pull import PullSession
 from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
 from tests.chaos.tiers import TierHolds, held_file, put
+from tests.sim_blocks import guard_violations
 
 # Without these messages a stream does not start or a credit is lost forever. No real fault loses only them.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
@@ -289,7 +290,7 @@ def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval
         copied = folder / f"tiers-{os.getpid()}.json"
         lost: set[str] = set()
         while True:
-            found = set(engine.guard_violations())
+            found = set(guard_violations(engine))
             if found - told:
                 with (folder / f"foreign-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                     file.write(

@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +16,6 @@ from headrace_common.errors import (
     DecodeFull,
     Draining,
     HeadraceError,
-    InternalError,
     InvalidRequest,
     QueueFull,
 )
@@ -53,7 +51,7 @@ from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence
 from headrace_engine.sim.stepper import SimClock, Stepper
-from headrace_engine.sim.validation import check_decode, check_prefill
+from headrace_engine.sim.validation import check
 from headrace_engine.steps import StepWatch
 from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.messages import SendReport
@@ -74,6 +72,7 @@ if TYPE_CHECKING:
     from headrace_engine.config import EngineConfig
     from headrace_kv.send.sender import SenderThread
     from headrace_kv.send.stream import DescriptorSource
+    from headrace_kv.transport.base import KvTransport
     from headrace_kv.transport.guard import Networks
 
 Argument = TypeVar("Argument")
@@ -103,17 +102,7 @@ class SimEngine(Engine):
         """Raises ConfigError naming the wrong field."""
         self._config = config
         self._descriptors = descriptors
-        self._open_transport = transports or (
-            lambda: TransportUse.sole(
-                open_transport(
-                    config.transport,
-                    config.host,
-                    rdma_devices=config.rdma_devices,
-                    admitted=config.admitted,
-                    quiet_s=config.write_quiet_s,
-                )
-            )
-        )
+        self._open_transport = transports or (lambda: TransportUse.sole(open_transport_of(config)))
         self._open_remote_pool = pools or pool_opener(
             config.tiers, config.host, config.rdma_devices, config.admitted
         )
@@ -150,7 +139,11 @@ class SimEngine(Engine):
         self.descriptor = KvDescriptor(layout, tuple(ranks))
         self._open_cache()
         if config.role == "prefill" and config.tiers.sends_from_host:
-            await self._register_host_memory()
+            self._host_memories = [copier.host_memory for copier in self._copiers]
+            for use, memory in zip(self._transports, self._host_memories, strict=False):
+                await asyncio.to_thread(
+                    use.transport.register, memory.base_address, memory.arena_bytes
+                )
         loop = asyncio.get_running_loop()
         self._ranks = Ranks(layout, lambda report: _call_soon(loop, self._rank_quiet, report))
         self._ranks.open_tiers(
@@ -169,7 +162,6 @@ class SimEngine(Engine):
             self._pools,
             self._ranks,
             self._stepper,
-            self.model,
             self._clock,
             self.steps.report,
         )
@@ -220,12 +212,6 @@ class SimEngine(Engine):
         seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
         if seconds_per_block is not None:
             self.prefix_events.load_measured(load.tier, seconds_per_block)
-
-    async def _register_host_memory(self) -> None:
-        """Lets transports read the blocks below KV memory."""
-        self._host_memories = [copier.host_memory for copier in self._copiers]
-        for use, memory in zip(self._transports, self._host_memories, strict=False):
-            await asyncio.to_thread(use.transport.register, memory.base_address, memory.arena_bytes)
 
     def _open_pool(self, prefix_hash_key: int) -> None:
         """The pool's names and seals need the deployment's key."""
@@ -279,10 +265,8 @@ class SimEngine(Engine):
         on_first_token: Callable[[DecodeTokens], None] | None = None,
         on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
-        check_prefill(work, self.max_model_len)
+        check(work, self.max_model_len)
         self.require_adapter(work.adapter)
-        if not (self._config.sends or work.cached_only):
-            raise InternalError("this engine was not started for prefill")
         self._open_senders()
         outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
         if work.sampling is None:
@@ -315,14 +299,20 @@ class SimEngine(Engine):
         )
 
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
-        check_decode(work, self.max_model_len)
+        check(work, self.max_model_len)
         self.require_adapter(work.adapter)
+
+        def keep(answer: Sequence) -> Kept | None:
+            if work.keep is None:
+                return None
+            return self._pools.tiers.keep(answer.transfer_id, answer.computed, work.keep)
+
         sequence = Answer(
             replace(work, sampling=self._seeded(work.sampling)),
             self.model,
             self.max_model_len,
             self._shape.block_tokens,
-            partial(self._keep, work.keep),
+            keep,
         )
         self._requests.submit(sequence, DecodeFull)
         try:
@@ -334,11 +324,6 @@ class SimEngine(Engine):
                 # The caller cannot report the end of a transfer into a reservation that it never read.
                 self.transfer_event(Released(work.transfer_id))
             self._requests.update(sequence)
-
-    def _keep(self, terms: KeepTerms | None, sequence: Sequence) -> Kept | None:
-        if terms is None:
-            return None
-        return self._pools.tiers.keep(sequence.transfer_id, sequence.computed, terms)
 
     @property
     def promises(self) -> PromiseCounts:
@@ -409,18 +394,6 @@ class SimEngine(Engine):
             self.prefix_events.cleared()
         return True
 
-    def free_block_count(self) -> int:
-        """Blocks of all groups that no request holds, cached ones included."""
-        return self._pools.available_count
-
-    def guard_violations(self) -> tuple[tuple[int, int], ...]:
-        """Free blocks, as (group, block), that were written to. There are none unless I1 is broken."""
-        return tuple(
-            (group, block)
-            for group, free in enumerate(self._pools.free_ids_by_group())
-            for block in self._memory.guard_violations(group, free)
-        )
-
     def landed_memory(self, rank: int) -> Memory:
         return HOST_MEMORY
 
@@ -450,6 +423,17 @@ class SimEngine(Engine):
         if outgoing is not None:
             outgoing.rank_quiet(report)
         self._requests.wake()
+
+
+def open_transport_of(config: EngineConfig) -> KvTransport:
+    """The transport that `config` describes. Raises ConfigError."""
+    return open_transport(
+        config.transport,
+        config.host,
+        rdma_devices=config.rdma_devices,
+        admitted=config.admitted,
+        quiet_s=config.write_quiet_s,
+    )
 
 
 def _call_soon(

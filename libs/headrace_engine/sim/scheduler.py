@@ -22,7 +22,6 @@ from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import ScheduledRequest
 from headrace_engine.sim.cache.pools import CachePools
-from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence, Wait
@@ -51,7 +50,6 @@ class Scheduler:
         pools: CachePools,
         ranks: Ranks,
         stepper: Stepper,
-        model: SimModel,
         clock: SimClock,
         on_steps: Callable[[EngineSteps], None],
     ) -> None:
@@ -61,7 +59,6 @@ class Scheduler:
         self._has_tiers = bool(self._tiers.names)
         self._ranks = ranks
         self._stepper = stepper
-        self._model = model
         self._clock = clock
         self.planner = StepPlanner(groups, self._reserved)
         self.planner.holds.bind(pools)
@@ -136,7 +133,7 @@ class Scheduler:
                 self.wake()
         if sequence.is_releasable:
             self._by_id.pop(sequence.transfer_id, None)
-            self._pools.free(sequence)
+            self._pools.release(sequence.block_ids_by_group)
 
     async def run(self) -> None:
         """The step loop. Never returns. A step that fails unexpectedly fails all requests."""
@@ -217,7 +214,7 @@ class Scheduler:
             cached, self._cached = self._cached, []
             parts = [one.part_of_step(one.computed) for one in cached if not one.ended]
             plan = self._begin(parts)
-            for layer in range(self._model.layer_count if parts else 0):
+            for layer in range(self._shape.settings.layer_count if parts else 0):
                 self._ranks.layer_written(layer)
             for sequence in cached:
                 if not sequence.ended:
@@ -279,7 +276,7 @@ class Scheduler:
 
     def _begin_again(self, sequence: Sequence) -> None:
         """A request that lacks its KV gets other blocks. Those that may be written still are held."""
-        self._pools.free(sequence)
+        self._pools.release(sequence.block_ids_by_group)
         self._tiers.request_preempted(sequence.transfer_id)
         sequence.blocks_lost()
         self._running.remove(sequence)

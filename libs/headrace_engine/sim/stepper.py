@@ -136,8 +136,9 @@ _Advances = tuple[U64Array, U64Array, NDArray[np.bool_]]
 def _advances(chunks: Items[Chunk]) -> _Advances:
     is_first = np.array([chunk.start == 0 for chunk in chunks])
     # The first chunk of a prompt has no hash before it; any value will do.
-    before = _hashes_at(chunks, [max(0, chunk.start - 1) for chunk in chunks])
-    return before, _hashes_at(chunks, [chunk.end - 1 for chunk in chunks]), is_first
+    before = [chunk.sequence.hashes[max(0, chunk.start - 1)] for chunk in chunks]
+    after = [chunk.sequence.hashes[chunk.end - 1] for chunk in chunks]
+    return np.array(before, np.uint64), np.array(after, np.uint64), is_first
 
 
 def _blocks(chunks: Items[Chunk], index: int, group: CacheGroup) -> U64Array:
@@ -150,16 +151,6 @@ def _blocks(chunks: Items[Chunk], index: int, group: CacheGroup) -> U64Array:
             table[np.arange(chunk.start, chunk.end) // group.block_tokens]
             for chunk, table in zip(chunks, tables, strict=True)
         ]
-    )
-
-
-def _hashes_at(chunks: Items[Chunk], positions: Items[int]) -> U64Array:
-    return np.array(
-        [
-            chunk.sequence.hashes[position]
-            for chunk, position in zip(chunks, positions, strict=True)
-        ],
-        np.uint64,
     )
 
 

@@ -38,6 +38,7 @@ from headrace_prefill.worker import PrefillWorker
 from tests.component.engine.sim.support import engine_config, uses
 from tests.linked_call import LinkedCall
 from tests.router_key import RouterKey
+from tests.sim_blocks import free_blocks, guard_violations
 from tests.waiting import until
 
 PREFILL = WorkerRef("prefill-1", "0123456789abcdef")
@@ -148,7 +149,7 @@ class Workers(FetchingWorkers[SimEngine]):
 
     def free_blocks(self) -> tuple[int, int]:
         """Of both engines."""
-        return self.prefill.free_block_count(), self.decode.free_block_count()
+        return free_blocks(self.prefill), free_blocks(self.decode)
 
 
 @dataclass(slots=True)
@@ -241,7 +242,7 @@ async def fetching_workers(
         free = workers.free_blocks()
         yield workers
         await until(lambda: workers.free_blocks() == free, 20.0, lambda: str(workers.free_blocks()))
-        assert prefill_side.guard_violations() == decode_side.guard_violations() == ()
+        assert guard_violations(prefill_side) == guard_violations(decode_side) == ()
 
 
 WorkersT = TypeVar("WorkersT", bound=FetchingWorkers[Any])

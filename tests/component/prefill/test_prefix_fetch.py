@@ -46,6 +46,7 @@ from tests.component.prefill.fetching import (
 )
 from tests.in_memory_transport import InMemoryTransport
 from tests.model.virtual_time import VirtualTimers
+from tests.sim_blocks import free_blocks
 from tests.waiting import until
 
 FIRST = list(range(100, 140))
@@ -138,16 +139,16 @@ async def test_a_late_fetch_is_computed_in_other_blocks_and_a_late_write_harms_n
         decode_transports=held_transport(threading.Event(), release), timeout_s=0.5
     ) as workers:
         prompt = await first_turn(workers)
-        free = workers.prefill.free_block_count()
+        free = free_blocks(workers.prefill)
         await workers.turn(prompt, 8)
         (fetch,) = workers.fetches
         assert fetch.reason == TransferTimeout.reason
         # The answer is complete. The blocks that the held write is for stay held (I1).
         held = -(-fetch.token_count // 8)
-        assert free - workers.prefill.free_block_count() == held
+        assert free - free_blocks(workers.prefill) == held
         assert workers.prefill_receiver.quarantined_blocks
         release.set()
-        await until(lambda: workers.prefill.free_block_count() == free)
+        await until(lambda: free_blocks(workers.prefill) == free)
 
 
 @dataclass(slots=True)
@@ -194,7 +195,7 @@ async def test_a_cancelled_task_ends_its_fetch_and_keeps_the_blocks_until_decode
         assert (await fetch.running).reason == Cancelled.reason
         fetch.request.call.cancel()
         assert [record.reason for record in workers.fetches] == [Cancelled.reason]
-        assert workers.prefill.free_block_count() < fetch.free[0]
+        assert free_blocks(workers.prefill) < fetch.free[0]
         await fetch.released()
 
 
@@ -207,7 +208,7 @@ async def test_decode_holds_the_blocks_that_it_sends_until_its_writes_have_ended
         await until(lambda: workers.decode.usage().waiting_requests == 0)
         fetch.running.cancel()
         await fetch.running
-        assert workers.decode.free_block_count() < fetch.free[1]
+        assert free_blocks(workers.decode) < fetch.free[1]
         await fetch.released()
 
 
@@ -219,7 +220,7 @@ async def test_a_lost_decode_worker_costs_the_quarantine_of_its_blocks_and_no_an
         await workers.end_streams_to_prefill()
         assert (await fetch.running).reason == ""
         assert workers.fetches[0].reason == TransferFailed.reason
-        assert workers.prefill.free_block_count() < fetch.free[0]
+        assert free_blocks(workers.prefill) < fetch.free[0]
         assert await fetch.request.answer() == workers.expected(fetch.prompt, 8)
         fetch.release.set()
         await until(lambda: workers.free_blocks()[1] == fetch.free[1], what="the end of the write")

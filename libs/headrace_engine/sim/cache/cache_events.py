@@ -40,27 +40,27 @@ class CacheEventReporter:
     def blocks_named(self, names: BlockNames, prefixes: Items[int]) -> None:
         """Some of these blocks may be of the request's prompt, and have never been in KV memory."""
         unknown = set(prefixes) - self._by_prefix.keys()
-        if not unknown or self._events.hasher is None:
-            return
-        hashes = names.published(len(names), self._events.hasher)
-        for index in range(len(names)):
-            prefix = names.at((index + 1) * self._events.block_tokens)
-            if prefix in unknown:
-                parent = hashes[index - 1] if index else None
-                self._by_prefix[prefix] = _CachedBlock(hashes[index], parent)
+        if unknown:
+            size = self._events.block_tokens
+            indices = range(len(names))
+            self._blocks(names, [one for one in indices if names.at((one + 1) * size) in unknown])
 
     def blocks_cached(self, names: BlockNames, indices: Items[int]) -> None:
         """Blocks of the request, by ascending index, can be found in KV memory now."""
-        if not indices or self._events.hasher is None:
-            return
-        size = self._events.block_tokens
-        hashes = names.published(indices[-1] + 1, self._events.hasher)
-        for index in indices:
-            prefix = names.at((index + 1) * size)
-            parent = hashes[index - 1] if index else None
-            block = self._by_prefix.setdefault(prefix, _CachedBlock(hashes[index], parent))
+        for block in self._blocks(names, indices):
             block.tier_added()
-            self._events.stored(parent, [block.block_hash])
+            self._events.stored(block.parent, [block.block_hash])
+
+    def _blocks(self, names: BlockNames, indices: Items[int]) -> list[_CachedBlock]:
+        if not indices or self._events.hasher is None:
+            return []
+        hashes = names.published(indices[-1] + 1, self._events.hasher)
+        found: list[_CachedBlock] = []
+        for index in indices:
+            block = _CachedBlock(hashes[index], hashes[index - 1] if index else None)
+            prefix = names.at((index + 1) * self._events.block_tokens)
+            found.append(self._by_prefix.setdefault(prefix, block))
+        return found
 
     def blocks_offloaded(self, prefixes: Items[int], tier: Tier) -> None:
         """Cached blocks are in that tier too."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_common.errors import ConfigError, InternalError
+from headrace_common.errors import InternalError
 from headrace_engine.sim.model.bit_mixer import WORD_MASK, U64Array, mix_int
 from headrace_engine.sim.model.caches import TOKEN_INNER, SimPart
 from headrace_engine.sim.model.model import PartFormula, SimModel, WordArray
@@ -268,35 +268,6 @@ class SimMemory:
         if block_ids and self._verifies:
             for view in self._views_of(group):
                 view[:, list(block_ids)] = self._guard.astype(view.dtype)
-
-    def guard_violations(self, group: int, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Those of the given free blocks of a group that were written to. Raises ConfigError with verify=off."""
-        if not self._verifies:
-            raise ConfigError(
-                "the sim engine has no guard words in free blocks: omit verify=off",
-                metadata={"field": "model.verify", "value": "off"},
-            )
-        ids = np.asarray(block_ids, np.intp)
-        touched = np.zeros(len(ids), bool)
-        for view in self._views_of(group):
-            touched |= (view[:, ids] != self._guard.astype(view.dtype)).any(axis=(0, 2, 3, 4))
-        return tuple(ids[touched].tolist())
-
-    def invert_byte(
-        self, rank: int, layer: int, part: str, block: int, head: int, token: int, byte: int
-    ) -> None:
-        """Inverts one byte.
-
-        `layer` counts in the model, `head` in the rank, `token` in the block (0 in a state), and
-        `byte` in the token's part. An empty `part` is the first.
-        """
-        for held in self._held[rank]:
-            if layer in held.layer_ids:
-                names = [one.name for one in self.groups[held.group].parts]
-                view = held.views[names.index(part) if part else 0]
-                word, shift = divmod(byte, view.dtype.itemsize)
-                at = (held.layer_ids.index(layer), block, head, token, word)
-                view[at] ^= view.dtype.type(0xFF << 8 * shift)
 
     def _views_of(self, group: int) -> Iterator[WordArray]:
         """Every array that holds blocks of a group."""

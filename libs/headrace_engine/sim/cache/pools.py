@@ -52,11 +52,6 @@ class CachePools:
         self._common_tokens = gcd(*(group.block_tokens for group in groups)) or self._span_tokens
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether a request has a page of a state."""
-        return self._keeps_state
-
-    @property
     def available_count(self) -> int:
         """Blocks and pages that no request holds."""
         return sum(pool.available_count for pool in self._pools)
@@ -78,10 +73,6 @@ class CachePools:
 
     def _report_evicted(self, evicted: Items[CachedBlock]) -> None:
         self._reporter.blocks_evicted([one.prefix for one in evicted])
-
-    def free_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks with neither a holder nor a cached prefix."""
-        return tuple(pool.free_ids() for pool in self._pools)
 
     def find(self, sequence: Sequence) -> int | None:
         """The number of tokens that tiers have after those that are cached. None while some are on their way there.
@@ -159,10 +150,6 @@ class CachePools:
                 for sequence in waiting:
                     self._reporter.blocks_named(sequence.names, prefixes)
             self._reporter.blocks_offloaded(prefixes, change.tier)
-
-    def free(self, sequence: Sequence) -> None:
-        """Takes the request's hold from its blocks."""
-        self.release(sequence.block_ids_by_group)
 
     def hold(self, block_ids_by_group: Items[Items[int]]) -> None:
         """Adds a holder to blocks that requests hold."""

@@ -48,6 +48,7 @@ from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import TransportUse
 from headrace_kv.transport.memory import PAGE_BYTES, PASSED, Mark
 from tests.in_memory_transport import KIND
+from tests.sim_blocks import free_blocks, guard_violations
 from tests.sim_clock import ManualClock
 from tests.waiting import PATIENCE_S, until
 
@@ -118,13 +119,13 @@ async def decode_engine(
     config = engine_config("decode", **changes)
     engine = SimEngine(config, no_descriptors, clock=clock, pools=pools)
     await engine.start()
-    blocks = engine.free_block_count()
+    blocks = free_blocks(engine)
     try:
         yield engine
         # A request that was aborted within a step keeps its blocks until the step ends.
         manual = [clock] if isinstance(clock, ManualClock) else []
-        await advance_until(lambda: engine.free_block_count() == blocks, *manual)
-        assert engine.guard_violations() == ()
+        await advance_until(lambda: free_blocks(engine) == blocks, *manual)
+        assert guard_violations(engine) == ()
         assert engine.usage().running_requests == engine.usage().waiting_requests == 0
     finally:
         await engine.close()
@@ -423,17 +424,17 @@ async def pair(
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        free = (prefill_side.free_block_count(), decode_side.free_block_count())
+        free = (free_blocks(prefill_side), free_blocks(decode_side))
         yield Pair(prefill_side, decode_side, receiver, f"127.0.0.1:{port}")
         manual = [
             clock for clock in (prefill_clock, decode_clock) if isinstance(clock, ManualClock)
         ]
         await advance_until(
-            lambda: (prefill_side.free_block_count(), decode_side.free_block_count()) == free,
+            lambda: (free_blocks(prefill_side), free_blocks(decode_side)) == free,
             *manual,
         )
         if guarded:
-            assert prefill_side.guard_violations() == decode_side.guard_violations() == ()
+            assert guard_violations(prefill_side) == guard_violations(decode_side) == ()
     finally:
         await prefill_side.close()
         await server.stop(0.5)

@@ -36,6 +36,7 @@ from tests.component.engine.sim.support import (
     reserve,
     tokens_of,
 )
+from tests.sim_blocks import free_blocks
 from tests.waiting import until
 
 SEEDED = Sampling(
@@ -132,7 +133,7 @@ async def first_from_hidden_state(
     both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str = "x1"
 ) -> DecodeEnded:
     """One request with a first token from a hidden state, which decode must yield before the KV has arrived."""
-    free = both.decode.free_block_count()
+    free = free_blocks(both.decode)
     work = first_token_work(prompt, sampling, transfer_id, from_hidden_state=True)
     started = await both.start(work)
     both.decode.transfer_event(FirstHiddenState(transfer_id, await started.transfer.hidden_state()))
@@ -142,7 +143,7 @@ async def first_from_hidden_state(
     await asyncio.gather(started.transfer.wait(), started.prefill)
     both.decode.transfer_event(Arrived(transfer_id))
     end = await read_rest(both, work, first, started.reader)
-    await until(lambda: both.decode.free_block_count() == free)
+    await until(lambda: free_blocks(both.decode) == free)
     return end
 
 
@@ -194,13 +195,13 @@ async def test_first_tokens_come_from_one_of_several_ranks(
 
 async def test_an_abort_before_the_first_token_frees_the_blocks() -> None:
     async with pair() as both:
-        free = both.decode.free_block_count()
+        free = free_blocks(both.decode)
         started = await both.start(first_token_work(prompt_of(40), GREEDY))
         await asyncio.gather(started.prefill, started.transfer.wait())
         both.decode.transfer_event(Arrived("x1"))
         await close(started.reader)
         both.decode.transfer_event(FirstToken("x1", 3))
-        await until(lambda: both.decode.free_block_count() == free)
+        await until(lambda: free_blocks(both.decode) == free)
 
 
 @pytest.mark.parametrize("ends", ["max_tokens", "stop", "context"])
@@ -222,14 +223,14 @@ async def test_a_missing_hidden_state_fails_the_transfer_and_frees_its_blocks(
 ) -> None:
     monkeypatch.setattr(Ranks, "hidden_states_computed", lambda *_: None)
     async with pair() as both:
-        free = both.decode.free_block_count()
+        free = free_blocks(both.decode)
         started = await both.start(first_token_work(prompt_of(40), GREEDY, from_hidden_state=True))
         for failing in (started.prefill, started.transfer.hidden_state(), started.transfer.wait()):
             with pytest.raises(TransferFailed, match="the hidden state"):
                 await failing
         with pytest.raises(TransferFailed):
             await anext(started.reader)
-        await until(lambda: both.decode.free_block_count() == free)
+        await until(lambda: free_blocks(both.decode) == free)
 
 
 async def test_one_wrong_byte_of_the_hidden_state_is_an_error() -> None:

@@ -23,6 +23,7 @@ from tests.component.engine.sim.support import (
     decode_work,
     reserve,
 )
+from tests.sim_blocks import free_blocks
 from tests.waiting import until
 
 PROMPT = list(range(100, 139))
@@ -92,28 +93,28 @@ async def test_blocks_are_shared_only_once_they_have_arrived(engine: SimEngine) 
 async def test_an_aborted_reservation_stays_held_until_its_transfer_ends(
     engine: SimEngine, ending: TransferEvent
 ) -> None:
-    before = engine.free_block_count()
+    before = free_blocks(engine)
     reader = engine.decode(decode_work(PROMPT, remote_kv=True))
     await anext(reader)
     await close(reader)
     await answer_of(engine, decode_work([1, 2, 3], transfer_id="x2"))
     # 39 tokens of prompt and 5 of the answer: 6 blocks of 8.
-    assert engine.free_block_count() == before - 6
+    assert free_blocks(engine) == before - 6
     engine.transfer_event(ending)
-    await until(lambda: engine.free_block_count() == before)
+    await until(lambda: free_blocks(engine) == before)
     engine.transfer_event(ending)
 
 
 async def test_an_unread_reservation_is_released_with_its_request(engine: SimEngine) -> None:
-    before = engine.free_block_count()
+    before = free_blocks(engine)
     reader = engine.decode(decode_work(PROMPT, remote_kv=True))
     waiting = asyncio.ensure_future(anext(reader))
-    while engine.free_block_count() == before:
+    while free_blocks(engine) == before:
         await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await until(lambda: engine.free_block_count() == before)
+    await until(lambda: free_blocks(engine) == before)
 
 
 async def test_a_released_reservation_fails_its_request(engine: SimEngine) -> None:
@@ -127,13 +128,13 @@ async def test_a_released_reservation_fails_its_request(engine: SimEngine) -> No
 async def test_reports_of_other_or_ended_transfers_change_nothing(engine: SimEngine) -> None:
     reader = engine.decode(decode_work(PROMPT, remote_kv=True))
     await reserve(reader)
-    free = engine.free_block_count()
+    free = free_blocks(engine)
     engine.transfer_event(Arrived("x2"))
     engine.transfer_event(Released("x2"))
     waiting = asyncio.ensure_future(anext(reader))
     await check_answer(engine, decode_work(PROMPT, transfer_id="x3"))
     assert not waiting.done()
-    assert engine.free_block_count() == free
+    assert free_blocks(engine) == free
     engine.transfer_event(Arrived("x1"))
     assert isinstance(await waiting, DecodeTokens)
     # The request has its cache now, so a late report must not fail it.

@@ -13,6 +13,7 @@ from headrace_kv.receive.transfer import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.engine.sim.support import close, decode_work, pair
 from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport
+from tests.sim_blocks import free_blocks
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 PROMPT = list(range(100, 150))
@@ -49,11 +50,11 @@ async def test_held_writes_hold_the_source_blocks(
         return held[0]
 
     async with pair(prefill_transports=transport, model="sim:layers=3,context=512") as both:
-        free = both.prefill.free_block_count()
+        free = free_blocks(both.prefill)
         started = await both.start(decode_work(PROMPT, remote_kv=True))
         prefill, transfer = started.prefill, started.transfer
         await until(lambda: held[0].write_count >= 2)
-        held_blocks = free - both.prefill.free_block_count()
+        held_blocks = free - free_blocks(both.prefill)
         assert held_blocks == 7
         if canceller == "prefill":
             prefill.cancel()
@@ -61,12 +62,12 @@ async def test_held_writes_hold_the_source_blocks(
             both.receiver.cancel("x1", "CANCELLED", "the client left")
         await let_a_wrong_step_show()
         assert not prefill.done()
-        assert free - both.prefill.free_block_count() == held_blocks
+        assert free - free_blocks(both.prefill) == held_blocks
         assert transfer.state is not TransferState.FREE
         hold.release.set()
         await asyncio.wait({prefill}, timeout=PATIENCE_S)
         assert prefill.done()
-        await until(lambda: both.prefill.free_block_count() == free)
+        await until(lambda: free_blocks(both.prefill) == free)
         await until(lambda: transfer.state is TransferState.FREE)
         with pytest.raises((asyncio.CancelledError, Cancelled)):
             await prefill

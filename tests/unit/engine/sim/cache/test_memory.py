@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.cache.memory import SimMemory
-from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.model import SimModel, WordArray
 from headrace_engine.sim.model.sampling import choose_token
 from headrace_engine.sim.model.settings import SimShape, parse_settings
 from headrace_kv.layout import STATE
+from tests.sim_blocks import touched_blocks
 
 BLOCK_TOKENS = 4
 BLOCK_COUNT = 8
@@ -95,15 +96,22 @@ class Filled:
         token = data.draw(st.integers(0, len(self.tokens) - 1), "token")
         group = self.shape.groups[held.group]
         block, token = (0, 0) if group.kind == STATE else divmod(token, group.block_tokens)
-        self.memory.invert_byte(
-            rank,
-            data.draw(st.sampled_from(held.layer_ids), "layer"),
-            part.name,
+        names = [one.name for one in group.parts]
+        invert_byte(
+            held.views[names.index(part.name)],
+            data.draw(st.integers(0, len(held.layer_ids) - 1), "layer"),
             self.blocks[held.group][block],
             data.draw(st.integers(0, len(held.heads) - 1), "head"),
             token,
             data.draw(st.integers(0, part.nbytes - 1), "byte"),
         )
+
+
+def invert_byte(view: WordArray, *indices: int) -> None:
+    """Inverts a byte of a view's layer, block, head and token."""
+    *place, byte = indices
+    word, shift = divmod(byte, view.dtype.itemsize)
+    view[(*place, word)] ^= view.dtype.type(0xFF << 8 * shift)
 
 
 texts = st.sampled_from(MODELS)
@@ -145,8 +153,8 @@ def test_guard_shows_foreign_writes(text: str) -> None:
     filled = Filled(text, 2, list(range(8)), Random(1))
     used = filled.blocks[0][:2]
     free = [block for block in range(BLOCK_COUNT) if block not in used]
-    assert filled.memory.guard_violations(0, free) == ()
-    assert filled.memory.guard_violations(0, range(BLOCK_COUNT)) == tuple(sorted(used))
+    assert touched_blocks(filled.memory, 0, free) == ()
+    assert touched_blocks(filled.memory, 0, range(BLOCK_COUNT)) == tuple(sorted(used))
     filled.memory.fill_guard(0, used)
-    filled.memory.invert_byte(1, 1, "", 5, 0, 3, 7)
-    assert filled.memory.guard_violations(0, range(BLOCK_COUNT)) == (5,)
+    invert_byte(filled.memory._held[1][0].views[0], 1, 5, 0, 3, 7)
+    assert touched_blocks(filled.memory, 0, range(BLOCK_COUNT)) == (5,)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import DecodeWork, Sampling, StructuredOutputs
 from headrace_engine.sim.model.sampling import choice_is_complete, choose_token
-from headrace_engine.sim.validation import check_decode
+from headrace_engine.sim.validation import check
 
 VOCABULARY = 1000
 GREEDY = Sampling(temperature=0.0)
@@ -38,7 +38,7 @@ def test_other_constraints_are_refused_by_name() -> None:
     outputs = StructuredOutputs("regex", "a+")
     work = DecodeWork("t", (1,), replace(GREEDY, structured_outputs=outputs), remote_kv=False)
     with pytest.raises(InvalidRequest) as caught:
-        check_decode(work, 100)
+        check(work, 100)
     assert (
         "supports choice, json, json_object"
         in caught.value.violations["sampling.structured_outputs.regex"]
