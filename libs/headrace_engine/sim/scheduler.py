@@ -16,7 +16,6 @@ from headrace_common.errors import (
     InternalError,
     TransferFailed,
 )
-from headrace_engine import step_budget
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import StepPlanner
@@ -25,8 +24,7 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence, Wait
-from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, plan_step, step_of
-from headrace_engine.step_budget import Answers, prompt_budget
+from headrace_engine.sim.stepper import SimClock, Stepper, plan_step, step_of
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_kv.messages import Reservation
 
@@ -174,7 +172,6 @@ class Scheduler:
             [sequence for sequence in self._running if sequence.is_ready],
             self._shape.max_num_batched_tokens,
             self._shape.span_tokens,
-            self._prompt_tokens_max,
         )
         if not chunks:
             return False
@@ -281,24 +278,6 @@ class Scheduler:
         sequence.blocks_lost()
         self._running.remove(sequence)
         self._waiting.appendleft(sequence)
-
-    def _prompt_tokens_max(self, answers: Items[Chunk], prompts: Items[Sequence]) -> int | None:
-        """See prompt_budget."""
-        bounded = [
-            one.sequence
-            for one in answers
-            if isinstance(one.sequence, Answer) and one.sequence.bounds.tpot_s
-        ]
-        if not prompts or not bounded:
-            return None
-        now_s = self._clock.now_s()
-        due = Answers(
-            len(answers),
-            sum(one.start for one in answers),
-            [one.due_token(now_s) for one in bounded],
-        )
-        waiting = [step_budget.Prompt(one.bounds, one.pending, one.computed) for one in prompts]
-        return prompt_budget(now_s, self.meter.times, due, waiting)
 
     def _admit(self) -> None:
         for sequence in tuple(self._waiting):

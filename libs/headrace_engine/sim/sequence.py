@@ -29,7 +29,6 @@ from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
 from headrace_engine.sim.outgoing import Outgoing
-from headrace_engine.step_budget import AnswerPace, DueToken
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.images import hashed_token_ids
@@ -65,7 +64,6 @@ class Sequence:
     ) -> None:
         self.transfer_id = transfer_id
         self.priority = work.priority
-        self.bounds = work.bounds
         self.tokens = list(work.token_ids)
         # So KV and answers depend on the contents of images.
         hashed = hashed_token_ids(work.token_ids, work.images) if work.images else work.token_ids
@@ -250,14 +248,6 @@ class Answer(Sequence):
         self.prompt_count = work.prompt_tokens
         self._keep = keep
         self._first_step_ns = 0
-        self._pace: AnswerPace | None = None
-
-    def due_token(self, now_s: float) -> DueToken:
-        """When the next token of an answer with a bound is due, counted from the first call."""
-        generated = len(self.tokens) - self.prompt_count
-        if self._pace is None:
-            self._pace = AnswerPace(self.bounds.tpot_s, now_s, generated)
-        return self._pace.due(generated, self.capacity - self.prompt_count)
 
     def reusable_tokens(self, keeps_state: bool) -> int:
         """The last token of a prompt is never among them."""

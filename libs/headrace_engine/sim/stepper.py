@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -59,17 +58,11 @@ class Chunk(NamedTuple):
         return isinstance(self.sequence, Answer) and self.end - self.start == 1
 
 
-def plan_step(
-    sequences: Items[Sequence],
-    token_budget: int,
-    block_tokens: int,
-    prompt_tokens_max: Callable[[Items[Chunk], Items[Sequence]], int | None] = lambda *_: None,
-) -> list[Chunk]:
+def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) -> list[Chunk]:
     """One token of each sequence that generates; prompts share the rest of the budget.
 
     `sequences` are in order of preference. Prompts get equal shares of whole blocks, but for a
-    prompt's last chunk. At least one block is computed, unless `prompt_tokens_max` allows none. That gets the chunks
-    of the answers, and the prompts.
+    prompt's last chunk. At least one block is computed.
     """
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []
@@ -79,9 +72,6 @@ def plan_step(
         elif sequence.pending:
             prompts.append(sequence)
     budget = max(block_tokens, token_budget - len(chunks))
-    allowed = prompt_tokens_max(chunks, prompts)
-    if allowed is not None:
-        budget = min(budget, -(-allowed // block_tokens) * block_tokens)
     while prompts and budget >= block_tokens:
         sequence = prompts.pop(0)
         share = max(budget // (len(prompts) + 1) // block_tokens, 1) * block_tokens
