@@ -16,6 +16,7 @@ from headrace_engine.connector.step_plan import (
     StepPlan,
     TokenRange,
 )
+from headrace_kv.layout import STATE, KvLayout
 from headrace_kv.messages import LayerRange, SendReport, TransferTarget
 from headrace_kv.transport.memory import PASSED, Mark
 
@@ -35,6 +36,14 @@ class LayerKind:
 
     group_index: int
     is_state: bool
+
+
+def layer_kinds(layout: KvLayout, rank: int) -> dict[int, LayerKind]:
+    """Those of the layers of a rank's stage, by their number in the layout."""
+    return {
+        layer: LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
+        for layer in layout.layers_of(rank)
+    }
 
 
 class StepExecutor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace_common.callers.priority import Priority
@@ -108,10 +107,9 @@ class TierPlanner:
         *,
         sends_from_host: bool = False,
         promised_share: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers = tiers
-        self.promises = Promises(tiers, block_tokens, promised_share, clock)
+        self.promises = Promises(tiers, block_tokens, promised_share)
         """What stays in the tiers for a time. Others only read and renew."""
         use = use or PoolUse()
         self.pool = PoolPlanner(tiers, use, self._carry_out)

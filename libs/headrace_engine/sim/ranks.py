@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.step_executor import LayerKind, StepExecutor
+from headrace_engine.connector.step_executor import StepExecutor, layer_kinds
 from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.tier_executor import PoolExecutor, TierExecutor
 from headrace_kv.hidden_state import hidden_state_rank
@@ -98,13 +98,7 @@ class Ranks:
         for rank, executor in enumerate(self._executors):
             sender = new_sender(rank, executor.transfer_quiet)
             senders.append(sender)
-            kinds = {
-                layer: LayerKind(
-                    self._layout.group_index(layer), self._layout.group_of(layer).kind == STATE
-                )
-                for layer in self._layout.layers_of(rank)
-            }
-            executor.start(lambda: None, sender, kinds)
+            executor.start(lambda: None, sender, layer_kinds(self._layout, rank))
         return senders
 
     def stop(self, transfer_id: str) -> None:

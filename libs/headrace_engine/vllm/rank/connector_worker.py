@@ -14,7 +14,7 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.connector.layer_groups import LayerGroup
-from headrace_engine.connector.step_executor import LayerKind, StepExecutor
+from headrace_engine.connector.step_executor import StepExecutor, layer_kinds
 from headrace_engine.connector.step_plan import BlockComparison, StepPlan
 from headrace_engine.connector.tier_executor import PoolExecutor, TierExecutor
 from headrace_engine.torch_memory.device_memory import (
@@ -44,7 +44,6 @@ from headrace_engine.vllm.rank.memory import (
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_kv.hidden_state import hidden_state_rank
 from headrace_kv.layout import (
-    STATE,
     KvLayout,
     RankMemory,
     layout_from_proto,
@@ -234,10 +233,7 @@ class ConnectorWorker:
             hidden_format=hidden_format(self._vllm_config),
         )
         self._sender = RankSender(context)
-        layers = {
-            layer: LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
-            for layer in layout.layers_of(self._rank)
-        }
+        layers = layer_kinds(layout, self._rank)
         self._executor.start(order.fence, self._sender, layers, order.mark)
         if self._rank == hidden_state_rank(layout) and self._settings.role != "decode":
             listen(self._executor.hidden_states_computed)
