@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from headrace_common.errors import InternalError
 from headrace_engine.sim.model.bit_mixer import WORD_MASK, U64Array, mix_int
-from headrace_engine.sim.model.caches import TOKEN_INNER, SimPart
+from headrace_engine.sim.model.caches import TOKEN_INNER, word_of
 from headrace_engine.sim.model.model import PartFormula, SimModel, WordArray
 from headrace_engine.sim.model.settings import SimShape
-from headrace_kv.layout import STATE, CacheGroup, KvLayout, RankMemory, Region
+from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part, RankMemory, Region
 from headrace_kv.shard_map import PlacedRegions, heads_held, place_regions
 from headrace_kv.transport.memory import allocate_arena, suited_alignment_bytes
 
@@ -82,22 +82,22 @@ def held_caches(
 
 
 def _view(
-    regions: Sequence[Region], group: CacheGroup, part: SimPart, arena: NDArray[np.uint8]
+    regions: Sequence[Region], group: CacheGroup, part: Part, arena: NDArray[np.uint8]
 ) -> WordArray:
     """One part's regions, by layer."""
     first = regions[0]
     steps = np.diff([region.offset_bytes for region in regions])
     if len(steps) and (steps != steps[0]).any():
         raise InternalError(f"the layers of part {part.name} are not at equal distances")
-    word = part.word.itemsize
+    word = word_of(part).itemsize
     tokens = 1 if group.kind == STATE else group.block_tokens
     token_stride, word_stride = first.token_stride_bytes, word
     if group.kind != STATE and group.parts[0].block_format == TOKEN_INNER:
         token_stride, word_stride = word, tokens * word
     strides = (first.block_stride_bytes, first.head_stride_bytes, token_stride, word_stride)
     return np.ndarray(
-        shape=(len(regions), first.block_count, first.head_count, tokens, part.word_count),
-        dtype=part.word,
+        shape=(len(regions), first.block_count, first.head_count, tokens, part.unit_bytes // word),
+        dtype=word_of(part),
         buffer=arena.data,
         offset=first.offset_bytes,
         strides=(int(steps[0]) if len(steps) else 0, *strides),

@@ -26,10 +26,10 @@ from headrace_engine.sim.model.bit_mixer import (
     mix_int,
     mix_words,
 )
-from headrace_engine.sim.model.caches import SimCache, SimPart
+from headrace_engine.sim.model.caches import word_of
 from headrace_engine.sim.model.sampling import choose_token, token_logprobs
 from headrace_engine.sim.model.settings import SimSettings
-from headrace_kv.layout import STATE
+from headrace_kv.layout import STATE, CacheGroup, Part
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -52,14 +52,15 @@ class PartFormula:
     weights: U64Array
 
     @classmethod
-    def of(cls, cache: SimCache, part: SimPart, number: int) -> PartFormula:
+    def of(cls, cache: CacheGroup, part: Part, number: int) -> PartFormula:
         """The formula of a cache's part, the `number`th of the model."""
-        shape = (len(cache.layers), cache.heads, part.word_count)
+        word = word_of(part)
+        shape = (len(cache.layers), cache.head_count, part.unit_bytes // word.itemsize)
         size = int(np.prod(shape))
         further = number * _FURTHER_SEEDS
         salts = counted_words(size, _SALT_SEED + further)
         weights = counted_words(size, _WEIGHT_SEED + further) | np.uint64(1)
-        return cls(part.word, salts.reshape(shape), weights.reshape(shape))
+        return cls(word, salts.reshape(shape), weights.reshape(shape))
 
     def part(self, layers: slice, heads: slice = slice(None)) -> PartFormula:
         """The formula of some layers and heads."""

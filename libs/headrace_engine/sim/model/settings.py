@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from headrace_common.errors import ConfigError
 from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 from headrace_common.registry.adapters import Adapter, adapter_to_proto, announced_violations
-from headrace_engine.sim.model.caches import SimCache, SimPart, spread_caches
-from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
+from headrace_engine.sim.model.caches import spread_caches, with_blocks
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup, Part
 from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, heads_held
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 BLOCK_TOKENS = 32
 _ORDERS: dict[str, tuple[Dimension, ...]] = {"hnd": HEAD_OUTER, "nhd": TOKENS_OUTER}
-_INDEX_PARTS = (SimPart("key", 16), SimPart("key_scale", 4, "float32"))
+_INDEX_PARTS = (Part("key", "uint8", 16), Part("key_scale", "float32", 4))
 _PART_BYTES_MAX = 65536
 
 
-def _parts(text: str) -> tuple[SimPart, ...]:
-    found: list[SimPart] = []
+def _parts(text: str) -> tuple[Part, ...]:
+    found: list[Part] = []
     for item in text.split("/"):
         name, _, rest = item.partition(":")
         nbytes, _, dtype = rest.partition(":")
@@ -36,7 +36,7 @@ def _parts(text: str) -> tuple[SimPart, ...]:
             raise ValueError('write parts as "name:bytes" or "name:bytes:dtype", with "/" between')
         if not nbytes.isdecimal() or not 0 < int(nbytes) <= _PART_BYTES_MAX:
             raise ValueError(f"take 1 to {_PART_BYTES_MAX} bytes")
-        found.append(SimPart(name, int(nbytes), dtype or "uint8"))
+        found.append(Part(name, dtype or "uint8", int(nbytes)))
     if len({part.name for part in found}) < len(found):
         raise ValueError("name every part differently")
     return tuple(found)
@@ -67,7 +67,7 @@ def _adapters(text: str) -> tuple[Adapter, ...]:
 _LayerCount: TypeAlias = Annotated[int, Field(ge=0, le=512)]
 _HeadCount: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
 _Seconds: TypeAlias = Annotated[float, Field(ge=0, le=60)]
-_Parts: TypeAlias = Annotated[tuple[SimPart, ...], BeforeValidator(_parts)]
+_Parts: TypeAlias = Annotated[tuple[Part, ...], BeforeValidator(_parts)]
 
 
 class SimSettings(BaseModel):
@@ -118,7 +118,7 @@ class SimSettings(BaseModel):
     index_layers: _LayerCount = 0
     state_layers: _LayerCount = 0
     state_heads: _HeadCount = 2
-    state_parts: _Parts = (SimPart("conv", 24), SimPart("ssm", 64))
+    state_parts: _Parts = (Part("conv", "uint8", 24), Part("ssm", "uint8", 64))
     order: Annotated[tuple[Dimension, ...], BeforeValidator(_order)] = HEAD_OUTER
     block_format: Literal["token_outer", "token_inner"] = TOKEN_OUTER
     index_block_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
@@ -126,9 +126,9 @@ class SimSettings(BaseModel):
     adapters: Annotated[tuple[Adapter, ...], BeforeValidator(_adapters)] = ()
 
     @cached_property
-    def caches(self) -> tuple[SimCache, ...]:
+    def caches(self) -> tuple[CacheGroup, ...]:
         """The model's caches, attention first."""
-        attention = self.parts or (SimPart("kv", self.head_bytes),)
+        attention = self.parts or (Part("kv", "uint8", self.head_bytes),)
         return spread_caches(
             (
                 ("attention", TOKENS, self.layers, self.heads, attention),
@@ -165,7 +165,7 @@ class SimShape:
         """The worker's cache groups, attention first."""
         sizes = {"index": self.settings.index_block_tokens or self.block_tokens}
         return tuple(
-            cache.group(sizes.get(cache.name, self.block_tokens), self.settings.block_format)
+            with_blocks(cache, sizes.get(cache.name, self.block_tokens), self.settings.block_format)
             for cache in self.settings.caches
         )
 
@@ -252,8 +252,8 @@ def _affordable_blocks(
     ranks = config.tensor_parallel_size
     token_bytes = page_bytes = 0
     for cache in settings.caches:
-        heads = sum(len(heads_held(rank, ranks, cache.heads)) for rank in range(ranks))
-        nbytes = len(cache.layers) * heads * cache.head_bytes
+        heads = sum(len(heads_held(rank, ranks, cache.head_count)) for rank in range(ranks))
+        nbytes = len(cache.layers) * cache.bytes_between(0, 1, heads)
         if cache.kind == STATE:
             page_bytes += nbytes
         else:

@@ -103,7 +103,7 @@ class Filled:
             self.blocks[held.group][block],
             data.draw(st.integers(0, len(held.heads) - 1), "head"),
             token,
-            data.draw(st.integers(0, part.nbytes - 1), "byte"),
+            data.draw(st.integers(0, part.unit_bytes - 1), "byte"),
         )
 
 
