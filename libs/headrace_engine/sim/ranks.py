@@ -83,8 +83,9 @@ class Ranks:
             executor.attach(pool, keys, memory=rank)
 
     def close(self) -> None:
-        """Frees the tiers."""
-        for tiers in self._tiers:
+        """Frees the tiers. Later steps have none."""
+        closing, self._tiers = self._tiers, []
+        for tiers in closing:
             tiers.close()
 
     def __len__(self) -> int:

@@ -249,21 +249,21 @@ class Scheduler:
         for request_id in quiet:
             self._by_id[request_id].end_wait(Wait.QUIET)
             self.update(self._by_id[request_id])
+        # Ranks report a request later while copies into its blocks are under way.
+        for request_id in (*plan.received, *plan.failed):
+            self._by_id[request_id].transfer_ended(failed=request_id in plan.failed)
         for request_id in received:
-            transfer_failed = request_id in plan.failed
-            if transfer_failed or request_id in plan.received:
-                self._by_id[request_id].end_wait(Wait.ARRIVAL)
-            self._received(self._by_id[request_id], transfer_failed, request_id in failed)
+            self._received(self._by_id[request_id], request_id in failed)
 
-    def _received(self, sequence: Sequence, transfer_failed: bool, failed: bool) -> None:
+    def _received(self, sequence: Sequence, failed: bool) -> None:
         """The copies into a request's blocks have ended, or the transfer, or both."""
         if Wait.COPY in sequence.waits:
-            sequence.copies_ended(failed=failed and not transfer_failed)
+            sequence.copies_ended(failed=failed and not sequence.transfer_failed)
         start_token = sequence.computed
-        if not (transfer_failed or sequence.load_failed):
+        if not (sequence.transfer_failed or sequence.load_failed):
             sequence.kv_arrived()
             self._pools.register(sequence, start_token, sequence.computed)
-        elif transfer_failed and isinstance(sequence, Answer):
+        elif sequence.transfer_failed and isinstance(sequence, Answer):
             if not sequence.ended:
                 sequence.fail(TransferFailed("the KV cache did not arrive"))
         elif not sequence.ended and Wait.ARRIVAL not in sequence.waits:

@@ -79,7 +79,7 @@ class Sequence:
         self.block_tables: tuple[U64Array, ...] = ()
         self.cached = self.transferred = self.computed = 0
         self.tier_tokens: Mapping[Tier, int] = {}
-        self.load_failed = self.ended = False
+        self.load_failed = self.transfer_failed = self.ended = False
         self.waits: set[Wait] = set()
         self._params = params
         self._model = model
@@ -130,6 +130,11 @@ class Sequence:
         self.end_wait(Wait.COPY)
         self.load_failed = failed
 
+    def transfer_ended(self, *, failed: bool) -> None:
+        """No other worker writes into its blocks any more, or it leaves these."""
+        self.end_wait(Wait.ARRIVAL)
+        self.transfer_failed = failed
+
     def end_wait(self, wait: Wait) -> None:
         """It need not wait for this any more."""
         self.waits.discard(wait)
@@ -144,7 +149,7 @@ class Sequence:
         self.block_ids_by_group = self.block_tables = ()
         self.cached = self.transferred = self.computed = 0
         self.tier_tokens = {}
-        self._planned = self.load_failed = False
+        self._planned = self.load_failed = self.transfer_failed = False
 
     def take_params(self) -> SendParams | ReceiveParams | None:
         """Its transfers, once: without their KV, it computes all tokens here."""

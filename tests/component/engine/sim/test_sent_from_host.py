@@ -203,3 +203,23 @@ async def test_it_can_be_switched_off() -> None:
         assert handed.outcome is not None
         assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}
         assert loaded_blocks(both) == CACHED_TOKENS // 8
+
+
+async def test_a_transfer_may_end_before_the_load_of_the_tokens_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = random_prompt(Random(7), WHOLE_TOKENS)
+    decode = {"tiers": HOST, "num_gpu_blocks_override": KV_BLOCKS}
+    async with pair(model=MODEL, decode=decode) as both:
+        for number in range(3):
+            other = random_prompt(Random(f"other{number}"), WHOLE_TOKENS)
+            await both.generate(other if number else prompt, transfer_id=f"x{number}")
+        go_on = hold_loads(monkeypatch)
+        longer = [*prompt, *range(100, 117)]
+        started = await both.start(decode_work(longer, transfer_id="longer", remote_kv=True))
+        assert started.reservation.start_token == CACHED_TOKENS
+        await started.transfer.wait()
+        both.decode.transfer_event(Arrived("longer"))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await finish(both, started, longer)
