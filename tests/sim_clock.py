@@ -18,13 +18,6 @@ _ROUNDING_S = 1e-9
 class ManualClock(SimClock):
     """Stands still but for `advance`, which runs exactly the simulated steps that end in that time.
 
-    A test gives one to `SimEngine(clock=...)`, or one to several engines:
-
-        clock = ManualClock()
-        engine = SimEngine(config, descriptors, clock=clock)   # sim:decode_step_s=1
-        ...
-        await clock.advance(3)     # three decode steps, however fast or slow the machine is
-
     Only simulated computing takes its time from the clock. Transfers, deadlines and time stamps are
     real, so a test still waits for the events that depend on them.
     """
@@ -38,13 +31,6 @@ class ManualClock(SimClock):
 
     def now_s(self) -> float:
         return self._now_s
-
-    @property
-    def next_due_s(self) -> float | None:
-        """The earliest time that a task sleeps until; None when no task sleeps."""
-        while self._sleepers and self._sleepers[0][2].done():
-            heapq.heappop(self._sleepers)
-        return self._sleepers[0][0] if self._sleepers else None
 
     async def sleep_until(self, due_s: float) -> None:
         if due_s <= self._now_s:
@@ -64,18 +50,17 @@ class ManualClock(SimClock):
 
     async def advance(self, seconds: float) -> None:
         """Moves the time on, from one due time to the next, and returns when all step loops wait again."""
-        await self.advance_to(self._now_s + seconds)
-
-    async def advance_to(self, target_s: float) -> None:
-        """As `advance`, to a time. A time in the past changes nothing."""
+        target_s = self._now_s + seconds
         await self._settle()
-        while (due_s := self.next_due_s) is not None and due_s <= target_s + _ROUNDING_S:
-            _, _, wakeup, task = heapq.heappop(self._sleepers)
+        while self._sleepers and self._sleepers[0][0] <= target_s + _ROUNDING_S:
+            due_s, _, wakeup, task = heapq.heappop(self._sleepers)
+            if wakeup.done():
+                continue
             self._now_s = max(self._now_s, due_s)
             self._running.add(task)
             wakeup.set_result(None)
             await self._settle()
-        self._now_s = max(self._now_s, target_s)
+        self._now_s = target_s
 
     async def _settle(self) -> None:
         """Returns when every task that uses the clock waits."""

@@ -30,7 +30,6 @@ from headrace_engine.interface import (
     Sampling,
 )
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.stepper import SimClock
 from headrace_kv.checksum import DigestMode
 from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.messages import Reservation, SendReport, TransferTarget
@@ -111,7 +110,7 @@ def uses(transports: Callable[[], KvTransport] | None) -> Callable[[], Transport
 @asynccontextmanager
 async def decode_engine(
     *,
-    clock: SimClock | None = None,
+    clock: ManualClock | None = None,
     pools: PoolOpener | None = None,
     **changes: Any,
 ) -> AsyncIterator[SimEngine]:
@@ -123,7 +122,7 @@ async def decode_engine(
     try:
         yield engine
         # A request that was aborted within a step keeps its blocks until the step ends.
-        manual = [clock] if isinstance(clock, ManualClock) else []
+        manual = [clock] if clock else []
         await advance_until(lambda: free_blocks(engine) == blocks, *manual)
         assert guard_violations(engine) == ()
         assert engine.usage().running_requests == engine.usage().waiting_requests == 0
@@ -378,8 +377,8 @@ async def pair(
     decode: dict[str, Any] | None = None,
     prefill_transports: Callable[[], KvTransport] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
-    prefill_clock: SimClock | None = None,
-    decode_clock: SimClock | None = None,
+    prefill_clock: ManualClock | None = None,
+    decode_clock: ManualClock | None = None,
     digest: DigestMode = "on",
     guarded: bool = True,
     **both: Any,
@@ -426,9 +425,7 @@ async def pair(
         await server.start()
         free = (free_blocks(prefill_side), free_blocks(decode_side))
         yield Pair(prefill_side, decode_side, receiver, f"127.0.0.1:{port}")
-        manual = [
-            clock for clock in (prefill_clock, decode_clock) if isinstance(clock, ManualClock)
-        ]
+        manual = [clock for clock in (prefill_clock, decode_clock) if clock]
         await advance_until(
             lambda: (free_blocks(prefill_side), free_blocks(decode_side)) == free,
             *manual,

@@ -26,7 +26,6 @@ from headrace_engine.sim.ranks import Ranks
 from tests.component.engine.sim.support import (
     GREEDY,
     Pair,
-    answer_of,
     check_answer,
     close,
     decode_engine,
@@ -71,17 +70,6 @@ async def test_a_continued_answer_equals_an_uninterrupted_one(length: int, gener
             handed = await both.generate(prompt, sampling, f"x{number}", generated=known)
             assert not end.stopped
             assert handed.reservation.end_token == length + generated - 1
-
-
-async def test_a_stop_token_ends_a_continued_answer() -> None:
-    prompt = prompt_of(20)
-    async with decode_engine() as engine:
-        whole = engine.model.expected_tokens(prompt, 6)
-        sampling = replace(GREEDY, stop_token_ids=(whole[4], 31999))
-        work = decode_work(prompt, sampling, generated=whole[:2])
-        tokens, end, _ = await answer_of(engine, work)
-        assert tokens == whole[2 : whole.index(whole[4]) + 1]
-        assert end.stopped
 
 
 def first_token_work(

@@ -136,20 +136,3 @@ async def test_a_prompt_has_the_logprobs_that_its_tokens_had_in_an_answer(
             plain = decode_work(prompt, replace(scoring, prompt_logprobs=None), transfer_id="x3")
             _, end, _ = await answer_of(engine, plain)
             assert end.cached_tokens > 0
-
-
-async def test_a_prompt_has_the_logprobs_of_its_adapter() -> None:
-    prompt = list(range(100, 120))
-    async with decode_engine(model="sim:context=512,adapters=poet/coder:0b") as engine:
-        adapters = (None, engine.adapters[0])
-        for number, adapter in enumerate(adapters):
-            work = decode_work(prompt, adapter=adapter, cache_salt=f"0{number}")
-            answer, _, _ = await answer_of(engine, work)
-            scoring = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
-            whole = [*prompt, *answer]
-            for other in adapters:
-                scored = decode_work(whole, scoring, adapter=other, transfer_id="x2")
-                _, _, (first, _) = await answer_of(engine, scored)
-                assert isinstance(first, DecodeTokens)
-                ranks = {entry.rank for entry in first.prompt_logprobs[-len(answer) :]}
-                assert (ranks == {1}) == (other == adapter)
