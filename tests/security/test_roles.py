@@ -29,10 +29,7 @@ _CALL_TIMEOUT_S = 2.0
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 # Only vLLM's own processes serve it.
-_NOT_DEPLOYED = {
-    "/headrace.kv.v1.PairService/Describe",
-    "/headrace.kv.v1.PairService/Fetch",
-}
+_NOT_DEPLOYED = {"/headrace.kv.v1.PairService/Fetch"}
 
 
 async def listed_methods(endpoint: str) -> set[str]:

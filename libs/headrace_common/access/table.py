@@ -86,7 +86,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL, _DECODE)},
         "headrace.kv.v1.PrefixService": {"SendPrefix": (_PREFILL,)},
         # Stock vLLM has no credentials: docs/stock-vllm.md.
-        "headrace.kv.v1.PairService": {"Describe": _EVERY_CALLER, "Fetch": _EVERY_CALLER},
+        "headrace.kv.v1.PairService": {"Fetch": _EVERY_CALLER},
         "headrace.worker.v1.WorkerService": {
             "WatchStatus": (_ROUTER, _OPERATOR, _PLANNER),
             "SubscribeKvEvents": (_ROUTER,),

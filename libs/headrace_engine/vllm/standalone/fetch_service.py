@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from headrace.kv.v1 import pair_pb2, pair_pb2_grpc
+from headrace.kv.v1 import layout_pb2, pair_pb2, pair_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
@@ -23,12 +23,9 @@ from headrace_common.errors import (
     QueueFull,
     StaleIncarnation,
     TransferTimeout,
-    WorkerGone,
     from_reason,
 )
-from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto, descriptor_to_proto
+from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 from headrace_kv.messages import SendReport, TransferTarget
 
 
@@ -108,41 +105,24 @@ DESCRIPTORS_MAX = 256
 
 
 class DecodeMemories:
-    """Asks decode engines for their memory descriptors, once for each incarnation."""
+    """The memory descriptors of the decode engines that have fetched last, at most DESCRIPTORS_MAX."""
 
     def __init__(self) -> None:
-        self._endpoints: OrderedDict[WorkerRef, str] = OrderedDict()
-        self._found: dict[WorkerRef, KvDescriptor] = {}
+        self._found: OrderedDict[WorkerRef, KvDescriptor] = OrderedDict()
 
-    def set_endpoint(self, ref: WorkerRef, endpoint: str) -> None:
-        """Stores the address of an engine. Forgets the engine with the oldest one above DESCRIPTORS_MAX."""
-        self._endpoints[ref] = endpoint
-        self._endpoints.move_to_end(ref)
-        while len(self._endpoints) > DESCRIPTORS_MAX:
-            gone, _ = self._endpoints.popitem(last=False)
-            self._found.pop(gone, None)
+    def add(self, ref: WorkerRef, descriptor: layout_pb2.KvDescriptor) -> None:
+        """The memory of an engine, which stays the same for its incarnation."""
+        if ref not in self._found:
+            self._found[ref] = descriptor_from_proto(descriptor)
+        self._found.move_to_end(ref)
+        while len(self._found) > DESCRIPTORS_MAX:
+            self._found.popitem(last=False)
 
     async def find(self, ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
-        """Raises StaleIncarnation when another engine answers, or WorkerGone when none answers."""
-        known = self._found.get(ref)
-        if known is not None:
-            return known
-        endpoint = self._endpoints.get(ref)
-        if endpoint is None:
+        """Raises StaleIncarnation for an engine that is not among them."""
+        found = self._found.get(ref)
+        if found is None:
             raise StaleIncarnation(f"{ref} has fetched nothing from this engine")
-        async with open_channel(endpoint) as channel:
-            try:
-                response = await pair_pb2_grpc.PairServiceStub(channel).Describe(
-                    pair_pb2.DescribeRequest(), timeout=deadline.remaining_s()
-                )
-            except grpc.aio.AioRpcError as exc:
-                raise WorkerGone(
-                    f"{ref} does not describe its memory at {endpoint}: "
-                    f"{error_from_rpc(exc).detail}"
-                ) from exc
-        if WorkerRef(response.worker_id, response.incarnation) != ref:
-            raise StaleIncarnation(f"{ref} is gone: {response.incarnation} answers at {endpoint}")
-        self._found[ref] = found = descriptor_from_proto(response.descriptor)
         return found
 
 
@@ -176,14 +156,14 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         self,
         *,
         ref: WorkerRef,
-        descriptor: KvDescriptor,
+        rank_count: int,
         pending: PendingFetches,
         memories: DecodeMemories,
         stop: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         self._ref = ref
-        self._descriptor = descriptor
+        self._rank_count = rank_count
         self._pending = pending
         self._memories = memories
         self._stop = stop
@@ -202,18 +182,6 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         if fetch is not None:
             fetch.fail(error)
 
-    async def Describe(
-        self,
-        request: pair_pb2.DescribeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> pair_pb2.DescribeResponse:
-        """See pair.proto."""
-        return pair_pb2.DescribeResponse(
-            worker_id=self._ref.worker_id,
-            incarnation=self._ref.incarnation,
-            descriptor=descriptor_to_proto(self._descriptor),
-        )
-
     async def Fetch(
         self,
         request: pair_pb2.FetchRequest,
@@ -230,9 +198,9 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         if target.start_token == target.end_token:
             self._pending.close(target.transfer_id, "decode needs nothing of it")
             return pair_pb2.FetchResponse()
-        self._memories.set_endpoint(target.decode, target.handoff_endpoint)
+        self._memories.add(target.decode, request.descriptor)
         self._pending.add(pending)
-        fetch = self._fetches[target.transfer_id] = _Fetch(len(self._descriptor.ranks))
+        fetch = self._fetches[target.transfer_id] = _Fetch(self._rank_count)
         try:
             return await self._wait(fetch, target)
         finally:
@@ -262,6 +230,8 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
     def _read(request: pair_pb2.FetchRequest, deadline: Deadline) -> PendingFetch:
         needed = ("transfer_id", "worker_id", "incarnation", "handoff_endpoint")
         problems = {name: "must not be empty" for name in needed if not getattr(request, name)}
+        if not request.HasField("descriptor"):
+            problems["descriptor"] = "must be given"
         if request.end_token < request.start_token:
             problems["end_token"] = "must not be before start_token"
         if problems:

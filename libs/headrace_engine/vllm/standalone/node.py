@@ -31,7 +31,7 @@ from headrace_engine.vllm.standalone.fetch_service import (
 )
 from headrace_engine.vllm.standalone.params import ConsumerParams
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
-from headrace_kv.layout import STATE, KvLayout, WorkerRef
+from headrace_kv.layout import STATE, KvLayout, WorkerRef, descriptor_to_proto
 from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
@@ -122,6 +122,7 @@ class StandaloneNode:
             self._rank_count, ATTACH_TIMEOUT_S, with_scheduler=False
         )
         require_all_tokens(descriptor.layout)
+        self._descriptor = descriptor_to_proto(descriptor)
         self._receiver = Receiver(
             ref=self.ref,
             layout=descriptor.layout,
@@ -132,7 +133,7 @@ class StandaloneNode:
         )
         self._fetch_service = FetchService(
             ref=self.ref,
-            descriptor=descriptor,
+            rank_count=self._rank_count,
             pending=self.pending_fetches,
             memories=self._memories,
             stop=self._stop,
@@ -225,6 +226,7 @@ class StandaloneNode:
                     end_token=reservation.end_token,
                     prompt_digest=plan.prompt_digest,
                     source_incarnation=plan.params.incarnation,
+                    descriptor=self._descriptor,
                 ),
                 timeout=timeout_s,
             )

@@ -1,4 +1,4 @@
-"""Fetch and Describe of a prefill engine, over real gRPC."""
+"""Fetch of a prefill engine, over real gRPC."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 
 from headrace.kv.v1 import pair_pb2, pair_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, InternalError, StaleIncarnation, WorkerGone
+from headrace_common.errors import HeadraceError, InternalError, StaleIncarnation
 from headrace_common.rpc.status import ErrorInterceptor, error_from_rpc
 from headrace_engine.vllm.standalone.fetch_service import (
     DecodeMemories,
     FetchService,
     PendingFetches,
 )
-from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_to_proto
 from headrace_kv.messages import SendReport
 from tests.component.engine.vllm.link.test_link import LAYOUT, SENT, memory
 from tests.waiting import until
 
-MEMORIES = (memory(0), memory(1))
+DESCRIPTOR = KvDescriptor(LAYOUT, (memory(0), memory(1)))
 REF = WorkerRef("p", "1")
 
 
@@ -35,9 +35,8 @@ class Served:
 
     service: FetchService
     pending: PendingFetches
-    server: grpc.aio.Server
+    memories: DecodeMemories
     stub: pair_pb2_grpc.PairServiceAsyncStub
-    endpoint: str
     stopped: list[str]
 
     async def start_fetch(self) -> grpc.aio.UnaryUnaryCall[Any, pair_pb2.FetchResponse]:
@@ -49,12 +48,12 @@ class Served:
 
 @pytest.fixture
 async def node() -> AsyncIterator[Served]:
-    pending, stopped = PendingFetches(), list[str]()
+    pending, memories, stopped = PendingFetches(), DecodeMemories(), list[str]()
     service = FetchService(
         ref=REF,
-        descriptor=KvDescriptor(LAYOUT, MEMORIES),
+        rank_count=2,
         pending=pending,
-        memories=DecodeMemories(),
+        memories=memories,
         stop=stopped.append,
         timeout_s=5.0,
     )
@@ -65,7 +64,7 @@ async def node() -> AsyncIterator[Served]:
     try:
         async with grpc.aio.insecure_channel(endpoint) as channel:
             stub = pair_pb2_grpc.PairServiceStub(channel)
-            yield Served(service, pending, server, stub, endpoint, stopped)
+            yield Served(service, pending, memories, stub, stopped)
     finally:
         await server.stop(None)
 
@@ -73,6 +72,7 @@ async def node() -> AsyncIterator[Served]:
 def fetch_of(end: int = 69, **changes: str) -> pair_pb2.FetchRequest:
     values: dict[str, Any] = {"transfer_id": "x1", "worker_id": "d", "incarnation": "2"}
     values |= {"handoff_endpoint": "h:1", "end_token": end, "prompt_digest": 1}
+    values["descriptor"] = descriptor_to_proto(DESCRIPTOR)
     return pair_pb2.FetchRequest(**(values | changes))
 
 
@@ -143,21 +143,11 @@ async def test_a_prompt_that_is_not_sent_fails_its_fetch(node: Served) -> None:
     assert "gone" in str(await error_of(fetch))
 
 
-async def test_descriptors_are_fetched_once_and_only_from_the_right_incarnation(
-    node: Served,
-) -> None:
-    memories = DecodeMemories()
+async def test_a_fetch_brings_the_descriptor_of_decode(node: Served) -> None:
+    decode = WorkerRef("d", "2")
     with pytest.raises(StaleIncarnation):
-        await memories.find(REF, Deadline.after(5))
-    memories.set_endpoint(REF, node.endpoint)
-    assert await memories.find(REF, Deadline.after(5)) == KvDescriptor(LAYOUT, MEMORIES)
-    older = WorkerRef("p", "0")
-    memories.set_endpoint(older, node.endpoint)
+        await node.memories.find(decode, Deadline.after(5))
+    (await node.start_fetch()).cancel()
+    assert await node.memories.find(decode, Deadline.after(5)) == DESCRIPTOR
     with pytest.raises(StaleIncarnation):
-        await memories.find(older, Deadline.after(5))
-    gone = WorkerRef("q", "0")
-    memories.set_endpoint(gone, "127.0.0.1:9")
-    with pytest.raises(WorkerGone):
-        await memories.find(gone, Deadline.after(2))
-    await node.server.stop(None)
-    assert await memories.find(REF, Deadline.after(5)) == KvDescriptor(LAYOUT, MEMORIES)
+        await node.memories.find(WorkerRef("d", "1"), Deadline.after(5))
