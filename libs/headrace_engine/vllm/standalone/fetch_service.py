@@ -202,16 +202,6 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         self._pending.add(pending)
         fetch = self._fetches[target.transfer_id] = _Fetch(self._rank_count)
         try:
-            return await self._wait(fetch, target)
-        finally:
-            del self._fetches[target.transfer_id]
-            if fetch.missing:
-                # The ranks keep the transfer's blocks until they are quiet.
-                self._pending.close(target.transfer_id, "decode cancelled it")
-                self._stop(target.transfer_id)
-
-    async def _wait(self, fetch: _Fetch, target: TransferTarget) -> pair_pb2.FetchResponse:
-        try:
             async with asyncio.timeout(max(0.0, Deadline(target.deadline_s).remaining_s())):
                 return pair_pb2.FetchResponse(payload_bytes=await fetch.ended)
         except TimeoutError:
@@ -220,6 +210,12 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
                 "the prompt did not arrive, or took too long",
                 metadata={"transfer_id": target.transfer_id},
             ) from None
+        finally:
+            del self._fetches[target.transfer_id]
+            if fetch.missing:
+                # The ranks keep the transfer's blocks until they are quiet.
+                self._pending.close(target.transfer_id, "decode cancelled it")
+                self._stop(target.transfer_id)
 
     def close(self) -> None:
         """Ends every Fetch."""

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,12 @@ class StandaloneNode:
         self._server: GrpcServer
         self._receiver: Receiver
         self._fetch_service: FetchService
-        self._on_whole: Callable[[str, TransferSummary], None]
+        self._on_whole: Callable[[Reservation, TransferSummary], None]
         self._on_failed: Callable[[str], None]
 
     def start(
         self,
-        on_whole: Callable[[str, TransferSummary], None],
+        on_whole: Callable[[Reservation, TransferSummary], None],
         on_failed: Callable[[str], None],
     ) -> str:
         """Waits for all ranks, then serves. Returns the address under which others reach it.
@@ -193,13 +194,14 @@ class StandaloneNode:
                 self._receiver,
                 transfer,
                 self._fetch(plan, plan.params.deadline.remaining_s()),
-                lambda summary: self._on_whole(transfer_id, summary),
+                partial(self._on_whole, plan.reservation),
                 FETCH_END_S,
             )
             log.info(
-                "transfer %s: %d tokens, %d bytes from %s",
+                "transfer %s: tokens %d to %d, %d bytes from %s",
                 transfer_id,
-                plan.reservation.end_token - plan.reservation.start_token,
+                plan.reservation.start_token,
+                plan.reservation.end_token,
                 summary.payload_bytes,
                 pair_address,
             )

@@ -68,30 +68,6 @@ class _Held:
     deadline: Deadline
 
 
-@dataclass(slots=True)
-class _Receiving:
-    transfer_id: str
-    reservation: Reservation | None = None
-    summary: TransferSummary | None = None
-
-    def reserve(self, reservation: Reservation) -> None:
-        self.reservation = reservation
-
-    def complete(self, summary: TransferSummary) -> None:
-        self.summary = summary
-
-    def to_params(self) -> dict[str, Any]:
-        """For the kv_transfer_params of the request's last output."""
-        tokens = 0
-        if self.summary is not None and self.reservation is not None:
-            tokens = self.reservation.end_token - self.reservation.start_token
-        return {
-            "transfer_id": self.transfer_id,
-            "transferred_tokens": tokens,
-            "payload_bytes": self.summary.payload_bytes if self.summary is not None else 0,
-        }
-
-
 class PairScheduler(Peers):
     """Requests name their peers in kv_transfer_params. The scheduling thread calls it.
 
@@ -116,7 +92,8 @@ class PairScheduler(Peers):
         self._kv_hold_timeout_s = kv_hold_timeout_s
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._fetching: dict[str, tuple[ConsumerParams, Prompt]] = {}
-        self._receiving: dict[str, _Receiving] = {}
+        # By request: the kv_transfer_params of its last output.
+        self._receiving: dict[str, dict[str, Any]] = {}
         self._waiting: dict[str, ProducerParams] = {}
         self._sending: dict[str, str] = {}
         self._to_hold: set[str] = set()
@@ -179,7 +156,11 @@ class PairScheduler(Peers):
         self._require_new(prompt, params.transfer_id)
         clear_request(prompt.params)
         self._fetching[params.transfer_id] = (params, prompt)
-        self._receiving[prompt.request_id] = _Receiving(params.transfer_id)
+        self._receiving[prompt.request_id] = {
+            "transfer_id": params.transfer_id,
+            "transferred_tokens": 0,
+            "payload_bytes": 0,
+        }
         assert prompt.params is not None
         prompt.params.update(receive_params(params.transfer_id))
 
@@ -235,18 +216,16 @@ class PairScheduler(Peers):
     def reserved(self, reservation: Reservation) -> None:
         """The connector's scheduler has blocks for a transfer. The reservation is empty when nothing is missing."""
         params, prompt = self._fetching.pop(reservation.transfer_id)
-        receiving = self._receiving.get(prompt.request_id)
-        if receiving is not None:
-            receiving.reserve(reservation)
         digest = prompt_digest(prompt.token_ids[: reservation.end_token], prompt.extras)
         self._node.start_fetch(FetchPlan(reservation, params, digest))
 
-    def transfer_whole(self, transfer_id: str, summary: TransferSummary) -> None:
-        """A transfer's KV cache has arrived. The request's last output carries the summary."""
-        for receiving in list(self._receiving.values()):
-            if receiving.transfer_id == transfer_id:
-                receiving.complete(summary)
-        self._planner.transfer_settled(transfer_id, whole=True)
+    def transfer_whole(self, reservation: Reservation, summary: TransferSummary) -> None:
+        """A transfer's KV cache has arrived. The request's last output states it."""
+        tokens = reservation.end_token - reservation.start_token
+        for params in list(self._receiving.values()):
+            if params["transfer_id"] == reservation.transfer_id:
+                params.update(transferred_tokens=tokens, payload_bytes=summary.payload_bytes)
+        self._planner.transfer_settled(reservation.transfer_id, whole=True)
 
     def prompt_finished(
         self,
@@ -264,9 +243,9 @@ class PairScheduler(Peers):
         request_id = prompt.request_id
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
-            self._fetching.pop(receiving.transfer_id, None)
-            self._node.cancel_fetch(receiving.transfer_id)
-            return False, receiving.to_params()
+            self._fetching.pop(receiving["transfer_id"], None)
+            self._node.cancel_fetch(receiving["transfer_id"])
+            return False, receiving
         waiting = self._waiting.pop(request_id, None)
         transfer_id = waiting.transfer_id if waiting is not None else ""
         if not opened:

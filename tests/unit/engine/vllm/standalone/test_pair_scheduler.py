@@ -137,7 +137,7 @@ def test_a_consuming_request_gets_the_connectors_params_and_starts_a_fetch(rig: 
     assert plan.reservation == reservation
     assert (plan.params.pair_address, plan.params.incarnation) == ("h:7730", "")
     assert plan.prompt_digest == prompt_digest(TOKENS[:END], ())
-    rig.scheduler.transfer_whole("x1", TransferSummary(1, 4096, 0, WorkerRef("p", "1"), 1))
+    rig.scheduler.transfer_whole(reservation, TransferSummary(1, 4096, 0, WorkerRef("p", "1"), 1))
     # For the last output.
     assert rig.finish(prompt) == (
         False,
