@@ -20,6 +20,7 @@ from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.workers.table import Load, LoadTable, Worker
+from tests.kit.generic_cost import generic_cost_s
 from tests.sim_layout import LAYOUT
 
 _PREFILL = WorkerRef("p0", "a")
@@ -163,11 +164,13 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
         _policy(overlap_weight=weight), suspect=frozenset(_ref(f"d{i}") for i in suspects)
     )
 
-    def rank(name: str) -> tuple[object, ...]:
-        load, index = by_name[name], names.index(name)
-        missing = 100 - min(100, cached[index])
-        unfit = (index in suspects, not load.reachable, load.requests >= 10)
-        return (*unfit, weight * missing + load.held_tokens, load.requests)
+    def unfit(name: str) -> tuple[bool, ...]:
+        load = by_name[name]
+        return (names.index(name) in suspects, not load.reachable, load.requests >= 10)
+
+    def cost_s(name: str) -> float:
+        missing = 100 - min(100, cached[names.index(name)])
+        return generic_cost_s(100, missing, by_name[name], weight, remote=True)
 
     usable = [name for name in names if not by_name[name].draining]
     if not usable:
@@ -175,7 +178,10 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
             _choose(by_name, request=request)
         return
     decision = _choose(by_name, dict(zip(names, cached, strict=False)), request)
-    assert rank(decision.worker.ref.worker_id) == min(map(rank, usable))
+    fit = [name for name in usable if unfit(name) == min(map(unfit, usable))]
+    chosen = decision.worker.ref.worker_id
+    assert chosen in fit
+    assert cost_s(chosen) <= min(map(cost_s, fit)) + 1e-12
 
 
 def test_only_workers_with_the_adapter_are_chosen() -> None:

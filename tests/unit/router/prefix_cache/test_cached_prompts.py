@@ -13,10 +13,12 @@ from headrace_engine.prefix_event_log import PrefixEventLog
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import prefix_hasher
-from headrace_router.placement import Candidates, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.costs import Candidates
+from headrace_router.placement import KvAware, PlacementRequest, RoutePolicy
 from headrace_router.prefix_cache.cached_prompts import REMOTE_SHARE, CachedPrompts, TierPrices
 from headrace_router.prefix_cache.index import ApplyResult
 from headrace_router.workers.table import Load, LoadTable, Worker
+from tests.kit.generic_cost import generic_cost_s
 
 KEY: Final = 5
 BLOCK_TOKENS: Final = 4
@@ -124,8 +126,8 @@ def test_the_choice_is_that_of_a_loop_over_the_workers(
     def rank(ref: WorkerRef) -> tuple[float, float]:
         row = refs.index(ref)
         needed = len(PROMPT) - 1
-        cost = request.policy.overlap_weight * (needed - min(needed, credit[row])) + loads[row]
-        return cost, loads[row] % 3
+        load = Load(requests=loads[row] % 3, held_tokens=loads[row])
+        return generic_cost_s(needed, needed - min(needed, credit[row]), load), loads[row] % 3
 
     best = [ref for ref in refs if rank(ref) == min(map(rank, refs))]
     assert chosen == (best[Random(seed).randrange(len(best))] if len(best) > 1 else best[0])
