@@ -246,7 +246,7 @@ class SimulatedRouter:
             cached_tokens=cached,
             prefill=self.queue.pulling_workers(),
             queue_wait_s=self.queue.wait_s(MODEL, job.priority),
-            prefill_times=self.queue.mean_times(),
+            prefill_times=self.queue.mean_times(MODEL),
         )
 
     async def _prefill(

@@ -35,7 +35,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.inference.v1 import bounds_pb2, inference_pb2
+from headrace.inference.v1 import bounds_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout import KvLayout, WorkerRef
@@ -161,7 +161,7 @@ class Candidates:
     prefill: Mapping[KvLayout, frozenset[WorkerRef]] = field(default_factory=dict)
     queue_wait_s: float = 0.0
     pairs: PairCosts | None = None
-    prefill_times: Mapping[KvLayout, TimeModel] = field(default_factory=dict)
+    prefill_times: TimeModel = NO_TIMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +188,19 @@ class Costs:
     """The cheapest way on each generating worker. Arrays have shape [worker].
 
     `first_s` is the predicted time to first token from now, and `step_s` the time of a step with the answer.
+    `prefill_row` is the row of the worker that computes the prompt, -1 where the queue decides.
     """
 
     cost_s: Numbers
     first_s: Numbers
     step_s: Numbers
+    prefill_row: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class CostsOfBoth(Costs):
-    """Those among workers of both roles. `prefill_row` is the row of the worker that computes the prompt."""
+    """Those among workers of both roles, with what other decisions need."""
 
-    prefill_row: Rows
     local_s: Numbers
     """`first_s` with a local prefill. Infinite where that is not allowed."""
     computed_s: Numbers
@@ -247,16 +248,12 @@ class CostsOfBoth(Costs):
 
 
 def costs_of_both(
-    candidates: Candidates,
-    asked: Asked,
-    computing: Flags,
-    handing_over: Flags | None,
-    placement: inference_pb2.PrefillPlacement.ValueType,
+    candidates: Candidates, asked: Asked, computing: Flags, forced: bool | Flags
 ) -> CostsOfBoth:
     """The costs of workers of both roles.
 
-    `computing`: those that compute prompts for others. `handing_over`: those that leave this prompt to another worker,
-    as long as one computes prompts. None: none do.
+    `computing`: those that compute this prompt for others. `forced`: those that leave it to another worker, as long as
+    one computes it.
     """
     table, missing, targets = candidates.decode, asked.missing, asked.targets
     fixed, _, _, _, sent, answer, _ = table.times.steps
@@ -271,15 +268,10 @@ def costs_of_both(
     local_s: Numbers = compute_s + step_s
     others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
     sent_s = sent * missing
-    computed_s = np.full(len(table), np.inf)
-    if placement != inference_pb2.PREFILL_PLACEMENT_LOCAL:
-        computed_s = np.where(computing, compute_s + sent_s, np.inf)
+    computed_s = np.where(computing, compute_s + sent_s, np.inf)
     best = _computing_rows(computed_s)
     remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, rows)
     remote_s = np.where(best != rows, remote_s, np.inf)
-    forced: bool | Flags = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-    if handing_over is not None:
-        forced = handing_over | forced
     local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
     chosen = remote_s < local_s
     first_s = np.minimum(remote_s, local_s)
@@ -308,14 +300,17 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     table, targets = candidates.decode, asked.targets
     now_step_s, added_s = _steps_s(table, asked.needed_tokens)
     step_s = now_step_s + added_s
+    prefill_row: Rows = np.arange(len(table))
     if remote is not None and remote.all():
         missing_s, prompt_s = _queued_s(candidates, asked)
+        prefill_row = np.full(len(table), -1)
     else:
         missing_s = _missing_s(table, asked)
         prompt_s = _computed_s(table, asked, missing_s, now_step_s, targets.tpot_s)
         if remote is not None and remote.any():
             queued = _queued_s(candidates, asked)
             prompt_s = np.where(remote, queued[1], prompt_s)
+            prefill_row[remote] = -1
             if asked.missing_weight != 1.0:
                 missing_s = np.where(remote, queued[0], missing_s)
     first_s = prompt_s + step_s
@@ -324,7 +319,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
         cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s
-    return Costs(cost_s, first_s, step_s)
+    return Costs(cost_s, first_s, step_s, prefill_row)
 
 
 def _steps_s(table: LoadTable, tokens: float | Numbers) -> tuple[Numbers, Numbers]:
@@ -386,30 +381,16 @@ def _queued_s(candidates: Candidates, asked: Asked) -> tuple[Numbers, Numbers]:
     Unknown times are as if the worker itself computed.
     """
     table, missing = candidates.decode, asked.missing
-    several = list(candidates.prefill_times.values())
-    if len(several) > 1:
-        several = [candidates.prefill_times.get(layout, NO_TIMES) for layout in table.layouts]
-    handover_s: Numbers | float = MESSAGES_S
-    if several and all(one.steps.knows_prompts for one in several):
-        found = [
-            (
-                one.steps.fixed_s + one.steps.prompt_s,
-                one.steps.s_per_prompt_token,
-                one.steps.s_per_attended_token,
-                one.handovers.fixed_s + MESSAGES_S,
-                one.handovers.s_per_byte,
-            )
-            for one in several
-        ]
-        parts = found[0] if len(found) == 1 else np.array(found).T[:, table.layout_of]
-        base, token, attended, handover, byte = parts
-        compute_s = base + (token + attended * asked.before) * missing
-        handover_s = handover + byte * table.token_bytes * missing
+    steps, handovers = candidates.prefill_times.steps, candidates.prefill_times.handovers
+    if steps.knows_prompts:
+        token_s = steps.s_per_prompt_token + steps.s_per_attended_token * asked.before
+        compute_s = steps.fixed_s + steps.prompt_s + token_s * missing
     else:
         compute_s = _missing_s(table, asked)
     if candidates.pairs is not None:
         compute_s = compute_s * (1.0 + candidates.pairs.extra)
-    queued_s: Numbers = compute_s + handover_s
+    handover_s = handovers.s_per_byte * table.token_bytes * missing
+    queued_s: Numbers = compute_s + (handover_s + handovers.fixed_s + MESSAGES_S)
     return queued_s, queued_s + min(_WAIT_MAX_S, candidates.queue_wait_s)
 
 

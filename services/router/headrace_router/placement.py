@@ -30,7 +30,7 @@ from headrace_router.costs import (
     costs_of_both,
     costs_of_pools,
 )
-from headrace_router.workers.table import Flags, LoadTable, Numbers, Pulling, Worker
+from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
 _DEFAULT_OVERLAP_WEIGHT: Final = 4.0
@@ -213,7 +213,7 @@ class KvAware(Placement):
             missing: Numbers = np.full(len(table), float(needed_tokens))
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
-        table.times.fill(candidates.prefill_times.values())
+        table.times.fill(candidates.prefill_times.steps)
         missing_weight = policy.overlap_weight / _DEFAULT_OVERLAP_WEIGHT
         asked = Asked(missing, needed_tokens, request.targets, missing_weight)
         # These decide before the cost, the most severe first. Most requests meet none of them.
@@ -223,43 +223,31 @@ class KvAware(Placement):
         if table.has_restricted:
             # Such a worker gets an answer rather than that the request waits.
             faults["restricted to prefill"] = table.prefill_only
-        pulling = _pulling(request, candidates)
-        remote: Flags | None = None
-        both: CostsOfBoth | None = None
-        costs: Costs
-        enough = missing >= max(1, policy.local_prefill_max_tokens)
-        if not request.local_only and pulling.within and table.computes_prompts[usable].all():
-            why = "by the times of workers of both roles"
-            handing_over = table.decode_only & enough if table.has_restricted else None
-            computing = usable & pulling.computing
-            placement = request.prefill_placement
-            costs = both = costs_of_both(candidates, asked, computing, handing_over, placement)
-        else:
-            wants_remote, why = remote_wanted(request, candidates.queue_wait_s)
-            if wants_remote:
-                paired, pairs = pulling.paired, candidates.pairs
-                paired = paired if pairs is None else paired & pairs.allowed
-                faults["unpaired"] = enough > paired
-                remote = paired if _is_forced(request) else enough & paired
-            costs = costs_of_pools(candidates, asked, remote)
+        costs, why, unpaired = _costs(request, candidates, asked, usable)
+        if unpaired is not None:
+            faults["unpaired"] = unpaired
         fit, faults = _fit(usable, faults)
         row = self._draw(costs.cost_s, table.requests, fit, policy.temperature)
-        prefill_row = row if both is None else int(both.prefill_row[row])
-        if remote is not None and not remote[row]:
+        prefill_row = int(costs.prefill_row[row])
+        if unpaired is not None and prefill_row == row:
             why = _why_local(request, float(missing[row]))
-        if both is not None and not table.times.known[usable].all():
-            # Priors are no predictions.
-            both = None
+        planned = prefill_row >= 0
+        missing_tokens = int(missing[prefill_row if planned else row])
+        first_s: float | None = None
+        others: tuple[OtherDecision, ...] = ()
+        # Priors are no predictions.
+        if isinstance(costs, CostsOfBoth) and table.times.known[usable].all():
+            first_s, others = float(costs.first_s[row]), costs.others(table, row, fit)
         return Decision(
             table.workers[row],
-            prefill_row != row if remote is None else bool(remote[row]),
+            prefill_row != row,
             f"{why}; cheapest of {usable_count}",
-            _shown(table, asked, costs, remote, usable, faults, row),
-            missing_tokens=int(missing[prefill_row]),
-            cached_tokens=needed_tokens - int(missing[prefill_row]),
-            prefill=table.workers[prefill_row].ref if prefill_row != row else None,
-            first_s=None if both is None else float(both.first_s[row]),
-            others=() if both is None else both.others(table, row, fit),
+            _shown(table, asked, costs, usable, faults, row),
+            missing_tokens=missing_tokens,
+            cached_tokens=needed_tokens - missing_tokens,
+            prefill=table.workers[prefill_row].ref if planned and prefill_row != row else None,
+            first_s=first_s,
+            others=others,
             reachable=bool(table.reachable[row]),
         )
 
@@ -295,12 +283,31 @@ def _fit(usable: Flags, faults: Mapping[str, Flags]) -> tuple[Flags, dict[str, F
     return fit, present
 
 
-def _pulling(request: PlacementRequest, candidates: Candidates) -> Pulling:
-    """The workers that may compute the prompt."""
-    by_layout, failed = candidates.prefill, request.failed
-    if failed:
-        by_layout = {layout: refs - failed for layout, refs in by_layout.items()}
-    return candidates.decode.pulling(by_layout)
+def _costs(
+    request: PlacementRequest, candidates: Candidates, asked: Asked, usable: Flags
+) -> tuple[Costs, str, Flags | None]:
+    """The costs, why prompts are computed where they are, and which workers lack a prefill worker, if one is wanted."""
+    table, by_layout = candidates.decode, candidates.prefill
+    if request.failed:
+        by_layout = {layout: refs - request.failed for layout, refs in by_layout.items()}
+    pulling = table.pulling(by_layout)
+    enough = asked.missing >= max(1, request.policy.local_prefill_max_tokens)
+    forced: bool | Flags = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+    if not request.local_only and pulling.within and table.computes_prompts[usable].all():
+        computing = usable & pulling.computing
+        if request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_LOCAL:
+            computing = ~usable
+        elif table.has_restricted and not forced:
+            forced = table.decode_only & enough
+        costs = costs_of_both(candidates, asked, computing, forced)
+        return costs, "by the times of workers of both roles", None
+    wanted, why = remote_wanted(request, candidates.queue_wait_s)
+    if not wanted:
+        return costs_of_pools(candidates, asked, None), why, None
+    pairs = candidates.pairs
+    paired = pulling.paired if pairs is None else pulling.paired & pairs.allowed
+    remote = paired if forced else enough & paired
+    return costs_of_pools(candidates, asked, remote), why, enough > paired
 
 
 def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
@@ -331,14 +338,11 @@ def remote_wanted(request: PlacementRequest, queue_wait_s: float) -> tuple[bool,
     return True, "policy"
 
 
-def _is_forced(request: PlacementRequest) -> bool:
-    return request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-
-
 def _why_local(request: PlacementRequest, missing_tokens: float) -> str:
     """Why a worker computes a prompt itself that might go to the queue."""
     missing_tokens_min = max(1, request.policy.local_prefill_max_tokens)
-    if missing_tokens < missing_tokens_min and not _is_forced(request):
+    forced = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+    if missing_tokens < missing_tokens_min and not forced:
         return f"{missing_tokens:.0f} missing tokens are below {missing_tokens_min}"
     return "no prefill worker with a matching KV layout and place pulls"
 
@@ -347,29 +351,22 @@ def _shown(
     table: LoadTable,
     asked: Asked,
     costs: Costs,
-    remote: Flags | None,
     usable: Flags,
     faults: Mapping[str, Flags],
     row: int,
 ) -> Shown:
-    among = _masked(costs.cost_s, usable)
     cheapest: Sequence[int] = range(len(table))
     if len(table) > EXPLAINED_CANDIDATES:
-        cheapest = np.argpartition(among, EXPLAINED_CANDIDATES)[:EXPLAINED_CANDIDATES].tolist()
-    places = [row, *(one for one in cheapest if one != row and usable[one])]
+        order = np.argpartition(_masked(costs.cost_s, usable), EXPLAINED_CANDIDATES)
+        cheapest = order[:EXPLAINED_CANDIDATES].tolist()
+    workers, places = table.workers, [row, *(x for x in cheapest if x != row and usable[x])]
     shown = np.array(places)
-    workers = tuple(map(table.workers.__getitem__, places))
-    prefill = [one.ref.worker_id for one in workers]
-    if isinstance(costs, CostsOfBoth):
-        prefill = [table.workers[one].ref.worker_id for one in costs.prefill_row[shown].tolist()]
-    elif remote is not None:
-        far = remote[shown].tolist()
-        prefill = ["" if there else one for one, there in zip(prefill, far, strict=True)]
     columns = (costs.cost_s, costs.first_s, costs.step_s, asked.missing)
+    prefill = costs.prefill_row[shown].tolist()
     return Shown(
-        workers,
+        tuple([workers[one] for one in places]),
         tuple([one[shown].tolist() for one in (*columns, table.held_tokens, table.requests)]),
-        tuple(prefill),
+        tuple([workers[one].ref.worker_id if one >= 0 else "" for one in prefill]),
         {name: flags[shown].tolist() for name, flags in faults.items()},
         asked.needed_tokens,
     )

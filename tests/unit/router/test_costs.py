@@ -19,10 +19,11 @@ from headrace_router.costs import (
     OTHER_PREFILL,
     REMOTE,
     AnswerLengths,
+    Candidates,
     PairCosts,
     TokenTargets,
 )
-from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.workers.table import (
     GENERIC_STEPS,
     NO_TIMES,
@@ -321,7 +322,7 @@ def _pool(
     columns = np.array(cached or [0] * len(loads), float)
     layout = fingerprint(LAYOUT)
     pulling = {layout: frozenset({_ref("p0")})}
-    candidates = Candidates(table, columns, pulling, wait_s, pairs, {layout: prefill})
+    candidates = Candidates(table, columns, pulling, wait_s, pairs, prefill)
     request = replace(request, policy=RoutePolicy(**policy))  # type: ignore[arg-type]
     return KvAware(Random(1)).choose(request, candidates)
 

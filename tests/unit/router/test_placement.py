@@ -18,9 +18,9 @@ from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.workers.table import Load, LoadTable, Worker
-from tests.kit.generic_cost import generic_cost_s
+from headrace_router.costs import MESSAGES_S, Candidates
+from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.workers.table import GENERIC_STEPS, Load, LoadTable, Worker
 from tests.sim_layout import LAYOUT
 
 _PREFILL = WorkerRef("p0", "a")
@@ -169,8 +169,12 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
         return (names.index(name) in suspects, not load.reachable, load.requests >= 10)
 
     def cost_s(name: str) -> float:
-        missing = 100 - min(100, cached[names.index(name)])
-        return generic_cost_s(100, missing, by_name[name], weight, remote=True)
+        """By the times of a generic worker, for an answer of one token."""
+        load, missing = by_name[name], 100.0 - min(100, cached[names.index(name)])
+        added_s = 100 * GENERIC_STEPS.s_per_context_token
+        now_s = GENERIC_STEPS.fixed_s + load.held_tokens * GENERIC_STEPS.s_per_context_token
+        prompt_s = missing * GENERIC_STEPS.s_per_prompt_token + MESSAGES_S * bool(missing)
+        return weight / 4 * prompt_s + 2 * (now_s + added_s) + load.requests * added_s
 
     usable = [name for name in names if not by_name[name].draining]
     if not usable:

@@ -316,7 +316,7 @@ class RequestDispatcher:
             prefill=pulling,
             queue_wait_s=self._queue.wait_s(request.model, request.priority, request.tenant),
             pairs=self._queue.pair_costs(table, pulling),
-            prefill_times=self._queue.mean_times(),
+            prefill_times=self._queue.mean_times(request.model),
         )
 
     def _plan(

@@ -33,7 +33,7 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.adapters import Adapter, adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
-from headrace_common.time_model.model import TimeModel, time_model_from_proto
+from headrace_common.time_model.model import TimeModel, mean_model, time_model_from_proto
 from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
@@ -147,10 +147,11 @@ class PrefillQueue:
                 return prefill_s + group.times.handover_s(sent_tokens * group.token_bytes)
         return 0.0
 
-    def mean_times(self) -> Mapping[KvLayout, TimeModel]:
-        """What the mean worker of each layout fingerprint has learned."""
+    def mean_times(self, model: str) -> TimeModel:
+        """What the mean prefill worker of a served model has learned."""
         now_s = time.monotonic()
-        return {layout: group.times.mean(now_s) for layout, group in self._groups.items()}
+        means = [group.times.mean(now_s) for group in self._groups_of(model)]
+        return means[0] if len(means) == 1 else mean_model(means)
 
     def compute_s_per_token(self, model: str) -> float:
         """The same for a token of a usual prompt."""

@@ -17,7 +17,6 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import (
     NO_HANDOVERS,
-    NO_STEPS,
     HandoverTimes,
     StepTimes,
     TimeModel,
@@ -235,18 +234,16 @@ class TimeColumns:
             self._known[:, row] = known
             self._filled_s = -math.inf
 
-    def fill(self, prefill_times: Iterable[TimeModel]) -> None:
+    def fill(self, prefill: StepTimes) -> None:
         """Gives what a worker has not learned its prior, anew after 0.5 s.
 
         The prior is the mean of the workers of the same kind that have learned it, else of all that have. Of prompts it
-        is else that of the first of `prefill_times` that has learned it. The rest is of a generic worker, as fast as
-        what is known.
+        is else `prefill`, where that is known. The rest is of a generic worker, as fast as what is known.
         """
         now_s = time.monotonic()
         if now_s < self._filled_s + _PRIOR_AGE_S:
             return
         self._filled_s = math.inf if self._known.all() else now_s
-        prefill = next((one.steps for one in prefill_times if one.steps.knows_prompts), NO_STEPS)
         for values, known, generic in zip(
             self._rows, self._known, self._generic(prefill), strict=True
         ):
