@@ -257,7 +257,7 @@ def costs_of_both(
     """
     table, missing, targets = candidates.decode, asked.missing, asked.targets
     fixed, _, _, _, sent, answer, _ = table.times.steps
-    now_step_s, added_s = _steps_s(table, missing)
+    now_step_s, added_s = _steps_s(table, table.times.steps, missing)
     step_s = now_step_s + added_s
     now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
     tpot_s: float | Numbers = targets.tpot_s or _DEFAULT_TPOT_STEPS * (fixed + answer)
@@ -298,7 +298,8 @@ def costs_of_both(
 def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -> Costs:
     """The costs of workers that generate, where the prompts of those in `remote` go to the queue. None: of none."""
     table, targets = candidates.decode, asked.targets
-    now_step_s, added_s = _steps_s(table, asked.needed_tokens)
+    # Workers of a kind learn different times in the same steps. That must not gather answers.
+    now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
     prefill_row: Rows = np.arange(len(table))
     if remote is not None and remote.all():
@@ -322,12 +323,12 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     return Costs(cost_s, first_s, step_s, prefill_row)
 
 
-def _steps_s(table: LoadTable, tokens: float | Numbers) -> tuple[Numbers, Numbers]:
+def _steps_s(table: LoadTable, steps: Numbers, tokens: float | Numbers) -> tuple[Numbers, Numbers]:
     """The times of a step with the answers that run now, and of what one after `tokens` adds.
 
     No context exceeds what is held.
     """
-    fixed, _, _, _, _, answer, context = table.times.steps
+    fixed, _, _, _, _, answer, context = steps
     now_s: Numbers = fixed + answer * table.requests + context * table.held_tokens
     return now_s, answer + context * tokens
 

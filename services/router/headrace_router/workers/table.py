@@ -191,11 +191,14 @@ class TimeColumns:
         count = len(kind_of)
         self._rows: Numbers = np.zeros((len(_PART_OF), count))
         self._known: Flags = np.zeros((len(_PART_OF), count), np.bool_)
+        self._means = self._rows.copy()
         self.steps, self.handovers = self._rows[:7], self._rows[7:]
+        self.mean_steps = self._means[:7]
+        """Of the workers of the same kind."""
         self.prompts: Numbers = np.zeros((5, count))
         self.with_prompts: set[int] = set()
         """The workers with prompts that are not known to be computed."""
-        self._kind_of = kind_of
+        self._kinds = [kind_of == kind for kind in np.unique(kind_of)]
         self._models: dict[int, TimeModel] = {}
         self._learned_s = 0.0
         self._filled_s = -math.inf
@@ -235,22 +238,23 @@ class TimeColumns:
             self._filled_s = -math.inf
 
     def fill(self, prefill: StepTimes) -> None:
-        """Gives what a worker has not learned its prior, anew after 0.5 s.
+        """Computes the means, and gives what a worker has not learned its prior: the mean. Anew after 0.5 s.
 
-        The prior is the mean of the workers of the same kind that have learned it, else of all that have. Of prompts it
-        is else `prefill`, where that is known. The rest is of a generic worker, as fast as what is known.
+        Where no worker of a kind has learned it, the mean is that of all that have. Of prompts it is else `prefill`,
+        where that is known. The rest is of a generic worker, as fast as what is known.
         """
         now_s = time.monotonic()
         if now_s < self._filled_s + _PRIOR_AGE_S:
             return
-        self._filled_s = math.inf if self._known.all() else now_s
-        for values, known, generic in zip(
-            self._rows, self._known, self._generic(prefill), strict=True
-        ):
-            for kind in np.unique(self._kind_of[~known]):
-                same = self._kind_of == kind
-                learned = known & same if (known & same).any() else known
-                values[same & ~known] = values[learned].mean() if learned.any() else generic
+        self._filled_s = now_s
+        learned = np.where(self._known, self._rows, 0.0)
+        counts = self._known.sum(1)
+        overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), self._generic(prefill))
+        for same in self._kinds:
+            counts = self._known[:, same].sum(1)
+            own = learned[:, same].sum(1) / np.maximum(1, counts)
+            self._means[:, same] = np.where(counts, own, overall)[:, None]
+        np.copyto(self._rows, self._means, where=~self._known)
 
     def _generic(self, prefill: StepTimes) -> Numbers:
         """The values where no worker of the table has learned them."""
