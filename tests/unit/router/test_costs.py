@@ -345,11 +345,11 @@ def test_a_remote_prompt_takes_the_wait_its_computing_its_hand_over_and_a_step()
         HandoverTimes(fixed_s=0.02, s_per_byte=1e-3 / LAYOUT.token_bytes, count=9),
     )
     decision = _pool(_FREE, prefill=prefill, wait_s=0.5)
-    # 0.5 s of wait, 1.1 s of computing, 20 ms of messages, 20 ms and 1 s of hand-over, and a step of 10.5 ms.
-    assert _shown(decision)["w0"].first_token_ms == pytest.approx(2_650.5)
+    # 0.5 s of wait, 1.1 s of computing, 20 ms of messages, 20 ms and 1 s of hand-over, and a step of 10.8 ms.
+    assert _shown(decision)["w0"].first_token_ms == pytest.approx(2_650.8)
     far = PairCosts(np.array([True]), np.array([0.5]))
     decision = _pool(_FREE, prefill=prefill, wait_s=0.5, pairs=far)
-    assert _shown(decision)["w0"].first_token_ms == pytest.approx(3_200.5)
+    assert _shown(decision)["w0"].first_token_ms == pytest.approx(3_200.8)
 
 
 def test_the_overlap_weight_is_a_factor_on_the_time_of_missing_tokens() -> None:
@@ -367,17 +367,18 @@ def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:
     found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, other, other)))
     assert found["w2"].step_ms == found["w1"].step_ms
     found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, LAYOUT, other)))
-    assert found["w2"].step_ms == pytest.approx(30.5)
+    assert found["w2"].step_ms == pytest.approx(30.8)
     # Without prompts anywhere, the generic token is as fast beside the generic step as the learned step is.
     answers = replace(_TIMES, steps=replace(_TIMES.steps, prompt_steps=0))
     found = _shown(_pool(replace(_FREE, times=answers)))
     pace = (0.010 + 0.0005) / GENERIC_STEPS.fixed_s
     computed_ms = 1_000 * pace * GENERIC_STEPS.s_per_prompt_token * 1e3
-    assert found["w0"].first_token_ms == pytest.approx(computed_ms + 20 + 10.5)
+    held_s = pace * GENERIC_STEPS.s_per_context_token
+    assert found["w0"].first_token_ms == pytest.approx(computed_ms + 20 + 10.5 + 1e6 * held_s)
     # What prefill workers have learned comes before it, also where a worker computes the prompt itself.
     prefill = TimeModel(StepTimes(s_per_prompt_token=0.002, prompt_steps=9))
     local = _pool(replace(_FREE, times=answers), prefill=prefill, local_prefill_max_tokens=2_000)
-    assert _shown(local)["w0"].first_token_ms == pytest.approx(2_000 + 10.5)
+    assert _shown(local)["w0"].first_token_ms == pytest.approx(2_000 + 10.8)
 
 
 def test_nothing_learned_weighs_a_missing_token_like_about_four_held_ones() -> None:

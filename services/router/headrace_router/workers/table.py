@@ -117,6 +117,7 @@ Key = TypeVar("Key")
 NO_TIMES: Final = TimeModel()
 GENERIC_STEPS: Final = StepTimes(fixed_s=0.01, s_per_prompt_token=1e-4, s_per_context_token=1e-7)
 """Where nothing is known. With answers of 128 tokens, a missing token costs as much as about four held ones."""
+_CONTEXT_SHARE: Final = GENERIC_STEPS.s_per_context_token / GENERIC_STEPS.s_per_prompt_token
 _PRIOR_AGE_S: Final = 0.5
 
 
@@ -177,7 +178,7 @@ _STEP_ROWS: Final = attrgetter(
     *("fixed_s", "prompt_s", "s_per_prompt_token", "s_per_attended_token", "s_per_sent_token"),
     *("s_per_answer", "s_per_context_token"),
 )
-_TOKEN_ROW, _ANSWER_ROW = 2, 5
+_TOKEN_ROW, _ANSWER_ROW, _CONTEXT_ROW = 2, 5, 6
 
 
 class TimeColumns:
@@ -194,7 +195,7 @@ class TimeColumns:
         self._means = self._rows.copy()
         self.steps, self.handovers = self._rows[:7], self._rows[7:]
         self.mean_steps = self._means[:7]
-        """Of the workers of the same kind."""
+        """Of the workers of the same kind, with a context token at least as dear as on a generic worker."""
         self.prompts: Numbers = np.zeros((5, count))
         self.with_prompts: set[int] = set()
         """The workers with prompts that are not known to be computed."""
@@ -255,6 +256,9 @@ class TimeColumns:
             own = learned[:, same].sum(1) / np.maximum(1, counts)
             self._means[:, same] = np.where(counts, own, overall)[:, None]
         np.copyto(self._rows, self._means, where=~self._known)
+        # KV memory is scarce too, also where steps show no price of it.
+        least_s = _CONTEXT_SHARE * self._means[_TOKEN_ROW]
+        self._means[_CONTEXT_ROW] = np.maximum(self._means[_CONTEXT_ROW], least_s)
 
     def _generic(self, prefill: StepTimes) -> Numbers:
         """The values where no worker of the table has learned them."""
