@@ -39,13 +39,8 @@ from headrace.inference.v1 import inference_pb2_grpc
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.rpc.channel import open_channel
 from headrace_router.app import Router
-from headrace_router.placement import (
-    Candidates,
-    Decision,
-    KvAware,
-    Placement,
-    PlacementRequest,
-)
+from headrace_router.costs import Candidates
+from headrace_router.placement import Decision, KvAware, Placement, PlacementRequest
 
 # The weight of a missing token against a held one, where placement uses costs.
 WEIGHTS = {

@@ -25,13 +25,8 @@ from typing import Final
 
 from bench.simulation.make_trace import Conversations, conversation_entries, day_entries
 from headrace_planner.settings import WorkerProfile, read_profile
-from headrace_router.placement import (
-    Candidates,
-    Decision,
-    Placement,
-    PlacementRequest,
-)
-from headrace_router.timed_placement import MESSAGES_S, OtherDecision
+from headrace_router.costs import MESSAGES_S, Candidates, OtherDecision
+from headrace_router.placement import Decision, Placement, PlacementRequest
 from headrace_simulator.job import RequestOutcome
 from headrace_simulator.replay import simulate
 from headrace_simulator.settings import SimulationSettings

@@ -21,19 +21,12 @@ from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_planner.settings import WorkerProfile
-from headrace_router.placement import (
-    Candidates,
-    Decision,
-    KvAware,
-    Placement,
-    PlacementRequest,
-    RoutePolicy,
-)
+from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
+from headrace_router.placement import Decision, KvAware, Placement, PlacementRequest, RoutePolicy
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts, TierPrices
 from headrace_router.prefix_cache.index import PrefixIndex
-from headrace_router.timed_placement import AnswerLengths, TokenTargets
 from headrace_router.workers.table import LoadTable
 from headrace_simulator.job import Job
 from headrace_simulator.settings import SimulationSettings, Way
@@ -253,6 +246,7 @@ class SimulatedRouter:
             cached_tokens=cached,
             prefill=self.queue.pulling_workers(),
             queue_wait_s=self.queue.wait_s(MODEL, job.priority),
+            prefill_times=self.queue.mean_times(MODEL),
         )
 
     async def _prefill(

@@ -26,9 +26,9 @@ class Way(StrEnum):
     ROUND_ROBIN = "round robin"
     """The next decode worker, regardless of load and cache."""
     LOAD_ONLY = "load only"
-    """The decode worker with the fewest held tokens."""
+    """The decode worker with the lowest cost, regardless of caches."""
     KV_AWARE = "KV-aware"
-    """By missing and held tokens, in both roles."""
+    """The decode worker with the lowest cost, and prefill workers that have the prefix."""
     KV_AWARE_TIERS = "KV-aware, tiers"
     """The same, and workers keep evicted blocks in main memory."""
 

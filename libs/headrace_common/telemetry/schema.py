@@ -87,7 +87,7 @@ ATTRIBUTE_FIRST_TOKEN: Final = "headrace.first_token_by"
 ATTRIBUTE_PLACEMENT: Final = "headrace.placement"
 # Reason for the selection of the decode worker.
 ATTRIBUTE_EXPLANATION: Final = "headrace.explanation"
-# The decode workers with the lowest costs, with these costs in tokens.
+# The decode workers with the lowest costs, with these costs and what they are from.
 ATTRIBUTE_CANDIDATES: Final = "headrace.candidates"
 # How the best other placement differs: "local prefill", "remote prefill", "other prefill worker" or "other decode
 # worker". Absent without an estimate.

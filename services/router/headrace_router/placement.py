@@ -1,15 +1,13 @@
 """Placement: which decode worker serves a request. Pure, so a decision can be replayed and explained.
 
-The cost of a decode worker is in tokens: `overlap_weight` times the prompt tokens that it lacks, plus the tokens that
-its blocks hold already. Where hand-overs to it cost more, a missing token has a higher weight. Placement chooses the
-cheapest of the fit workers.
+It chooses the cheapest of the fit workers: headrace_router.costs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
@@ -20,19 +18,23 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
-from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.timed_placement import (
+from headrace_kv.layout import WorkerRef
+from headrace_router.costs import (
     NO_TARGETS,
+    Asked,
+    Candidates,
+    Costs,
+    CostsOfBoth,
     OtherDecision,
-    TimedCosts,
     TokenTargets,
-    timed_costs,
+    costs_of_both,
+    costs_of_pools,
 )
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
-# Nearly the time to first token of larger weights, with the balance of smaller ones: bench/results/placement.md.
 _DEFAULT_OVERLAP_WEIGHT: Final = 4.0
+"""With it, missing tokens cost their time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,66 +80,60 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PairCosts:
-    """What the policy for pairs of places makes of each worker of the table. Columns have shape [worker].
+class Shown:
+    """What explains a decision: the chosen worker, then the cheapest others in no order.
 
-    `allowed`: whether a pulling prefill worker may hand KV over to it. `extra` is the cost of a token that is handed
-    over from the best of them, relative to computing it.
+    `columns` has their costs, times to first token, steps, missing tokens, held tokens and requests. `prefill` has the
+    workers that would compute the prompt, empty for the queue. `faults` has by its name which of them have a fault.
     """
 
-    allowed: Flags
-    extra: Numbers
+    workers: tuple[Worker, ...]
+    columns: tuple[list[float], ...]
+    prefill: tuple[str, ...]
+    faults: Mapping[str, list[bool]]
+    needed_tokens: int
 
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The workers at one moment.
-
-    `cached_tokens` has shape [worker]: the cached prompt tokens of each worker of the table, with slower tiers counted
-    for less. It is None when nothing is known. `prefill` gives the pulling prefill workers by layout fingerprint, and
-    `queue_wait_s` how long a prompt would wait for one. `pairs` is None without a policy for pairs of places.
-    """
-
-    decode: LoadTable
-    cached_tokens: Numbers | None = None
-    prefill: Mapping[KvLayout, frozenset[WorkerRef]] = field(default_factory=dict)
-    queue_wait_s: float = 0.0
-    pairs: PairCosts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateCost:
-    """One worker's cost and its parts, in tokens. `weight` is the cost of one missing token."""
-
-    worker_id: str
-    cost: float
-    weight: float
-    cached_tokens: int
-    missing_tokens: int
-    held_tokens: int
-    requests: int
-    unfit: str
-    times: str = ""
-    """What a worker of both roles would take. Its cost is in milliseconds, and its weight is 0."""
-
-    def __str__(self) -> str:
-        unfit = f", {self.unfit}" if self.unfit else ""
-        if self.times:
-            return f"{self.worker_id}: {self.cost:.0f} ms, {self.times}, {self.requests} requests{unfit}"
-        return (
-            f"{self.worker_id}: {self.cost:.0f} = {self.weight:g} x {self.missing_tokens} missing "
-            f"({self.cached_tokens} cached) + {self.held_tokens} held, {self.requests} requests{unfit}"
+    def candidates(self) -> tuple[inference_pb2.Candidate, ...]:
+        """The chosen worker, then the others by cost. `prefix_fault` is empty."""
+        first, *others = (
+            inference_pb2.Candidate(
+                worker_id=worker.ref.worker_id,
+                cost_ms=1e3 * cost_s,
+                first_token_ms=1e3 * first_s,
+                step_ms=1e3 * step_s,
+                cached_tokens=self.needed_tokens - int(missing),
+                missing_tokens=int(missing),
+                held_tokens=int(held),
+                requests=int(requests),
+                prefill_worker_id=self.prefill[place],
+                unfit=", ".join(name for name, flags in self.faults.items() if flags[place]),
+            )
+            for place, (worker, cost_s, first_s, step_s, missing, held, requests) in enumerate(
+                zip(self.workers, *self.columns, strict=True)
+            )
         )
+        others.sort(key=lambda one: one.cost_ms)
+        return (first, *others[: EXPLAINED_CANDIDATES - 1])
+
+
+def candidate_text(one: inference_pb2.Candidate) -> str:
+    """A candidate for people."""
+    unfit = f", {one.unfit}" if one.unfit else ""
+    return (
+        f"{one.worker_id}: {one.cost_ms:.0f} ms, prompt on {one.prefill_worker_id or 'a prefill worker'}, first token "
+        f"after {one.first_token_ms:.0f} ms, steps of {one.step_ms:.1f} ms, {one.missing_tokens} missing "
+        f"({one.cached_tokens} cached), {one.held_tokens} held, {one.requests} requests{unfit}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen decode worker, whether a prefill worker computes the prompt, and the reasons."""
+    """The chosen decode worker, whether a prefill worker computes the prompt, and why."""
 
     worker: Worker
     remote: bool
-    explanation: str
-    candidates: tuple[CandidateCost, ...] = ()
+    why: str
+    shown: Shown
     missing_tokens: int = 0
     """Prompt tokens that are to be computed."""
     cached_tokens: int = 0
@@ -145,11 +141,22 @@ class Decision:
     prefill: WorkerRef | None = None
     """The worker that should compute the prompt. None leaves it to the prefill queue."""
     first_s: float | None = None
-    """Predicted seconds to the first token, where this was decided by times."""
+    """Predicted seconds to the first token, among workers of both roles that have learned their times."""
     others: tuple[OtherDecision, ...] = ()
-    """The best other decision of each kind, where this was decided by times."""
+    """The best other decision of each kind, likewise."""
     reachable: bool = True
     """False when every worker that may be chosen is unreachable."""
+
+    @property
+    def candidates(self) -> tuple[inference_pb2.Candidate, ...]:
+        """See Shown."""
+        return self.shown.candidates()
+
+    @property
+    def explanation(self) -> str:
+        """The reasons."""
+        how = "remote" if self.remote else "local"
+        return f"{how} prefill: {self.why}: {candidate_text(self.candidates[0])}"
 
     def without_distrusted(
         self, pulling: Collection[WorkerRef], distrusted: Mapping[WorkerRef, str]
@@ -170,7 +177,7 @@ class Decision:
             self,
             remote=False,
             prefill=None,
-            explanation=f"local prefill: the worker accepts no KV ({why}); {self.explanation}",
+            why=f"the worker accepts no KV ({why}); remote prefill: {self.why}",
         )
 
 
@@ -206,10 +213,9 @@ class KvAware(Placement):
             missing: Numbers = np.full(len(table), float(needed_tokens))
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
-        timed = _timed(request, candidates, missing, usable)
-        wants_remote, why = remote_wanted(request, candidates.queue_wait_s)
-        weights = _weights(policy.overlap_weight, candidates, remote=wants_remote)
-        costs: Numbers = weights * missing + table.held_tokens if timed is None else timed.cost_s
+        table.times.fill(candidates.prefill_times.steps)
+        missing_weight = policy.overlap_weight / _DEFAULT_OVERLAP_WEIGHT
+        asked = Asked(missing, needed_tokens, request.targets, missing_weight)
         # These decide before the cost, the most severe first. Most requests meet none of them.
         faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
         if request.suspect:
@@ -217,76 +223,91 @@ class KvAware(Placement):
         if table.has_restricted:
             # Such a worker gets an answer rather than that the request waits.
             faults["restricted to prefill"] = table.prefill_only
-        paired: Flags | None = None
-        if wants_remote and timed is None:
-            paired = _paired(candidates, request.failed)
-            faults["unpaired"] = (missing >= _remote_tokens_min(request)) & ~paired
-        fit = _fit(usable, faults)
-        row = self._draw(costs, table.requests, fit, policy.temperature)
-        reachable = bool(table.reachable[row])
-        if timed is not None:
-            return _timed_decision(
-                timed, table, missing, needed_tokens, usable, faults, fit, row, reachable=reachable
-            )
-        remote = wants_remote
-        if paired is not None:
-            remote, why = _remote_pays(
-                request, why, missing_tokens=float(missing[row]), paired=bool(paired[row])
-            )
-        shown = _explained(weights, table, costs, missing, needed_tokens, usable, faults, row)
+        costs, why, unpaired = _costs(request, candidates, asked, usable)
+        if unpaired is not None:
+            faults["unpaired"] = unpaired
+        fit, faults = _fit(usable, faults)
+        row = self._draw(costs.cost_s, table.requests, fit, policy.temperature)
+        prefill_row = int(costs.prefill_row[row])
+        if unpaired is not None and prefill_row == row:
+            why = _why_local(request, float(missing[row]))
+        planned = prefill_row >= 0
+        missing_tokens = int(missing[prefill_row if planned else row])
+        first_s: float | None = None
+        others: tuple[OtherDecision, ...] = ()
+        # Priors are no predictions.
+        if isinstance(costs, CostsOfBoth) and table.times.known[usable].all():
+            first_s, others = float(costs.first_s[row]), costs.others(table, row, fit)
         return Decision(
             table.workers[row],
-            remote,
-            f"{'remote' if remote else 'local'} prefill: {why}; cheapest of {usable_count}: {shown[0]}",
-            shown,
-            missing_tokens=int(missing[row]),
-            cached_tokens=needed_tokens - int(missing[row]),
-            reachable=reachable,
+            prefill_row != row,
+            f"{why}; cheapest of {usable_count}",
+            _shown(table, asked, costs, usable, faults, row),
+            missing_tokens=missing_tokens,
+            cached_tokens=needed_tokens - missing_tokens,
+            prefill=table.workers[prefill_row].ref if planned and prefill_row != row else None,
+            first_s=first_s,
+            others=others,
+            reachable=bool(table.reachable[row]),
         )
 
     def _draw(self, costs: Numbers, requests: Numbers, fit: Flags, temperature: float) -> int:
+        if temperature <= 0:
+            among = _masked(costs, fit)
+            rows = (among == among.min()).nonzero()[0]
+            if len(rows) > 1:
+                rows = rows[requests[rows] == requests[rows].min()]
+            return int(rows[self._random.randrange(len(rows))]) if len(rows) > 1 else int(rows[0])
         rows = fit.nonzero()[0]
-        if len(rows) == 1:
-            return int(rows[0])
         among = costs[rows]
         low = among.min()
-        if temperature <= 0:
-            rows = rows[among == low]
-            rows = rows[requests[rows] == requests[rows].min()]
-            return int(rows[self._random.randrange(len(rows))]) if len(rows) > 1 else int(rows[0])
         spread = float(among.max() - low) or 1.0
         weights = np.exp((low - among) / (spread * temperature))
         return int(self._random.choices(rows.tolist(), weights.tolist())[0])
 
 
-def _fit(usable: Flags, faults: Mapping[str, Flags]) -> Flags:
-    """The usable workers without each fault in turn, as long as one is left."""
-    fit = usable
-    for flags in faults.values():
+def _masked(costs: Numbers, flags: Flags) -> Numbers:
+    """Infinite without the flag."""
+    return costs if np.count_nonzero(flags) == len(flags) else np.where(flags, costs, np.inf)
+
+
+def _fit(usable: Flags, faults: Mapping[str, Flags]) -> tuple[Flags, dict[str, Flags]]:
+    """The usable workers without each fault in turn, as long as one is left; and the faults that any worker has."""
+    fit, present = usable, {}
+    for name, flags in faults.items():
         if np.count_nonzero(flags):
+            present[name] = flags
             without = fit > flags
             if np.count_nonzero(without):
                 fit = without
-    return fit
+    return fit, present
 
 
-def _weights(overlap_weight: float, candidates: Candidates, *, remote: bool) -> Numbers:
-    """The cost of a missing token on each worker."""
-    weights: Numbers = np.full(len(candidates.decode), overlap_weight)
-    if remote and candidates.pairs is not None:
-        weights *= 1.0 + candidates.pairs.extra
-    return weights
-
-
-def _paired(candidates: Candidates, failed: frozenset[WorkerRef]) -> Flags:
-    """The workers to which a pulling prefill worker may hand over."""
-    pulling = {layout: refs - failed for layout, refs in candidates.prefill.items()}
-    paired = candidates.decode.paired({layout for layout, refs in pulling.items() if refs})
-    # A worker of both roles hands nothing over to itself.
-    alone = [refs for refs in pulling.values() if len(refs) == 1]
-    if alone:
-        paired &= ~candidates.decode.flags(frozenset().union(*alone))
-    return paired if candidates.pairs is None else paired & candidates.pairs.allowed
+def _costs(
+    request: PlacementRequest, candidates: Candidates, asked: Asked, usable: Flags
+) -> tuple[Costs, str, Flags | None]:
+    """The costs, why prompts are computed where they are, and which workers lack a prefill worker, if one is wanted."""
+    table, by_layout = candidates.decode, candidates.prefill
+    if request.failed:
+        by_layout = {layout: refs - request.failed for layout, refs in by_layout.items()}
+    pulling = table.pulling(by_layout)
+    enough = asked.missing >= max(1, request.policy.local_prefill_max_tokens)
+    forced: bool | Flags = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+    if not request.local_only and pulling.within and table.computes_prompts[usable].all():
+        computing = usable & pulling.computing
+        if request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_LOCAL:
+            computing = ~usable
+        elif table.has_restricted and not forced:
+            forced = table.decode_only & enough
+        costs = costs_of_both(candidates, asked, computing, forced)
+        return costs, "by the times of workers of both roles", None
+    wanted, why = remote_wanted(request, candidates.queue_wait_s)
+    if not wanted:
+        return costs_of_pools(candidates, asked, None), why, None
+    pairs = candidates.pairs
+    paired = pulling.paired if pairs is None else pulling.paired & pairs.allowed
+    remote = paired if forced else enough & paired
+    return costs_of_pools(candidates, asked, remote), why, enough > paired
 
 
 def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
@@ -317,126 +338,35 @@ def remote_wanted(request: PlacementRequest, queue_wait_s: float) -> tuple[bool,
     return True, "policy"
 
 
-def _remote_tokens_min(request: PlacementRequest) -> int:
-    """A decode worker computes a shorter missing part itself."""
-    return max(1, request.policy.local_prefill_max_tokens)
-
-
-def _remote_pays(
-    request: PlacementRequest, why: str, *, missing_tokens: float, paired: bool
-) -> tuple[bool, str]:
-    """Whether wanted remote prefill is used for the chosen worker, and why."""
-    missing_tokens_min = _remote_tokens_min(request)
+def _why_local(request: PlacementRequest, missing_tokens: float) -> str:
+    """Why a worker computes a prompt itself that might go to the queue."""
+    missing_tokens_min = max(1, request.policy.local_prefill_max_tokens)
     forced = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-    if not forced and missing_tokens < missing_tokens_min:
-        return False, f"{missing_tokens:.0f} missing tokens are below {missing_tokens_min}"
-    if not paired:
-        return False, "no prefill worker with a matching KV layout and place pulls"
-    return True, why
+    if missing_tokens < missing_tokens_min and not forced:
+        return f"{missing_tokens:.0f} missing tokens are below {missing_tokens_min}"
+    return "no prefill worker with a matching KV layout and place pulls"
 
 
-def _explained(
-    weights: Numbers,
+def _shown(
     table: LoadTable,
-    costs: Numbers,
-    missing: Numbers,
-    needed_tokens: int,
+    asked: Asked,
+    costs: Costs,
     usable: Flags,
     faults: Mapping[str, Flags],
-    chosen: int,
-) -> tuple[CandidateCost, ...]:
-    """The costs of the chosen worker, then of the cheapest others."""
-    rows = usable.nonzero()[0]
-    if len(rows) > EXPLAINED_CANDIDATES:
-        rows = rows[np.argpartition(costs[rows], EXPLAINED_CANDIDATES)[:EXPLAINED_CANDIDATES]]
-    others = [row for row in rows[costs[rows].argsort(kind="stable")].tolist() if row != chosen]
-    return tuple(
-        CandidateCost(
-            worker_id=table.workers[row].ref.worker_id,
-            cost=float(costs[row]),
-            weight=float(weights[row]),
-            cached_tokens=int(needed_tokens - missing[row]),
-            missing_tokens=int(missing[row]),
-            held_tokens=int(table.held_tokens[row]),
-            requests=int(table.requests[row]),
-            unfit=_unfit(faults, row),
-        )
-        for row in [chosen, *others][:EXPLAINED_CANDIDATES]
-    )
-
-
-def _unfit(faults: Mapping[str, Flags], row: int) -> str:
-    return ", ".join(name for name, flags in faults.items() if flags[row])
-
-
-def _timed(
-    request: PlacementRequest, candidates: Candidates, missing: Numbers, usable: Flags
-) -> TimedCosts | None:
-    """The costs in seconds, where all workers have both roles and their times are known."""
-    table = candidates.decode
-    if request.local_only or not table.computes_prompts[usable].all():
-        return None
-    pulling = frozenset[WorkerRef]().union(*candidates.prefill.values())
-    computing = table.flags(pulling - request.failed)
-    if np.count_nonzero(computing) < len(pulling - request.failed):
-        # Some workers only compute prompts.
-        return None
-    handing_over: Flags | None = None
-    if table.has_restricted:
-        handing_over = table.decode_only & (missing >= _remote_tokens_min(request))
-    return timed_costs(
-        table,
-        missing,
-        max(0, request.prompt_tokens - 1),
-        request.targets,
-        usable=usable,
-        computing=computing,
-        handing_over=handing_over,
-        placement=request.prefill_placement,
-    )
-
-
-def _timed_decision(
-    timed: TimedCosts,
-    table: LoadTable,
-    missing: Numbers,
-    needed_tokens: int,
-    usable: Flags,
-    faults: Mapping[str, Flags],
-    fit: Flags,
     row: int,
-    *,
-    reachable: bool,
-) -> Decision:
-    prefill_row = int(timed.prefill_row[row])
-    rows = usable.nonzero()[0]
-    rows = rows[timed.cost_s[rows].argsort(kind="stable")][:EXPLAINED_CANDIDATES]
-    order = [row, *(other for other in rows.tolist() if other != row)][:EXPLAINED_CANDIDATES]
-    shown = tuple(
-        CandidateCost(
-            worker_id=table.workers[one].ref.worker_id,
-            cost=1e3 * float(timed.cost_s[one]),
-            weight=0.0,
-            cached_tokens=needed_tokens - int(missing[one]),
-            missing_tokens=int(missing[one]),
-            held_tokens=int(table.held_tokens[one]),
-            requests=int(table.requests[one]),
-            unfit=_unfit(faults, one),
-            times=f"prompt on {table.workers[int(timed.prefill_row[one])].ref.worker_id}, first token after "
-            f"{1e3 * timed.first_s[one]:.0f} ms, steps of {1e3 * timed.step_s[one]:.1f} ms",
-        )
-        for one in order
-    )
-    remote = prefill_row != row
-    return Decision(
-        table.workers[row],
-        remote,
-        f"{'remote' if remote else 'local'} prefill by the times of steps; cheapest of {len(rows)}: {shown[0]}",
-        shown,
-        missing_tokens=int(missing[prefill_row]),
-        cached_tokens=needed_tokens - int(missing[prefill_row]),
-        prefill=table.workers[prefill_row].ref if remote else None,
-        first_s=float(timed.first_s[row]),
-        others=timed.others(table, row, fit),
-        reachable=reachable,
+) -> Shown:
+    cheapest: Sequence[int] = range(len(table))
+    if len(table) > EXPLAINED_CANDIDATES:
+        order = np.argpartition(_masked(costs.cost_s, usable), EXPLAINED_CANDIDATES)
+        cheapest = order[:EXPLAINED_CANDIDATES].tolist()
+    workers, places = table.workers, [row, *(x for x in cheapest if x != row and usable[x])]
+    shown = np.array(places)
+    columns = (costs.cost_s, costs.first_s, costs.step_s, asked.missing)
+    prefill = costs.prefill_row[shown].tolist()
+    return Shown(
+        tuple([workers[one] for one in places]),
+        tuple([one[shown].tolist() for one in (*columns, table.held_tokens, table.requests)]),
+        tuple([workers[one].ref.worker_id if one >= 0 else "" for one in prefill]),
+        {name: flags[shown].tolist() for name, flags in faults.items()},
+        asked.needed_tokens,
     )

@@ -28,10 +28,8 @@ from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT, Tenants
-from headrace_kv.layout import WorkerRef
 from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
-from headrace_router.placement import CandidateCost
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.tracing.timeline import AttemptTimeline
@@ -161,13 +159,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             prepared = prepared.of_caller(tenant, priority)
             timeline.tokenized(prepared.tokenized_ns)
             decision = self._dispatcher.route(prepared, timeline, deadline)
-        worker = decision.worker.ref
+        worker, candidates = decision.worker.ref, decision.candidates
+        faults = {ref.worker_id: fault for ref, fault in self._prefixes.faults.items()}
+        for candidate in candidates:
+            candidate.prefix_fault = faults.get(candidate.worker_id, "")
         return inference_pb2.RouteResponse(
             worker_id=worker.worker_id,
             incarnation=worker.incarnation,
             remote_prefill=decision.remote,
             explanation=decision.explanation,
-            candidates=_candidates_to_proto(decision.candidates, self._prefixes.faults),
+            candidates=candidates,
         )
 
     async def Keep(
@@ -203,26 +204,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _tenant_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         return self._tenants.tenant_of(context.invocation_metadata())
-
-
-def _candidates_to_proto(
-    costs: tuple[CandidateCost, ...], prefix_faults: Mapping[WorkerRef, str]
-) -> list[inference_pb2.Candidate]:
-    """Converts candidates, in the same order. `prefix_faults` gives the reason why a worker's cache does not count."""
-    faults = {ref.worker_id: fault for ref, fault in prefix_faults.items()}
-    return [
-        inference_pb2.Candidate(
-            worker_id=candidate.worker_id,
-            cost=candidate.cost,
-            cached_tokens=candidate.cached_tokens,
-            missing_tokens=candidate.missing_tokens,
-            held_tokens=candidate.held_tokens,
-            requests=candidate.requests,
-            unfit=candidate.unfit,
-            prefix_fault=faults.get(candidate.worker_id, ""),
-        )
-        for candidate in costs
-    ]
 
 
 def _deadline_of(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> Deadline:

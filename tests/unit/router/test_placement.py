@@ -18,8 +18,9 @@ from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.workers.table import Load, LoadTable, Worker
+from headrace_router.costs import MESSAGES_S, Candidates
+from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.workers.table import GENERIC_STEPS, Load, LoadTable, Worker
 from tests.sim_layout import LAYOUT
 
 _PREFILL = WorkerRef("p0", "a")
@@ -163,11 +164,17 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
         _policy(overlap_weight=weight), suspect=frozenset(_ref(f"d{i}") for i in suspects)
     )
 
-    def rank(name: str) -> tuple[object, ...]:
-        load, index = by_name[name], names.index(name)
-        missing = 100 - min(100, cached[index])
-        unfit = (index in suspects, not load.reachable, load.requests >= 10)
-        return (*unfit, weight * missing + load.held_tokens, load.requests)
+    def unfit(name: str) -> tuple[bool, ...]:
+        load = by_name[name]
+        return (names.index(name) in suspects, not load.reachable, load.requests >= 10)
+
+    def cost_s(name: str) -> float:
+        """By the times of a generic worker, for an answer of one token."""
+        load, missing = by_name[name], 100.0 - min(100, cached[names.index(name)])
+        added_s = 100 * GENERIC_STEPS.s_per_context_token
+        now_s = GENERIC_STEPS.fixed_s + load.held_tokens * GENERIC_STEPS.s_per_context_token
+        prompt_s = missing * GENERIC_STEPS.s_per_prompt_token + MESSAGES_S * bool(missing)
+        return weight / 4 * prompt_s + 2 * (now_s + added_s) + load.requests * added_s
 
     usable = [name for name in names if not by_name[name].draining]
     if not usable:
@@ -175,7 +182,10 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
             _choose(by_name, request=request)
         return
     decision = _choose(by_name, dict(zip(names, cached, strict=False)), request)
-    assert rank(decision.worker.ref.worker_id) == min(map(rank, usable))
+    fit = [name for name in usable if unfit(name) == min(map(unfit, usable))]
+    chosen = decision.worker.ref.worker_id
+    assert chosen in fit
+    assert cost_s(chosen) <= min(map(cost_s, fit)) + 1e-12
 
 
 def test_only_workers_with_the_adapter_are_chosen() -> None:

@@ -66,7 +66,7 @@ class AttemptPlan:
     first_token: Policy = BY_DECODE
     bounds: bounds_pb2.TokenBounds | None = None
     prompt: PlacedPrompt | None = None
-    """Counts the prompt among workers of both roles."""
+    """Counts the prompt on the worker that should compute it. None leaves that to the queue."""
 
 
 class Attempt:

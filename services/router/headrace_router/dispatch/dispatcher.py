@@ -21,6 +21,7 @@ from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
+from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
 from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.dispatch.attempt import (
     Attempt,
@@ -29,17 +30,10 @@ from headrace_router.dispatch.attempt import (
 )
 from headrace_router.dispatch.messages import first_token_maker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
-from headrace_router.placement import (
-    Candidates,
-    Decision,
-    Placement,
-    PlacementRequest,
-    RoutePolicy,
-)
+from headrace_router.placement import Decision, Placement, PlacementRequest, RoutePolicy
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
-from headrace_router.timed_placement import AnswerLengths, TokenTargets
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.directory import PlacedPrompt, WorkerDirectory
@@ -120,7 +114,7 @@ class RequestDispatcher:
                 retries.exclude_worker(worker)
                 continue
             prompt: PlacedPrompt | None = None
-            if decision.worker.computes_prompts:
+            if decision.prefill is not None or not decision.remote:
                 prompt = self._workers.expect_prompt(
                     decision.prefill or worker, decision.missing_tokens, decision.cached_tokens
                 )
@@ -322,6 +316,7 @@ class RequestDispatcher:
             prefill=pulling,
             queue_wait_s=self._queue.wait_s(request.model, request.priority, request.tenant),
             pairs=self._queue.pair_costs(table, pulling),
+            prefill_times=self._queue.mean_times(request.model),
         )
 
     def _plan(

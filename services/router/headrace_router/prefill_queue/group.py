@@ -63,8 +63,13 @@ class LearnedTimes:
         self._update_mean(now_s)
         return self._mean.step_s(tokens, prior_tokens=prior_tokens) or 0.0
 
+    def mean(self, now_s: float) -> TimeModel:
+        """What the mean worker has learned. The same object for a while."""
+        self._update_mean(now_s)
+        return self._mean
+
     def token_s(self, now_s: float) -> float:
-        """The same for a token of a usual prompt."""
+        """How long the mean worker computes a token of a usual prompt. 0 before a worker knows."""
         self._update_mean(now_s)
         return self._token_s
 

@@ -15,7 +15,7 @@ from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
 from headrace_common.registry.place import Level, Place, place_from_proto
 from headrace_kv.compatibility import PairSide, layout_hash, pair_faults, pair_side
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.placement import PairCosts
+from headrace_router.costs import PairCosts
 from headrace_router.workers.table import LoadTable
 
 _DEFAULT_FAR_WEIGHT: Final = 0.5

@@ -33,12 +33,12 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.adapters import Adapter, adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
-from headrace_common.time_model.model import time_model_from_proto
+from headrace_common.time_model.model import TimeModel, mean_model, time_model_from_proto
 from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.placement import PairCosts
+from headrace_router.costs import PairCosts
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing, Pulling
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
@@ -146,6 +146,12 @@ class PrefillQueue:
             if prefill_s:
                 return prefill_s + group.times.handover_s(sent_tokens * group.token_bytes)
         return 0.0
+
+    def mean_times(self, model: str) -> TimeModel:
+        """What the mean prefill worker of a served model has learned."""
+        now_s = time.monotonic()
+        means = [group.times.mean(now_s) for group in self._groups_of(model)]
+        return means[0] if len(means) == 1 else mean_model(means)
 
     def compute_s_per_token(self, model: str) -> float:
         """The same for a token of a usual prompt."""

@@ -18,9 +18,9 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.later import ended_span
 from headrace_frontend.running.timeline import now_us
 from headrace_frontend.running.tracer import NO_RESOURCE, RequestRecord, SpanMaker
-from headrace_router.placement import Decision
+from headrace_router.costs import OtherDecision
+from headrace_router.placement import Decision, candidate_text
 from headrace_router.prefill_queue.task import QueuedTask
-from headrace_router.timed_placement import OtherDecision
 from headrace_router.tracing.worker_clocks import ClockDifference, clock_attributes
 
 
@@ -348,7 +348,7 @@ def _route_attributes(decision: Decision) -> dict[str, AttributeValue]:
         schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
         schema.ATTRIBUTE_PLACEMENT: _placement_of(decision),
         schema.ATTRIBUTE_EXPLANATION: decision.explanation,
-        schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
+        schema.ATTRIBUTE_CANDIDATES: "; ".join(map(candidate_text, decision.candidates)),
     }
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Final
+from operator import attrgetter
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
-from headrace_common.time_model.model import TimeModel
+from headrace_common.time_model.model import (
+    NO_HANDOVERS,
+    HandoverTimes,
+    StepTimes,
+    TimeModel,
+)
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef, engine_hash
 
@@ -107,7 +113,12 @@ class DecodeSlots:
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Key = TypeVar("Key")
 NO_TIMES: Final = TimeModel()
+GENERIC_STEPS: Final = StepTimes(fixed_s=0.01, s_per_prompt_token=1e-4, s_per_context_token=1e-7)
+"""Where nothing is known. With answers of 128 tokens, a missing token costs as much as about four held ones."""
+_CONTEXT_SHARE: Final = GENERIC_STEPS.s_per_context_token / GENERIC_STEPS.s_per_prompt_token
+_PRIOR_AGE_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,48 +171,127 @@ class Load:
         return self.reachable, self.draining, self.stalled, self.external_requests
 
 
-class TimeColumns:
-    """What is known of the times of workers, as columns with shape [worker]. See StepTimes and PromptWork."""
+# The part of a step or hand-over that each row of TimeColumns belongs to. A worker learns a part as a whole.
+_FIXED, _PROMPTS, _ANSWERS, _HANDOVERS = range(4)
+_PART_OF: Final = np.array([_FIXED, *4 * [_PROMPTS], *2 * [_ANSWERS], *2 * [_HANDOVERS]])
+_STEP_ROWS: Final = attrgetter(
+    *("fixed_s", "prompt_s", "s_per_prompt_token", "s_per_attended_token", "s_per_sent_token"),
+    *("s_per_answer", "s_per_context_token"),
+)
+_TOKEN_ROW, _ANSWER_ROW, _CONTEXT_ROW = 2, 5, 6
 
-    def __init__(self, count: int) -> None:
-        self.known: Flags = np.zeros(count, np.bool_)
-        """Whether the times of steps with prompts and with answers are known."""
-        self.steps: Numbers = np.zeros((7, count))
-        self.handovers: Numbers = np.zeros((2, count))
+
+class TimeColumns:
+    """The times of workers, as columns with shape [worker]. See StepTimes, HandoverTimes and PromptWork.
+
+    What a worker has not learned has a prior after `fill`.
+    """
+
+    def __init__(self, kind_of: NDArray[np.intp]) -> None:
+        """`kind_of`: workers with equal numbers have equal engines."""
+        count = len(kind_of)
+        self._rows: Numbers = np.zeros((len(_PART_OF), count))
+        self._known: Flags = np.zeros((len(_PART_OF), count), np.bool_)
+        self._means = self._rows.copy()
+        self.steps, self.handovers = self._rows[:7], self._rows[7:]
+        self.mean_steps = self._means[:7]
+        """Of the workers of the same kind, with a context token at least as dear as on a generic worker."""
         self.prompts: Numbers = np.zeros((5, count))
+        self.with_prompts: set[int] = set()
+        """The workers with prompts that are not known to be computed."""
+        self._kinds = [kind_of == kind for kind in np.unique(kind_of)]
         self._models: dict[int, TimeModel] = {}
         self._learned_s = 0.0
+        self._filled_s = -math.inf
 
     @property
     def age_s(self) -> float:
         """Seconds since a worker learned something."""
         return time.monotonic() - self._learned_s
 
+    @property
+    def known(self) -> Flags:
+        """Whether a worker has learned the times of steps with prompts and with answers."""
+        known: Flags = self._known[_TOKEN_ROW] & self._known[_ANSWER_ROW]
+        return known
+
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
-        self.prompts[:, row] = (
-            prompts.tokens,
-            prompts.attended,
-            prompts.head_tokens,
-            prompts.head_attended,
-            prompts.head_start_s,
-        )
+        if prompts.tokens or row in self.with_prompts:
+            (self.with_prompts.add if prompts.tokens else self.with_prompts.discard)(row)
+            self.prompts[:, row] = (
+                prompts.tokens,
+                prompts.attended,
+                prompts.head_tokens,
+                prompts.head_attended,
+                prompts.head_start_s,
+            )
         if self._models.get(row) == model:
             return
         self._models[row] = model
         self._learned_s = time.monotonic()
         steps, handovers = model.steps, model.handovers
-        self.known[row] = model.step_s(1, 1) is not None
-        self.steps[:, row] = (
-            steps.fixed_s,
-            steps.prompt_s,
-            steps.s_per_prompt_token,
-            steps.s_per_attended_token,
-            steps.s_per_sent_token,
-            steps.s_per_answer,
-            steps.s_per_context_token,
-        )
-        self.handovers[:, row] = (handovers.fixed_s, handovers.s_per_byte)
+        parts = (steps.knows_prompts, steps.knows_answers, handovers.is_known)
+        known = np.array((parts[0] or parts[1], *parts))[_PART_OF]
+        self._rows[known, row] = np.array(_values(steps, handovers))[known]
+        if (self._known[:, row] != known).any():
+            self._known[:, row] = known
+            self._filled_s = -math.inf
+
+    def fill(self, prefill: StepTimes) -> None:
+        """Computes the means, and gives what a worker has not learned its prior: the mean. Anew after 0.5 s.
+
+        Where no worker of a kind has learned it, the mean is that of all that have. Of prompts it is else `prefill`,
+        where that is known. The rest is of a generic worker, as fast as what is known.
+        """
+        now_s = time.monotonic()
+        if now_s < self._filled_s + _PRIOR_AGE_S:
+            return
+        self._filled_s = now_s
+        learned = np.where(self._known, self._rows, 0.0)
+        counts = self._known.sum(1)
+        overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), self._generic(prefill))
+        for same in self._kinds:
+            counts = self._known[:, same].sum(1)
+            own = learned[:, same].sum(1) / np.maximum(1, counts)
+            self._means[:, same] = np.where(counts, own, overall)[:, None]
+        np.copyto(self._rows, self._means, where=~self._known)
+        # KV memory is scarce too, also where steps show no price of it.
+        least_s = _CONTEXT_SHARE * self._means[_TOKEN_ROW]
+        self._means[_CONTEXT_ROW] = np.maximum(self._means[_CONTEXT_ROW], least_s)
+
+    def _generic(self, prefill: StepTimes) -> Numbers:
+        """The values where no worker of the table has learned them."""
+        generic, pace = np.array(_values(GENERIC_STEPS, NO_HANDOVERS)), 0.0
+        prompts, answers = self._known[_TOKEN_ROW], self._known[_ANSWER_ROW]
+        if answers.any():
+            one_s = self._rows[0] + self._rows[_ANSWER_ROW]
+            pace = one_s[answers].mean() / GENERIC_STEPS.fixed_s
+        elif prompts.any() or prefill.knows_prompts:
+            own = self._rows[_TOKEN_ROW, prompts]
+            token_s = own.mean() if len(own) else prefill.s_per_prompt_token
+            pace = token_s / GENERIC_STEPS.s_per_prompt_token
+        learned = (_PART_OF == _PROMPTS) & prefill.knows_prompts
+        return np.where(learned, _values(prefill, NO_HANDOVERS), (pace or 1.0) * generic)
+
+
+def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
+    """One for each row of TimeColumns."""
+    return (*_STEP_ROWS(steps), handovers.fixed_s, handovers.s_per_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class Pulling:
+    """What the workers that pull prompts, by layout fingerprint, are to those of a table. Columns have shape [worker].
+
+    `paired`: those to which another one may hand over. `computing`: those that pull themselves. `within`: whether all
+    that pull are in the table.
+    """
+
+    by_layout: tuple[tuple[KvLayout, frozenset[WorkerRef]], ...]
+    paired: Flags
+    computing: Flags
+    within: bool
 
 
 class LoadTable:
@@ -231,21 +321,22 @@ class LoadTable:
         self.has_restricted = bool((self.prefill_only | self.decode_only).any())
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
-        self.times = TimeColumns(count)
+        # Workers of one kind have one layout, with all its fields.
+        self._kinds, kind_of = _groups(self.workers, engine_hash)
+        self.times = TimeColumns(kind_of)
         self.token_bytes: Numbers = np.array([w.layout.token_bytes for w in self.workers])
         """KV of one token, over all ranks."""
         self._loads: dict[int, Load] = {}
+        self._pulling: Pulling | None = None
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
         # Workers with one layout fingerprint can receive from the same prefill workers.
-        self.layouts, self.layout_of = _layout_groups(self.workers)
+        self.layouts, self.layout_of = _groups(self.workers, fingerprint)
         self.adapters = _adapters_by_name(self.workers)
 
-    @cached_property
+    @property
     def engine_hashes(self) -> frozenset[bytes]:
         """Of the workers' layouts: one where all engines are alike."""
-        # Most workers share one object.
-        layouts = {id(worker.layout): worker.layout for worker in self.workers}
-        return frozenset(map(engine_hash, layouts.values()))
+        return frozenset(self._kinds)
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -315,11 +406,17 @@ class LoadTable:
         raised[row] = max(raised[row], whole)
         return raised
 
-    def paired(self, prefill_layouts: Collection[KvLayout]) -> Flags:
-        """True in the rows of workers that can receive from a prefill worker with one of these fingerprints."""
-        by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)
-        found: Flags = by_layout[self.layout_of]
-        return found
+    def pulling(self, by_layout: Mapping[KvLayout, frozenset[WorkerRef]]) -> Pulling:
+        """What these workers are to those of the table. Computed anew only when they change."""
+        items, known = tuple(by_layout.items()), self._pulling
+        if known is None or known.by_layout != items:
+            refs = frozenset[WorkerRef]().union(*by_layout.values())
+            computing = self.flags(refs)
+            counts = np.array([len(by_layout.get(layout, ())) for layout in self.layouts])
+            others = counts[self.layout_of] - computing
+            within = np.count_nonzero(computing) == len(refs)
+            known = self._pulling = Pulling(items, others > 0, computing, within)
+        return known
 
 
 def _adapters_by_name(workers: Iterable[Worker]) -> Mapping[str, Adapter]:
@@ -331,16 +428,18 @@ def _adapters_by_name(workers: Iterable[Worker]) -> Mapping[str, Adapter]:
     return found
 
 
-def _layout_groups(workers: Iterable[Worker]) -> tuple[tuple[KvLayout, ...], NDArray[np.intp]]:
-    """The fingerprints of the workers' layouts, and the index of each worker's."""
-    groups: dict[KvLayout, int] = {}
-    # Most workers share one object. Its fingerprint is computed once.
+def _groups(
+    workers: Iterable[Worker], key: Callable[[KvLayout], Key]
+) -> tuple[tuple[Key, ...], NDArray[np.intp]]:
+    """The keys of the workers' layouts, and the index of each worker's."""
+    groups: dict[Key, int] = {}
+    # Most workers share one object. Its key is computed once.
     known: dict[int, int] = {}
     indices: list[int] = []
     for worker in workers:
         index = known.get(id(worker.layout))
         if index is None:
-            index = groups.setdefault(fingerprint(worker.layout), len(groups))
+            index = groups.setdefault(key(worker.layout), len(groups))
             known[id(worker.layout)] = index
         indices.append(index)
     return tuple(groups), np.array(indices, np.intp)

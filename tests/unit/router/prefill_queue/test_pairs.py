@@ -22,7 +22,8 @@ from headrace_common.time_model.model import (
 )
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
-from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.costs import Candidates
+from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
@@ -177,7 +178,8 @@ async def test_placement_prefers_workers_with_a_prefill_worker_of_their_zone() -
     site = Site(["b"], ["a", "b"], zone_policy(PREFER, far_weight=0.5))
     decision = site.choose()
     assert (decision.worker.ref, decision.remote) == (ref("d1"), True)
-    assert str(decision.candidates[1]).startswith("d0: 600 = 6 x 100 missing")
+    near, far = decision.candidates
+    assert far.first_token_ms == pytest.approx(near.first_token_ms + 0.5 * 10)
     # 64 cached tokens are worth more than the distance of the other 36.
     assert site.choose({"d0": 64}).worker.ref == ref("d0")
 

@@ -25,7 +25,7 @@ def decision(*, remote: bool) -> Any:
         worker=worker,
         remote=remote,
         explanation="cheapest",
-        candidates=("decode-0: 7",),
+        candidates=(),
         prefill=None,
         others=(),
     )

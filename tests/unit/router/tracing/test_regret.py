@@ -17,7 +17,7 @@ from headrace_common.latency.steps import (
 )
 from headrace_common.telemetry import schema
 from headrace_kv.layout import WorkerRef
-from headrace_router.timed_placement import OtherDecision
+from headrace_router.costs import OtherDecision
 from headrace_router.tracing.request_record import regret_of
 from tests.unit.router.tracing.records import attempt, ended
 

@@ -1,4 +1,4 @@
-"""Placement among workers of both roles, by the times of their steps."""
+"""Costs by the times of steps: among workers of both roles, and of workers that only generate."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.compatibility import fingerprint
-from headrace_kv.layout import WorkerRef
-from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.timed_placement import (
+from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_router.costs import (
     LOCAL,
     OTHER_DECODE,
     OTHER_PREFILL,
     REMOTE,
     AnswerLengths,
+    Candidates,
+    PairCosts,
     TokenTargets,
 )
-from headrace_router.workers.table import NO_TIMES, Load, LoadTable, PromptQueue, PromptWork, Worker
+from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.workers.table import (
+    GENERIC_STEPS,
+    NO_TIMES,
+    Load,
+    LoadTable,
+    PromptQueue,
+    PromptWork,
+    Worker,
+)
 from tests.sim_layout import LAYOUT
 
 _TIMES = TimeModel(
@@ -159,12 +169,21 @@ def test_a_single_worker_hands_nothing_over_to_itself() -> None:
     assert not _choose(Load(total_tokens=10_000)).remote
 
 
-def test_todays_rule_holds_while_times_are_unknown_or_workers_only_compute_prompts() -> None:
-    unknown = _choose(Load(total_tokens=10_000), _FREE)
-    assert "first token after" not in unknown.explanation
-    assert unknown.remote
-    mixed = _choose(_FREE, _FREE, others=(_ref("p0"),))
-    assert "first token after" not in mixed.explanation
+def test_beside_workers_that_only_compute_prompts_policy_decides_where_they_are_computed() -> None:
+    decision = _choose(_FREE, _FREE, others=(_ref("p0"),))
+    assert (decision.remote, decision.prefill, decision.first_s) == (True, None, None)
+    assert "prompt on a prefill worker" in decision.explanation
+
+
+def test_a_worker_that_has_learned_nothing_is_as_fast_as_the_mean_of_the_others() -> None:
+    new = Load(total_tokens=10_000)
+    slow = replace(_FREE, times=replace(_TIMES, steps=replace(_TIMES.steps, fixed_s=0.030)))
+    step_ms = {one.worker_id: one.step_ms for one in _choose(_FREE, slow, new).candidates}
+    assert step_ms["w2"] == pytest.approx((step_ms["w0"] + step_ms["w1"]) / 2)
+    # No prediction is made from that.
+    decision = _choose(new, _FREE)
+    assert (decision.first_s, decision.others) == (None, ())
+    assert _choose(_FREE, _FREE).first_s is not None
 
 
 def test_workers_that_pull_no_prompts_compute_only_their_own() -> None:
@@ -197,7 +216,7 @@ def test_a_worker_restricted_to_decode_computes_the_prompts_that_a_decode_worker
     waiting = replace(free, requests=9, prompts=PromptWork(tokens=9_000))
     decision = _choose(free, waiting, roles="dp")
     assert (decision.worker.ref, decision.remote) == (_ref("w0"), True)
-    assert decision.prefill == (_ref("w1") if times is _TIMES else None)
+    assert decision.prefill == _ref("w1")
     short = replace(_REQUEST, policy=RoutePolicy(local_prefill_max_tokens=1_001))
     assert not _choose(free, waiting, roles="dp", request=short).remote
     asked = replace(_REQUEST, prefill_placement=inference_pb2.PREFILL_PLACEMENT_LOCAL)
@@ -279,3 +298,96 @@ def test_bounds_count_from_the_arrival() -> None:
     assert bounds.first_token_remaining.ToMilliseconds() == 1_500
     later = TokenTargets(2.0, None).bounds(started=True)
     assert later is None
+
+
+def _pool(
+    *loads: Load,
+    cached: tuple[int, ...] = (),
+    prefill: TimeModel = NO_TIMES,
+    pairs: PairCosts | None = None,
+    layouts: tuple[KvLayout, ...] = (),
+    request: PlacementRequest = _REQUEST,
+    wait_s: float = 0.0,
+    **policy: float,
+) -> Decision:
+    """Workers that only generate, beside a prefill worker for the layout of the others."""
+    names = [f"w{index}" for index in range(len(loads))]
+    layouts = layouts or (LAYOUT,) * len(loads)
+    table = LoadTable(
+        Worker(_ref(name), f"{name}:1", "sim", 4_096, 64, layout)
+        for name, layout in zip(names, layouts, strict=True)
+    )
+    for name, load in zip(names, loads, strict=True):
+        table.set(_ref(name), load)
+    columns = np.array(cached or [0] * len(loads), float)
+    layout = fingerprint(LAYOUT)
+    pulling = {layout: frozenset({_ref("p0")})}
+    candidates = Candidates(table, columns, pulling, wait_s, pairs, prefill)
+    request = replace(request, policy=RoutePolicy(**policy))  # type: ignore[arg-type]
+    return KvAware(Random(1)).choose(request, candidates)
+
+
+def _shown(decision: Decision) -> dict[str, inference_pb2.Candidate]:
+    return {one.worker_id: one for one in decision.candidates}
+
+
+def test_answers_spread_over_workers_that_only_generate() -> None:
+    assert _pool(_busy(4), _FREE).worker.ref == _ref("w1")
+    assert _pool(_busy(4), _busy(5)).worker.ref == _ref("w0")
+    # 300 ms of computing outweigh a few answers, and not many.
+    assert _pool(_busy(4), _FREE, cached=(1_000, 0)).worker.ref == _ref("w0")
+    assert _pool(_busy(40), _FREE, cached=(1_000, 0)).worker.ref == _ref("w1")
+
+
+def test_a_remote_prompt_takes_the_wait_its_computing_its_hand_over_and_a_step() -> None:
+    prefill = TimeModel(
+        StepTimes(fixed_s=0.1, s_per_prompt_token=0.001, prompt_steps=9),
+        HandoverTimes(fixed_s=0.02, s_per_byte=1e-3 / LAYOUT.token_bytes, count=9),
+    )
+    decision = _pool(_FREE, prefill=prefill, wait_s=0.5)
+    # 0.5 s of wait, 1.1 s of computing, 20 ms of messages, 20 ms and 1 s of hand-over, and a step of 10.8 ms.
+    assert _shown(decision)["w0"].first_token_ms == pytest.approx(2_650.8)
+    far = PairCosts(np.array([True]), np.array([0.5]))
+    decision = _pool(_FREE, prefill=prefill, wait_s=0.5, pairs=far)
+    assert _shown(decision)["w0"].first_token_ms == pytest.approx(3_200.8)
+
+
+def test_the_overlap_weight_is_a_factor_on_the_time_of_missing_tokens() -> None:
+    cost_ms = [_shown(_pool(_FREE, overlap_weight=weight))["w0"].cost_ms for weight in (4, 8, 0)]
+    # The prompt takes 302 ms, and its messages 20 ms.
+    assert cost_ms[1] - cost_ms[0] == pytest.approx(322)
+    assert cost_ms[0] - cost_ms[2] == pytest.approx(322)
+    assert _pool(_busy(4), _FREE, cached=(1_000, 0), overlap_weight=0.1).worker.ref == _ref("w1")
+
+
+def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:
+    other = replace(LAYOUT, model="other")
+    slow = replace(_FREE, times=replace(_TIMES, steps=replace(_TIMES.steps, fixed_s=0.050)))
+    new = Load(total_tokens=10_000)
+    found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, other, other)))
+    assert found["w2"].step_ms == found["w1"].step_ms
+    found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, LAYOUT, other)))
+    assert found["w2"].step_ms == pytest.approx(30.8)
+    # Without prompts anywhere, the generic token is as fast beside the generic step as the learned step is.
+    answers = replace(_TIMES, steps=replace(_TIMES.steps, prompt_steps=0))
+    found = _shown(_pool(replace(_FREE, times=answers)))
+    pace = (0.010 + 0.0005) / GENERIC_STEPS.fixed_s
+    computed_ms = 1_000 * pace * GENERIC_STEPS.s_per_prompt_token * 1e3
+    held_s = pace * GENERIC_STEPS.s_per_context_token
+    assert found["w0"].first_token_ms == pytest.approx(computed_ms + 20 + 10.5 + 1e6 * held_s)
+    # What prefill workers have learned comes before it, also where a worker computes the prompt itself.
+    prefill = TimeModel(StepTimes(s_per_prompt_token=0.002, prompt_steps=9))
+    local = _pool(replace(_FREE, times=answers), prefill=prefill, local_prefill_max_tokens=2_000)
+    assert _shown(local)["w0"].first_token_ms == pytest.approx(2_000 + 10.8)
+
+
+def test_nothing_learned_weighs_a_missing_token_like_about_four_held_ones() -> None:
+    def holding(tokens: int) -> Load:
+        return Load(requests=tokens // 1_000, held_tokens=tokens, total_tokens=100_000)
+
+    request = replace(_REQUEST, targets=TokenTargets(answer_tokens=128))
+    for held, chosen in ((2_000, "w0"), (6_000, "w1")):
+        decision = _choose(holding(held), holding(0), cached=(1_000, 0), request=request)
+        assert decision.worker.ref == _ref("w0")
+        pool = _pool(holding(held), holding(0), cached=(1_000, 0), request=request)
+        assert pool.worker.ref == _ref(chosen)

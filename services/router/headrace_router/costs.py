@@ -1,0 +1,414 @@
+"""What a choice of workers costs a request and others, in seconds. Pure: columns over the workers.
+
+Where workers of both roles are alone, the cost has a worker that computes the prompt for each that may generate:
+
+    time to the first token
+    + 0.15 x what the request takes from other work: the time by which its answer makes steps longer, over the whole
+      answer, and what a hand-over costs both workers
+    + by how much its tokens would be late in all
+    + twice by how much its first token would be late
+
+Time of others counts less than the request's own, because others need it only where they have to wait. An answer that
+joins others costs little of it, and one on a worker without answers costs the fixed part of every step. So answers
+gather on few workers, and the others compute prompts, where hand-overs cost little beside that. When prompts would
+wait, they are computed wherever steps have time to spare.
+
+Else the workers that generate can do nothing better, so answers spread. Policy decides which prompts go to the prefill
+queue, and the cost has the whole answer:
+
+    time to the first token
+    + the steps of the answer, and what it adds to the steps of each answer that runs there
+    + by how much its tokens, and twice by how much its first token would be late
+
+Times that a worker has not learned have a prior: TimeColumns.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.inference.v1 import bounds_pb2
+from headrace_common.durations import duration_from_seconds
+from headrace_common.time_model.model import TimeModel
+from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_router.workers.table import NO_TIMES, Flags, LoadTable, Numbers, Worker
+
+Rows = NDArray[np.intp]
+LOCAL: Final = "local prefill"
+REMOTE: Final = "remote prefill"
+OTHER_PREFILL: Final = "other prefill worker"
+OTHER_DECODE: Final = "other decode worker"
+"""How another way differs from the one that was taken."""
+_KEPT: Final = 0.97
+"""Of the bound on the time per output token, as the engines keep it."""
+_FIRST_KEPT: Final = 0.85
+"""Of the bound on the time to first token: predictions are not exact."""
+_LATE_WEIGHT: Final = 2.0
+_OTHERS_WEIGHT: Final = 0.15
+"""Of the time that a request takes from others. In a model of steps, 0.05 to 0.25 suited most loads."""
+MESSAGES_S: Final = 0.02
+"""Of a hand-over, beside its writes: the queue, the opening of the transfer, and its last acknowledgement."""
+_WAIT_MAX_S: Final = 3_600.0
+"""Of the prefill queue: a full one has an infinite wait."""
+_SHARE_MIN: Final = 0.05
+_LENGTH_GAIN: Final = 0.05
+_FIRST_LENGTH: Final = 128.0
+_DEFAULT_TPOT_STEPS: Final = 4.0
+"""Without a bound on the time per output token, steps may take this many times those of one answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTargets:
+    """When the tokens of a request should come. None: no bound. `elapsed_s` is the time since its arrival."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    elapsed_s: float = 0.0
+    answer_tokens: float = 1.0
+    """Tokens that the answer is expected to have."""
+
+    def bounds(self, *, started: bool) -> bounds_pb2.TokenBounds | None:
+        """For the workers. `started`: whether the first token has come. None without bounds."""
+        bounds = bounds_pb2.TokenBounds()
+        if self.ttft_s is not None and not started:
+            left_s = max(0.0, self.ttft_s - self.elapsed_s)
+            bounds.first_token_remaining.CopyFrom(duration_from_seconds(left_s))
+            bounds.ttft_target.CopyFrom(duration_from_seconds(self.ttft_s))
+        if self.tpot_s is not None:
+            bounds.tpot_target.CopyFrom(duration_from_seconds(self.tpot_s))
+        return bounds if bounds.ListFields() else None
+
+
+NO_TARGETS: Final = TokenTargets()
+
+
+class AnswerLengths:
+    """The mean length of the answers of each model. Recent ones count more. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def ended(self, model: str, tokens: int) -> None:
+        """An answer has ended after `tokens`."""
+        mean = self._means.get(model, float(tokens))
+        self._means[model] = mean + _LENGTH_GAIN * (tokens - mean)
+
+    def expected(self, model: str, tokens_max: int) -> float:
+        """Tokens that an answer of at most `tokens_max` is expected to have."""
+        return max(1.0, min(self._means.get(model, _FIRST_LENGTH), tokens_max))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks of each worker: `missing` has the prompt tokens that it lacks, of `needed_tokens`.
+
+    `missing_weight` is a factor on the time of these in costs, and not in times.
+    """
+
+    missing: Numbers
+    needed_tokens: int
+    targets: TokenTargets
+    missing_weight: float = 1.0
+
+    @cached_property
+    def before(self) -> Numbers:
+        """The mean number of tokens before each missing one."""
+        before: Numbers = self.needed_tokens - self.missing / 2
+        return before
+
+    def late_s(self, first_s: Numbers, step_s: Numbers, tpot_s: float | Numbers) -> Numbers | float:
+        """What late tokens cost, where steps have this bound."""
+        targets = self.targets
+        late_s: Numbers = np.maximum(0.0, step_s - _KEPT * tpot_s) * targets.answer_tokens
+        if targets.ttft_s is not None:
+            allowed_s = _FIRST_KEPT * targets.ttft_s - targets.elapsed_s
+            late_s = late_s + _LATE_WEIGHT * np.maximum(0.0, first_s - allowed_s)
+        return late_s
+
+
+@dataclass(frozen=True, slots=True)
+class PairCosts:
+    """What the policy for pairs of places makes of each worker of the table. Columns have shape [worker].
+
+    `allowed`: whether a pulling prefill worker may hand KV over to it. `extra` is the cost of a token that is handed
+    over from the best of them, relative to computing it.
+    """
+
+    allowed: Flags
+    extra: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The workers at one moment.
+
+    `cached_tokens` has shape [worker]: the cached prompt tokens of each worker of the table, with slower tiers counted
+    for less. It is None when nothing is known. `prefill` gives the pulling prefill workers by layout fingerprint, and
+    `prefill_times` what the mean one has learned. `queue_wait_s` is how long a prompt would wait for one. `pairs` is
+    None without a policy for pairs of places.
+    """
+
+    decode: LoadTable
+    cached_tokens: Numbers | None = None
+    prefill: Mapping[KvLayout, frozenset[WorkerRef]] = field(default_factory=dict)
+    queue_wait_s: float = 0.0
+    pairs: PairCosts | None = None
+    prefill_times: TimeModel = NO_TIMES
+
+
+@dataclass(frozen=True, slots=True)
+class OtherDecision:
+    """A decision that was not made. `kind`: how it differs.
+
+    `first_s` is its predicted time to first token. With `after_prompt`, the same worker computes the prompt. Then
+    `first_s` counts from the end of computing, after a local prefill from the first token.
+    """
+
+    kind: str
+    worker: Worker
+    prefill: WorkerRef
+    first_s: float
+    after_prompt: bool
+
+    def estimate_s(self, prompt_s: float) -> float:
+        """Its time to first token. `prompt_s` is the observed time of what `first_s` counts from."""
+        return self.first_s + prompt_s if self.after_prompt else self.first_s
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cheapest way on each generating worker. Arrays have shape [worker].
+
+    `first_s` is the predicted time to first token from now, and `step_s` the time of a step with the answer.
+    `prefill_row` is the row of the worker that computes the prompt, -1 where the queue decides.
+    """
+
+    cost_s: Numbers
+    first_s: Numbers
+    step_s: Numbers
+    prefill_row: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class CostsOfBoth(Costs):
+    """Those among workers of both roles, with what other decisions need."""
+
+    local_s: Numbers
+    """`first_s` with a local prefill. Infinite where that is not allowed."""
+    computed_s: Numbers
+    """Until a worker has computed and sent the prompt for another one. Infinite where it may not."""
+    missing: Numbers
+    started_s: Numbers
+    """What a step with prompts takes beside them. Infinite where answers run: their slack is not known."""
+    joined_s: Numbers
+    """Until an answer joins the steps of a worker. Infinite beside prompts: their steps may be long."""
+
+    def others(self, table: LoadTable, row: int, fit: Flags) -> tuple[OtherDecision, ...]:
+        """The best decision of each kind other than the cheapest one on worker `row`, which was made.
+
+        Answers may be generated on the workers in `fit`. Decisions without a good prediction are left out.
+        """
+        taken = int(self.prefill_row[row])
+        # What this worker computes will be observed.
+        started_s = self.started_s.copy()
+        started_s[taken] = 0.0
+        own = self.prefill_row == np.arange(len(fit))
+        away_s = self.first_s + np.where(own, 0.0, self.joined_s) + started_s[self.prefill_row]
+        away_s[~fit] = away_s[row] = np.inf
+        handed_over_s = _handed_over_s(table, self.missing, self.step_s, slice(None), row)
+        here_s = self.computed_s + handed_over_s + self.joined_s[row] + started_s
+        here_s[[taken, row]] = np.inf
+        prompt_s = float((self.local_s if taken == row else self.computed_s)[taken])
+        away, prefill = int(away_s.argmin()), int(here_s.argmin())
+        ways = [
+            (OTHER_DECODE, away, int(self.prefill_row[away]), float(away_s[away])),
+            (REMOTE if taken == row else OTHER_PREFILL, row, prefill, float(here_s[prefill])),
+        ]
+        if taken != row:
+            ways.append((LOCAL, row, row, float(self.local_s[row] + started_s[row])))
+        return tuple(
+            OtherDecision(
+                kind=kind,
+                worker=table.workers[at],
+                prefill=table.workers[by].ref,
+                first_s=first_s - prompt_s if by == taken else first_s,
+                after_prompt=by == taken,
+            )
+            for kind, at, by, first_s in ways
+            if math.isfinite(first_s)
+        )
+
+
+def costs_of_both(
+    candidates: Candidates, asked: Asked, computing: Flags, forced: bool | Flags
+) -> CostsOfBoth:
+    """The costs of workers of both roles.
+
+    `computing`: those that compute this prompt for others. `forced`: those that leave it to another worker, as long as
+    one computes it.
+    """
+    table, missing, targets = candidates.decode, asked.missing, asked.targets
+    fixed, _, _, _, sent, answer, _ = table.times.steps
+    now_step_s, added_s = _steps_s(table, table.times.steps, missing)
+    step_s = now_step_s + added_s
+    now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
+    tpot_s: float | Numbers = targets.tpot_s or _DEFAULT_TPOT_STEPS * (fixed + answer)
+    missing_s = _missing_s(table, asked)
+    compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
+
+    rows: Rows = np.arange(len(table))
+    local_s: Numbers = compute_s + step_s
+    others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
+    sent_s = sent * missing
+    computed_s = np.where(computing, compute_s + sent_s, np.inf)
+    best = _computing_rows(computed_s)
+    remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, rows)
+    remote_s = np.where(best != rows, remote_s, np.inf)
+    local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
+    chosen = remote_s < local_s
+    first_s = np.minimum(remote_s, local_s)
+    # Sending takes the time of one worker, and receiving about as much of the other one.
+    others_s = np.where(chosen, others_s + 2.0 * sent_s[best], others_s)
+    prefill_row: Rows = np.where(chosen, best, rows)
+    cost_s = first_s + _OTHERS_WEIGHT * others_s + asked.late_s(first_s, step_s, tpot_s)
+    if asked.missing_weight != 1.0:
+        cost_s += (asked.missing_weight - 1.0) * missing_s[prefill_row]
+    started_s = np.where(now_step_s > 0, np.inf, fixed)
+    return CostsOfBoth(
+        cost_s=cost_s,
+        prefill_row=prefill_row,
+        first_s=first_s,
+        step_s=step_s,
+        local_s=local_s,
+        computed_s=computed_s,
+        missing=missing,
+        started_s=np.where(missing > 0, started_s, now_step_s / 2),
+        joined_s=np.where(table.times.prompts[0] > 0, np.inf, now_step_s / 2),
+    )
+
+
+def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -> Costs:
+    """The costs of workers that generate, where the prompts of those in `remote` go to the queue. None: of none."""
+    table, targets = candidates.decode, asked.targets
+    # Workers of a kind learn different times in the same steps. That must not gather answers.
+    now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
+    step_s = now_step_s + added_s
+    prefill_row: Rows = np.arange(len(table))
+    if remote is not None and remote.all():
+        missing_s, prompt_s = _queued_s(candidates, asked)
+        prefill_row = np.full(len(table), -1)
+    else:
+        missing_s = _missing_s(table, asked)
+        prompt_s = _computed_s(table, asked, missing_s, now_step_s, targets.tpot_s)
+        if remote is not None and remote.any():
+            queued = _queued_s(candidates, asked)
+            prompt_s = np.where(remote, queued[1], prompt_s)
+            prefill_row[remote] = -1
+            if asked.missing_weight != 1.0:
+                missing_s = np.where(remote, queued[0], missing_s)
+    first_s = prompt_s + step_s
+    cost_s = first_s + targets.answer_tokens * (step_s + table.requests * added_s)
+    if targets.tpot_s is not None or targets.ttft_s is not None:
+        cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
+    if asked.missing_weight != 1.0:
+        cost_s += (asked.missing_weight - 1.0) * missing_s
+    return Costs(cost_s, first_s, step_s, prefill_row)
+
+
+def _steps_s(table: LoadTable, steps: Numbers, tokens: float | Numbers) -> tuple[Numbers, Numbers]:
+    """The times of a step with the answers that run now, and of what one after `tokens` adds.
+
+    No context exceeds what is held.
+    """
+    fixed, _, _, _, _, answer, context = steps
+    now_s: Numbers = fixed + answer * table.requests + context * table.held_tokens
+    return now_s, answer + context * tokens
+
+
+def _missing_s(table: LoadTable, asked: Asked) -> Numbers:
+    """How long each worker alone computes what it lacks of the prompt."""
+    _, prompt, token, attended, *_ = table.times.steps
+    missing = asked.missing
+    found_s: Numbers = prompt * (missing > 0)
+    found_s += (token + attended * asked.before) * missing
+    return found_s
+
+
+def _computed_s(
+    table: LoadTable,
+    asked: Asked,
+    missing_s: Numbers,
+    now_step_s: Numbers,
+    tpot_s: float | Numbers | None,
+) -> Numbers:
+    """Until each worker has computed what it lacks, after its other prompts and beside its answers.
+
+    Without a bound on their steps, answers leave it all of the time.
+    """
+    if tpot_s is None and not table.times.with_prompts:
+        return missing_s
+    answers_s = np.where(table.requests > 0, now_step_s, 0.0)
+    # What answers leave of a worker's time. Those that wait for their prompts will run beside this one.
+    share = 1.0 if tpot_s is None else np.maximum(_SHARE_MIN, 1.0 - answers_s / (_KEPT * tpot_s))
+    alone_s = missing_s + _waiting_s(table, share) if table.times.with_prompts else missing_s
+    # The answers that run now end, and then the prompts have all of the time.
+    ended_s = alone_s + answers_s * asked.targets.answer_tokens
+    return np.where(asked.missing > 0, np.minimum(alone_s / share, ended_s), 0.0)
+
+
+def _waiting_s(table: LoadTable, share: float | Numbers) -> Numbers:
+    """Time of each worker for the prompts that it has, without answers. The first one has had its turn for a while."""
+    _, _, token, attended, *_ = table.times.steps
+    tokens, attended_tokens, head, head_attended, head_start_s = table.times.prompts
+    done_s = np.minimum(
+        token * head + attended * head_attended,
+        np.maximum(0.0, time.monotonic() - head_start_s) * share,
+    )
+    waiting_s: Numbers = token * tokens + attended * attended_tokens - done_s
+    return waiting_s
+
+
+def _queued_s(candidates: Candidates, asked: Asked) -> tuple[Numbers, Numbers]:
+    """How long the prefill queue takes for what each worker lacks, without and with the wait.
+
+    Unknown times are as if the worker itself computed.
+    """
+    table, missing = candidates.decode, asked.missing
+    steps, handovers = candidates.prefill_times.steps, candidates.prefill_times.handovers
+    if steps.knows_prompts:
+        token_s = steps.s_per_prompt_token + steps.s_per_attended_token * asked.before
+        compute_s = steps.fixed_s + steps.prompt_s + token_s * missing
+    else:
+        compute_s = _missing_s(table, asked)
+    if candidates.pairs is not None:
+        compute_s = compute_s * (1.0 + candidates.pairs.extra)
+    handover_s = handovers.s_per_byte * table.token_bytes * missing
+    queued_s: Numbers = compute_s + (handover_s + handovers.fixed_s + MESSAGES_S)
+    return queued_s, queued_s + min(_WAIT_MAX_S, candidates.queue_wait_s)
+
+
+def _handed_over_s(
+    table: LoadTable, missing: Numbers, step_s: Numbers, by: Rows | slice, rows: Rows | int
+) -> Numbers:
+    """From the end of computing on workers `by` to the first token on others. Infinite where nothing is missing."""
+    fixed_s, byte_s = table.times.handovers[:, by]
+    found_s = fixed_s + byte_s * (table.token_bytes[rows] * missing[rows])
+    found: Numbers = np.where(missing[rows] > 0, found_s + MESSAGES_S + step_s[rows], np.inf)
+    return found
+
+
+def _computing_rows(computed_s: Numbers) -> Rows:
+    """For each worker, the other one that would compute the prompt first. Its own row where there is no other."""
+    order = np.argsort(computed_s)[:2]
+    best = np.full(len(computed_s), order[0])
+    if len(order) > 1:
+        best[order[0]] = order[1]
+    return best
