@@ -4,13 +4,14 @@
         [--accelerator 70b-4xh100] [--slowness 4] [--engines 4] [--step 2048] [--load plain] [--seconds 30] [--seeds 0]
         [--keep FILE] [--output bench/results]
 
-Engines are real ones, whose steps and writes take as long as those of an accelerator (bench/gpu_pace). The
-ways are in ways.py, and the loads in load.py. Every way gets the same requests. A request is good when it keeps two
-bounds: of its time to the first token, and of its mean time per later token. Bounds are multiples of what the pace says
-for a prompt of 4,096 tokens alone. Workers of both roles get them with each request, so they are measured for each pair
-of bounds, where requests of the load have none of their own. A request that has not ended --drain seconds after the
-last arrival has failed. With --search, a way's goodput for --bounds is searched for between two rates, to 5 %. --keep
-adds the blocks to those in FILE, and reports on all of them.
+Engines are real ones, whose steps and writes take as long as those of an accelerator (bench/gpu_pace). The ways are in
+ways.py, and the loads in load.py. Every way gets the same requests. A request is good when it keeps two bounds: of its
+time to the first token, and of its mean time per later token. Bounds are multiples of what the pace says for a prompt
+of 4,096 tokens alone. Workers of both roles get them with each request, so they are measured for each pair of bounds,
+where requests of the load have none of their own. --before tells what a way gets before its first block: after a cold
+start it has seen nothing, or prompts of one length. A request that has not ended --drain seconds after the last arrival
+has failed. With --search, a way's goodput for --bounds is searched for between two rates, to 5 %. --keep adds the
+blocks to those in FILE, and reports on all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,7 +50,16 @@ ALONE_TOKENS: Final = 4_096
 _WARM_S: Final = 20.0
 _WARM_RATE: Final = 0.3
 """Requests of each engine in a second while a way warms up."""
-_BOTH: Final = "both"
+_BOTH: Final = ("both", "both-http")
+BEFORE: Final[dict[str, Callable[[float], Sequence[Arrival]]]] = {
+    "mixed": lambda rate: arrivals("plain", rate, _WARM_S, -1),
+    "one": lambda rate: [
+        Arrival(number / rate, prompt_tokens=1_000, answer_tokens=64, seed=number)
+        for number in range(12)
+    ],
+    "nothing": lambda rate: [],
+}
+"""What a way gets before its first block: requests of all lengths, prompts of one length, or nothing."""
 
 
 class Steps:
@@ -86,8 +96,8 @@ class Bench:
         engines = Engines(paced_model(), arguments.engines, arguments.step, self._folder / way)
         async with AsyncExitStack() as stack:
             ask = await engines.start(stack, way)
-            warm = arrivals("plain", _WARM_RATE * arguments.engines, _WARM_S, -1)
-            await send(ask, with_factors(warm, FACTORS[1]), arguments.drain, self.alone.times)
+            before = BEFORE[arguments.before](_WARM_RATE * arguments.engines)
+            await send(ask, with_factors(before, FACTORS[1]), arguments.drain, self.alone.times)
             if arguments.search:
                 return await self._search(ask, way)
             return [
@@ -112,7 +122,7 @@ class Bench:
     async def _blocks(self, ask: Ask, way: str, rate: float, seed: int) -> list[Block]:
         own = self._arguments.load == "mixed"
         chosen = [FACTORS[int(one)] for one in self._arguments.bounds_of.split(",")]
-        needed: Sequence[Factors | None] = chosen if way == _BOTH and not own else [None]
+        needed: Sequence[Factors | None] = chosen if way in _BOTH and not own else [None]
         return [await self._block(ask, way, rate, seed, factors) for factors in needed]
 
     async def _block(
@@ -215,6 +225,7 @@ def main() -> None:
     parser.add_argument("--slowness", type=float, default=4.0)
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--step", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--before", choices=BEFORE, default="mixed", help="what a way gets first")
     parser.add_argument("--load", choices=LOADS, default="plain")
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a block")
     parser.add_argument("--seeds", default="0")
