@@ -50,6 +50,7 @@ class Shape:
     layers: int = LAYERS
     heads: int = HEADS
     kv_heads: int = KV_HEADS
+    positions: int = POSITIONS
 
     @property
     def hidden(self) -> int:
@@ -77,7 +78,7 @@ def model_config(tokenizer: Tokenizer, shape: Shape) -> dict[str, Any]:
         "hidden_size": shape.hidden,
         "head_dim": HEAD_DIM,
         "intermediate_size": shape.intermediate,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": shape.positions,
         "mlp_bias": False,
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
@@ -145,7 +146,7 @@ def write_model(target: Path, shape: Shape) -> None:
             tokenizer,
             special_tokens=SPECIAL_TOKENS,
             chat_template=CHAT_TURNS,
-            max_length_tokens=POSITIONS,
+            max_length_tokens=shape.positions,
         )
         write_weights(directory, random_weights(shape), dtype="F32")
         write_generation_config(directory, tokenizer)
@@ -160,10 +161,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--heads", type=int, default=HEADS, help="query heads per layer")
     parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="KV heads per layer")
+    parser.add_argument("--positions", type=int, default=POSITIONS, help="tokens of a context")
     arguments = parser.parse_args()
     target = arguments.target
+    shape = Shape(
+        arguments.layers, arguments.heads, arguments.kv_heads, positions=arguments.positions
+    )
     if not is_complete(target):
-        write_model(target, Shape(arguments.layers, arguments.heads, arguments.kv_heads))
+        write_model(target, shape)
     print(f"[model] {target} is ready")
     return 0
 

@@ -1,367 +1,275 @@
-"""Goodput of two workers of both roles, of one prefill and one decode worker, and of two vLLM engines, by load.
+"""Goodput of engines at the pace of GPUs: Headrace, vLLM's own pairs, and plain vLLM, one way after the other.
 
-    python -m bench.goodput [--rates 2,3,4,5,6] [--steps 256,512,2048] [--rounds 2] [--first-round 0] [--turns 1]
+    python -m bench.goodput [--ways plain-least,mooncake-3-1,pools-3-1,both] [--rates 2.75,3.5 | --search 1,6]
+        [--accelerator 70b-4xh100] [--slowness 4] [--engines 4] [--step 2048] [--load plain] [--seconds 30] [--seeds 0]
         [--keep FILE] [--output bench/results]
 
-Each way has one core for each of two engines. Requests arrive at random times (Poisson), at each of --rates, whether
-or not earlier ones have ended. Lengths of prompts are drawn from the range --prompts. The same requests arrive at the
-same times at every way. Ways take turns within a round, and only one computes at a time. A request is good when it
-keeps two bounds: of its time to the first token, and of its mean time per later token. Bounds are multiples of the
-times of the longest prompt on one plain engine without load. With --turns above 1, requests are turns of chats: each
-prompt begins with the one before, and is longer. A request that has not ended --drain seconds after the
-last arrival has failed. The number of a round is its seed. --keep adds the rounds to those in FILE, and reports on all
-of them. In --steps, "default" leaves max_num_batched_tokens to vLLM.
+Engines are real ones, whose steps and writes take as long as those of an accelerator (bench/gpu_pace). The ways are in
+ways.py, and the loads in load.py. Every way gets the same requests. A request is good when it keeps two bounds: of its
+time to the first token, and of its mean time per later token. Bounds are multiples of what the pace says for a prompt
+of 4,096 tokens alone. Workers of both roles get them with each request, so they are measured for each pair of bounds,
+where requests of the load have none of their own. --before tells what a way gets before its first block: after a cold
+start it has seen nothing, or prompts of one length. A request that has not ended --drain seconds after the last arrival
+has failed. With --search, a way's goodput for --bounds is searched for between two rates, to 5 %. --keep adds the
+blocks to those in FILE, and reports on all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
-import random
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import psutil
+
+from bench.goodput.load import LOADS, Arrival, Ask, arrivals, send
 from bench.goodput.report import (
     ATTAINED_MIN,
-    OF_BOUNDS,
+    FACTORS,
     Answer,
+    Block,
+    Factors,
     Objective,
-    factors_of,
+    attained,
     goodput_table,
-    objectives,
+    next_rate,
     times_table,
 )
-from bench.support.vllm_child import Child, engine, loaded
-from bench.support.vllm_ways import (
-    Ours,
-    Tree,
-    alternating,
-    engine_arguments,
-    ours,
-    prompt_of,
-)
-from headrace_common.errors import HeadraceError
+from bench.goodput.ways import Engines
+from bench.gpu_pace.accelerators import ACCELERATORS, Pace, paced_model
 
-OURS: Final = "Headrace, one prefill and one decode worker"
-BOTH: Final = "Headrace, two workers of both roles"
-CACHE_TOKENS: Final = 49_152
-SEQUENCES: Final = 64
-DEFAULT_STEPS: Final = "default"
-QUIET_REQUESTS: Final = 6
-# The smallest ids are those of special tokens.
-FIRST_TOKEN: Final = 3
-TURN_S: Final = 4.0
-
-# Yields the time of every token. Arguments: prompt, number of tokens, number of the request.
-Ask = Callable[[list[int], int, int], AsyncIterator[int]]
+ALONE_TOKENS: Final = 4_096
+_WARM_S: Final = 20.0
+_WARM_RATE: Final = 0.3
+"""Requests of each engine in a second while a way warms up."""
+_BOTH: Final = ("both", "both-http")
+BEFORE: Final[dict[str, Callable[[float], Sequence[Arrival]]]] = {
+    "mixed": lambda rate: arrivals("plain", rate, _WARM_S, -1),
+    "one": lambda rate: [
+        Arrival(number / rate, prompt_tokens=1_000, answer_tokens=64, seed=number)
+        for number in range(12)
+    ],
+    "nothing": lambda rate: [],
+}
+"""What a way gets before its first block: requests of all lengths, prompts of one length, or nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request, `due_s` after the start of its block."""
+class Steps:
+    """The times of the steps that engines have written."""
 
-    due_s: float
-    prompt_tokens: int
-    answer_tokens: int
-    seed: int
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+
+    def stretch(self) -> float:
+        """The time of all steps since the last call over the modelled one."""
+        modelled_ms = taken_ms = 0.0
+        for file in self._folder.iterdir():
+            text = file.read_text()
+            for line in text[self._read.get(file, 0) :].splitlines():
+                modelled, taken = map(float, line.split(","))
+                modelled_ms, taken_ms = modelled_ms + modelled, taken_ms + taken
+            self._read[file] = len(text)
+        return taken_ms / modelled_ms if modelled_ms else 0.0
 
 
-def arrivals(
-    rate: float, seconds: float, lengths: tuple[int, int], answer_tokens: int, seed: int
-) -> list[Arrival]:
-    """Poisson arrivals of `rate` requests a second. The result depends on the arguments alone."""
-    numbers = random.Random(f"{seed}/{rate}")
-    due_s = itertools.accumulate(numbers.expovariate(rate) for _ in itertools.count())
+class Bench:
+    """Measures ways at one pace."""
+
+    def __init__(self, arguments: argparse.Namespace, pace: Pace, folder: Path) -> None:
+        self._arguments = arguments
+        self._folder = folder
+        self._steps = Steps(folder / "steps")
+        self.alone = alone_of(pace, arguments.step)
+
+    async def way(self, way: str) -> list[Block]:
+        """All blocks of a way."""
+        arguments = self._arguments
+        engines = Engines(paced_model(), arguments.engines, arguments.step, self._folder / way)
+        async with AsyncExitStack() as stack:
+            ask = await engines.start(stack, way)
+            before = BEFORE[arguments.before](_WARM_RATE * arguments.engines)
+            await send(ask, with_factors(before, FACTORS[1]), arguments.drain, self.alone.times)
+            if arguments.search:
+                return await self._search(ask, way)
+            return [
+                block
+                for seed in map(int, arguments.seeds.split(","))
+                for rate in map(float, arguments.rates.split(","))
+                for block in await self._blocks(ask, way, rate, seed)
+            ]
+
+    async def _search(self, ask: Ask, way: str) -> list[Block]:
+        low, high = map(float, self._arguments.search.split(","))
+        factors = FACTORS[self._arguments.bounds]
+        blocks: list[Block] = []
+        shares: dict[float, float] = {}
+        while (rate := next_rate(shares, low, high)) is not None:
+            seeds = map(int, self._arguments.seeds.split(","))
+            blocks += [await self._block(ask, way, rate, seed, factors) for seed in seeds]
+            answers = [a for block in blocks if block.rate == rate for a in block.answers]
+            shares[rate] = attained(answers, self.alone, factors)
+        return blocks
+
+    async def _blocks(self, ask: Ask, way: str, rate: float, seed: int) -> list[Block]:
+        own = self._arguments.load == "mixed"
+        chosen = [FACTORS[int(one)] for one in self._arguments.bounds_of.split(",")]
+        needed: Sequence[Factors | None] = chosen if way in _BOTH and not own else [None]
+        return [await self._block(ask, way, rate, seed, factors) for factors in needed]
+
+    async def _block(
+        self, ask: Ask, way: str, rate: float, seed: int, factors: Factors | None
+    ) -> Block:
+        arguments = self._arguments
+        arriving = arrivals(arguments.load, rate, arguments.seconds, seed)
+        if factors is not None:
+            # Engines of this way have seen the prompts with other bounds.
+            arriving = with_factors(arriving, factors)
+        self._steps.stretch()
+        psutil.cpu_times_percent()
+        answers = await send(ask, arriving, arguments.drain, self.alone.times)
+        block = Block(
+            way,
+            arguments.load,
+            rate,
+            seed,
+            tuple(answers),
+            idle=psutil.cpu_times_percent().idle / 100,
+            stretch=self._steps.stretch(),
+        )
+        shares = " ".join(f"{100 * attained(answers, self.alone, one):.0f} %" for one in FACTORS)
+        print(
+            f"{way} {rate:g}/s, seed {seed}, {factors}: {len(answers)} requests, good {shares}, idle {block.idle:.2f}, "
+            f"steps {block.stretch:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return block
+
+
+def with_factors(arriving: Sequence[Arrival], factors: Factors) -> list[Arrival]:
+    """The same requests with these bounds, and with texts of their own: prompts may be cached."""
+    number = FACTORS.index(factors)
     return [
-        Arrival(at_s, numbers.randint(*lengths), answer_tokens, numbers.getrandbits(48))
-        for at_s in itertools.takewhile(lambda at_s: at_s < seconds, due_s)
-    ]
-
-
-def turns_of(
-    rate: float, seconds: float, lengths: tuple[int, int], answer_tokens: int, seed: int, turns: int
-) -> list[Arrival]:
-    """The turns of chats that begin at random times, `rate` turns a second in all. See `arrivals`.
-
-    Prompts with one seed begin with the same tokens, and those of a chat become longer evenly.
-    """
-    before_s = TURN_S * (turns - 1)
-    shortest, longest = lengths
-    chats = arrivals(rate / turns, seconds + before_s, lengths, answer_tokens, seed)
-    found = [
         replace(
-            chat,
-            due_s=chat.due_s - before_s + TURN_S * turn,
-            prompt_tokens=shortest + (longest - shortest) * turn // (turns - 1),
+            one, factors=factors, seed=one.seed + number, shared_seed=one.shared_seed + 100 * number
         )
-        for chat in chats
-        for turn in range(turns)
+        for one in arriving
     ]
-    return sorted((one for one in found if 0 <= one.due_s < seconds), key=lambda one: one.due_s)
 
 
-def texts_of(arriving: list[Arrival], way: int) -> list[Arrival]:
-    """The same requests with other texts: ways may share engines, and with them their prefix caches."""
-    return [replace(arrival, seed=arrival.seed + way) for arrival in arriving]
+def alone_of(pace: Pace, step_tokens: int) -> Objective:
+    """The times of a request alone: to the first token of its prompt, and of each later token."""
+    return Objective(pace.prompt_ms(ALONE_TOKENS, step_tokens), pace.taken_ms((), [ALONE_TOKENS]))
 
 
-def by_engines(children: list[Child]) -> Ask:
-    """Alternates between engines."""
-
-    async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
-        async for piece in children[number % len(children)].generate(prompt, count):
-            for _ in piece.token_ids:
-                yield piece.heard_unix_ns
-
-    return ask
+def with_earlier(file: Path | None, blocks: list[Block]) -> list[Block]:
+    """The blocks in the file and these. Adds these to the file."""
+    if file is None:
+        return blocks
+    with file.open("a") as kept:
+        kept.writelines(json.dumps(asdict(block)) + "\n" for block in blocks)
+    return [_block(json.loads(line)) for line in file.read_text().splitlines()]
 
 
-def by_load(children: list[Child]) -> Ask:
-    """Chooses the engine with the fewest requests."""
-    held = [0] * len(children)
-
-    async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
-        del number
-        chosen = held.index(min(held))
-        held[chosen] += 1
-        try:
-            async for piece in children[chosen].generate(prompt, count):
-                for _ in piece.token_ids:
-                    yield piece.heard_unix_ns
-        finally:
-            held[chosen] -= 1
-
-    return ask
-
-
-def by_us(deployment: Ours, objective: Objective | None = None) -> Ask:
-    """Sends a request to the services, with the bounds of `objective`."""
-    targets_s = None if objective is None else (1e-3 * objective.ttft_ms, 1e-3 * objective.tpot_ms)
-
-    async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
-        del number
-        async for response, now_ns in deployment.generate(prompt, count, targets_s=targets_s):
-            for _ in response.token_ids:
-                yield now_ns
-
-    return ask
-
-
-class Load:
-    """Sends the requests of a block to one way."""
-
-    def __init__(self, token_ids: range, drain_s: float) -> None:
-        self._token_ids = token_ids
-        self._drain_s = drain_s
-
-    async def block(self, ask: Ask, arriving: list[Arrival]) -> list[Answer]:
-        """The answers in the order of their arrivals."""
-        start_ns = time.time_ns()
-        last_s = max((arrival.due_s for arrival in arriving), default=0.0)
-        end_ns = start_ns + int(1e9 * (last_s + self._drain_s))
-        return await asyncio.gather(
-            *(
-                self.ask_one(ask, arrival, number, start_ns, end_ns)
-                for number, arrival in enumerate(arriving)
-            )
+def _block(kept: dict[str, Any]) -> Block:
+    answers = tuple(
+        Answer(
+            tuple(one["token_ms"]),
+            failed=one["failed"],
+            prompt_tokens=one["prompt_tokens"],
+            factors=tuple(one["factors"]) if one["factors"] else None,
         )
-
-    async def ask_one(
-        self, ask: Ask, arrival: Arrival, number: int, start_ns: int, end_ns: int
-    ) -> Answer:
-        """Waits until the request is due, and reads its answer until `end_ns`."""
-        due_ns = start_ns + int(1e9 * arrival.due_s)
-        await asyncio.sleep(max(0.0, (due_ns - time.time_ns()) / 1e9))
-        prompt = prompt_of(arrival.prompt_tokens, arrival.seed, self._token_ids)
-        token_ms: list[float] = []
-        try:
-            async with asyncio.timeout(max(0.0, (end_ns - time.time_ns()) / 1e9)):
-                async for now_ns in ask(prompt, arrival.answer_tokens, number):
-                    token_ms.append((now_ns - due_ns) / 1e6)  # noqa: PERF401 - kept on a timeout
-        except (HeadraceError, TimeoutError) as error:
-            print(f"a request failed: {error!r}", file=sys.stderr)
-            return Answer(tuple(token_ms), failed=True)
-        return Answer(tuple(token_ms), failed=len(token_ms) < arrival.answer_tokens)
-
-
-async def without_load(load: Load, ask: Ask, longest: int, answer_tokens: int) -> list[Answer]:
-    """The longest prompt again and again, one at a time. The first one warms the engine and does not count."""
-    return [
-        (await load.block(ask, [Arrival(0.0, longest, answer_tokens, time.time_ns())]))[0]
-        for _ in range(QUIET_REQUESTS + 1)
-    ][1:]
-
-
-async def start_ways(
-    stack: AsyncExitStack, arguments: argparse.Namespace, folder: Path
-) -> tuple[dict[str, Ask], Ours]:
-    """Starts all engines on their cores. The first way is the plain engine with the first of --steps.
-
-    The last one has both roles, and its behaviour depends on the bounds.
-    """
-    model, dtype = Path(arguments.model), arguments.dtype
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    asks: dict[str, Ask] = {}
-    for steps in arguments.steps.split(","):
-        more: dict[str, Any] = {"max_num_seqs": SEQUENCES}
-        wanted = engine_arguments(model, dtype, CACHE_TOKENS, **more)
-        if steps == DEFAULT_STEPS:
-            del wanted["max_num_batched_tokens"]
-        else:
-            wanted["max_num_batched_tokens"] = int(steps)
-        children: list[Child] = []
-        for core in (cores[0], cores[-1]):
-            log = folder / f"engine-{steps}-{len(children)}.log"
-            child = await stack.enter_async_context(engine(wanted, log))
-            await loaded(child)
-            Tree(child.process.pid).pin({core})
-            children.append(child)
-        asks[f"two vLLM engines, steps of {steps}"] = by_engines(children)
-        asks[f"two vLLM engines, steps of {steps}, fewest requests first"] = by_load(children)
-    deployment = await stack.enter_async_context(
-        ours(model, dtype, CACHE_TOKENS, folder / "ours", max_num_seqs=str(SEQUENCES))
+        for one in kept.pop("answers")
     )
-    deployment.tree("prefill").pin({cores[0]})
-    deployment.tree("decode").pin({cores[-1]})
-    asks[OURS] = by_us(deployment)
-    both = await stack.enter_async_context(
-        ours(model, dtype, CACHE_TOKENS, folder / "both", both=2, max_num_seqs=str(SEQUENCES))
-    )
-    first, second = (c for c in both.deployment.children if c.spec.service == "worker")
-    Tree(first.process.pid).pin({cores[0]})
-    Tree(second.process.pid).pin({cores[-1]})
-    return asks, both
+    return Block(**kept, answers=answers)
 
 
-async def measure(
-    arguments: argparse.Namespace, folder: Path
-) -> tuple[list[Answer], dict[float, dict[str, list[Answer]]]]:
-    """Requests without load, and every way in turn, at every rate, round after round."""
-    shortest, longest = map(int, arguments.prompts.split(","))
-    vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
-    load, count = Load(range(FIRST_TOKEN, vocabulary), arguments.drain), arguments.answer
-    rates = [float(rate) for rate in arguments.rates.split(",")]
-    async with AsyncExitStack() as stack:
-        asks, both = await start_ways(stack, arguments, folder)
-        alone = [await without_load(load, ask, longest, count) for ask in asks.values()]
-        await without_load(load, by_us(both, Objective(60_000, 10_000)), longest, count)
-        for name, objective in objectives(alone[0]).items():
-            asks[f"{BOTH}{OF_BOUNDS}{factors_of(name)}"] = by_us(both, objective)
-        found: dict[float, dict[str, list[Answer]]] = {
-            rate: {way: [] for way in asks} for rate in rates
-        }
-        numbers = range(arguments.first_round, arguments.first_round + arguments.rounds)
-        for number, rate in itertools.product(numbers, rates):
-            wanted = (rate, arguments.seconds, (shortest, longest), count, number)
-            arriving = (
-                arrivals(*wanted) if arguments.turns == 1 else turns_of(*wanted, arguments.turns)
-            )
-            for way in alternating(list(asks), number):
-                answers = await load.block(asks[way], texts_of(arriving, list(asks).index(way)))
-                found[rate][way] += answers
-                print(f"{number} {rate:g}/s, {way}: {len(answers)} requests", file=sys.stderr)
-    return alone[0], found
-
-
-def with_earlier(
-    file: Path | None, alone: list[Answer], found: dict[float, dict[str, list[Answer]]]
-) -> tuple[list[Answer], dict[float, dict[str, list[Answer]]]]:
-    """The answers in the file and these. Adds these to the file."""
-    known: dict[str, Any] = {"alone": [], "rates": {}}
-    if file and file.exists():
-        known = json.loads(file.read_text())
-    known["alone"] += map(asdict, alone)
-    for rate, ways in found.items():
-        for way, answers in ways.items():
-            known["rates"].setdefault(f"{rate:g}", {}).setdefault(way, []).extend(
-                map(asdict, answers)
-            )
-    if file:
-        file.write_text(json.dumps(known))
-    return [_answer(one) for one in known["alone"]], {
-        float(rate): {way: [_answer(one) for one in answers] for way, answers in ways.items()}
-        for rate, ways in known["rates"].items()
-    }
-
-
-def _answer(kept: dict[str, Any]) -> Answer:
-    return Answer(tuple(kept["token_ms"]), failed=kept["failed"])
-
-
-_NOTES: Final = """# Goodput: workers of both roles, two pools, and two vLLM engines
+_NOTES: Final = """# Goodput at the pace of GPUs{load_title}
 
 {what} Made by `python -m bench.goodput`.
 
-The share of good requests: those that kept both bounds. Bounds are multiples of the times of the longest prompt on one
-plain engine without load. Goodput is the highest rate up to which {share:.0f} % of the requests were good.
+The share of good requests: those that kept both bounds. Bounds are multiples of the times of a prompt of {alone:,}
+tokens alone by the pace. Goodput is the highest rate up to which {share:.0f} % of the requests were good.
 
 {goodput}
 
-Times of the same requests:
+Times of the same requests. A step with one answer takes {step_ms:.0f} ms:
 
 {times}
 
-Each way has one core for each of two engines. Router, registry and this benchmark use both cores. Requests arrive at
-random times, the same at every way, with other texts at each. Times count from the moment that a request is due. vLLM's
-engines are called through pipes, ours by gRPC at the router. Workers of both roles get the bounds with each request, so
-they were measured once for each pair of bounds. A request that the router refuses, because its first token would be
-late, counts as failed.
+Engines are vLLM's on processors. Their steps and KV writes take as long as on the accelerator, `slowness` times slower
+(bench/gpu_pace). Schedulers, connectors, services and transfers are real. A block is valid when at least 20 % of the
+processors were idle, and steps took at most 1.05 times their modelled time. Times count from the moment that a request
+is due. vLLM's engines are called through pipes, ours by gRPC at the router. A request that the router refuses, because
+its first token would be late, counts as failed.
 {remark}"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="See the module's text.")
-    parser.add_argument("--model", default="models/tiny-llama-deep")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rates", default="2,3,4,5,6", help="requests per second")
-    parser.add_argument("--steps", default="256,512,2048", help="tokens of a step")
-    parser.add_argument("--prompts", default="256,1536", help="shortest and longest prompt")
-    parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in a block")
-    parser.add_argument("--turns", type=int, default=1, help="of a chat")
-    parser.add_argument("--drain", type=float, default=20.0, help="seconds after the last arrival")
-    parser.add_argument("--first-round", type=int, default=0, help="its number, which is its seed")
+    parser.add_argument("--ways", default="plain-least,mooncake-3-1,pools-3-1,both")
+    parser.add_argument("--rates", default="2.75,3.5", help="requests per second")
+    parser.add_argument("--search", default="", help="two rates: searches for the goodput between")
+    parser.add_argument("--bounds", type=int, default=1, help="of a search: 0 to 3")
+    parser.add_argument("--bounds-of", default="0,1,2,3", help="of workers of both roles")
+    parser.add_argument("--accelerator", choices=ACCELERATORS, default="70b-4xh100")
+    parser.add_argument("--slowness", type=float, default=4.0)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--step", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--before", choices=BEFORE, default="mixed", help="what a way gets first")
+    parser.add_argument("--load", choices=LOADS, default="plain")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a block")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--drain", type=float, default=30.0, help="seconds after the last arrival")
     parser.add_argument(
-        "--keep", type=Path, help="JSON of earlier rounds, to which these are added"
+        "--keep", type=Path, help="file of earlier blocks, to which these are added"
     )
     parser.add_argument("--remark", default="", help="what else is to be said of the run")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    alone: list[Answer] = []
-    found: dict[float, dict[str, list[Answer]]] = {}
-    if arguments.rounds:
-        with TemporaryDirectory() as folder:
-            alone, found = asyncio.run(measure(arguments, Path(folder)))
-    alone, found = with_earlier(arguments.keep, alone, found)
-    good, times = goodput_table(found, objectives(alone)), times_table(found)
+    pace = ACCELERATORS[arguments.accelerator].slower(arguments.slowness)
+    blocks: list[Block] = []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "steps").mkdir()
+        os.environ.update(pace.variables(folder / "steps"))
+        bench = Bench(arguments, pace, folder)
+        for way in filter(None, arguments.ways.split(",")):
+            made = asyncio.run(bench.way(way))
+            blocks = with_earlier(arguments.keep, made) if arguments.keep else blocks + made
+    if arguments.keep:
+        blocks = with_earlier(arguments.keep, [])
+    blocks = [block for block in blocks if block.load == arguments.load]
+    good = goodput_table(blocks, bench.alone)
+    times = times_table(blocks, bench.alone.tpot_ms)
     print(good, times, sep="\n\n")
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        shortest, longest = arguments.prompts.split(",")
         what = (
-            f"{Path(arguments.model).name}, {arguments.dtype}, prompts of {shortest} to {longest} tokens, "
-            f"{'' if arguments.turns == 1 else f'chats of {arguments.turns} turns, one each {TURN_S:g} s, '}"
-            f"answers of {arguments.answer}, arrivals during {arguments.seconds:g} s a round, 2 cores."
+            f"{arguments.accelerator}, slowness {arguments.slowness:g}, {arguments.engines} engines, steps of "
+            f"{arguments.step} tokens, load `{arguments.load}`, arrivals during {arguments.seconds:g} s a block."
         )
         text = _NOTES.format(
+            load_title="" if arguments.load == "plain" else f": {arguments.load}",
             what=what,
+            alone=ALONE_TOKENS,
             share=100 * ATTAINED_MIN,
             goodput=good,
+            step_ms=bench.alone.tpot_ms,
             times=times,
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
-        name = "goodput.md" if arguments.turns == 1 else "goodput_chats.md"
-        (arguments.output / name).write_text(text)
+        suffix = "" if arguments.load == "plain" else f"_{arguments.load}"
+        (arguments.output / f"goodput{suffix}.md").write_text(text)
 
 
 if __name__ == "__main__":

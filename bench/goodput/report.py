@@ -1,16 +1,21 @@
-"""Tables of the goodput benchmark. Pure."""
+"""Samples and tables of the goodput benchmark. Pure."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from bench.placement.report import percentile
 
-ATTAINED_MIN = 0.9
-FACTORS = ((2, 4), (5, 4), (5, 2), (10, 1.5))
+ATTAINED_MIN: Final = 0.9
+IDLE_MIN: Final = 0.2
+STRETCH_MAX: Final = 1.05
+"""A valid block had at least this share of the processors idle, and steps of at most so many times their model."""
+
+Factors = tuple[float, float]
+FACTORS: Final[tuple[Factors, ...]] = ((2, 4), (5, 4), (5, 2), (10, 1.5))
 """Bounds of the first token and of the later ones, as multiples of the times without load."""
 
 
@@ -21,13 +26,22 @@ class Objective:
     ttft_ms: float
     tpot_ms: float
 
+    def times(self, factors: Factors) -> Objective:
+        """Bounds of so many times these."""
+        return Objective(factors[0] * self.ttft_ms, factors[1] * self.tpot_ms)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request. `token_ms` has the time of each token after the request was due. It ended early when `failed`."""
+    """One request. `token_ms` has the time of each token after the request was due. It ended early when `failed`.
+
+    `factors` are its own bounds, where it has them.
+    """
 
     token_ms: tuple[float, ...]
     failed: bool = False
+    prompt_tokens: int = 0
+    factors: Factors | None = None
 
     @property
     def ttft_ms(self) -> float:
@@ -46,95 +60,114 @@ class Answer:
         return self.ttft_ms <= objective.ttft_ms and self.tpot_ms <= objective.tpot_ms
 
 
-# Answers of all rounds by requests per second, then by way.
-Answers = Mapping[float, Mapping[str, Sequence[Answer]]]
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The requests of one load, rate and seed at one way.
+
+    `idle` is the share of the processors that was idle. `stretch` is the time of all steps over the modelled one.
+    """
+
+    way: str
+    load: str
+    rate: float
+    seed: int
+    answers: tuple[Answer, ...]
+    idle: float
+    stretch: float
+
+    @property
+    def valid(self) -> bool:
+        """Whether the engines kept their pace beside everything else."""
+        return self.idle >= IDLE_MIN and self.stretch <= STRETCH_MAX
 
 
-def objectives(alone: Sequence[Answer]) -> dict[str, Objective]:
-    """Bounds as multiples of the medians of requests without load, by name."""
-    ttft_ms = statistics.median(answer.ttft_ms for answer in alone)
-    tpot_ms = statistics.median(answer.tpot_ms for answer in alone)
-    return {
-        f"{first:g} x {ttft_ms:,.0f} ms, {later:g} x {tpot_ms:.1f} ms": Objective(
-            first * ttft_ms, later * tpot_ms
-        )
-        for first, later in FACTORS
-    }
+def attained(answers: Sequence[Answer], alone: Objective, factors: Factors | None) -> float:
+    """The share of good requests. Without `factors`, each has its own."""
+    good = sum(one.keeps(alone.times(factors or one.factors or FACTORS[0])) for one in answers)
+    return good / len(answers) if answers else 0.0
 
 
-OF_BOUNDS = ", bounds "
-"""In the name of a way, before the bounds for which alone it was measured."""
-
-
-def factors_of(name: str) -> str:
-    """The factors in the name of an objective, such as "2, 4"."""
-    first, later = (part.partition(" x ")[0] for part in name.split(" ms, "))
-    return f"{first}, {later}"
-
-
-def ways_of(ways: Iterable[str], name: str) -> list[str]:
-    """The ways that were measured for an objective."""
-    return [way for way in ways if way.partition(OF_BOUNDS)[2] in ("", factors_of(name))]
-
-
-def attained(answers: Sequence[Answer], objective: Objective) -> float:
-    """The share of good requests."""
-    return sum(answer.keeps(objective) for answer in answers) / len(answers)
-
-
-def goodput(answers: Answers, way: str, objective: Objective) -> float:
+def goodput(shares: Mapping[float, float]) -> float:
     """The highest rate up to which enough requests were good at every measured rate. 0 when there is none."""
-    best = 0.0
-    for rate in sorted(answers):
-        if attained(answers[rate][way], objective) < ATTAINED_MIN:
-            break
-        best = rate
-    return best
+    good = itertools.takewhile(lambda rate: shares[rate] >= ATTAINED_MIN, sorted(shares))
+    return max(good, default=0.0)
 
 
-def goodput_table(answers: Answers, bounds: Mapping[str, Objective]) -> str:
-    """A row for each objective and way, with the share of good requests at each rate."""
-    rates = sorted(answers)
+def next_rate(shares: Mapping[float, float], low: float, high: float) -> float | None:
+    """Where a search between two rates measures next. None when goodput is known to 5 %."""
+    best = max(goodput(shares), low)
+    worse = min((rate for rate in shares if rate > best), default=high)
+    return None if worse <= 1.05 * best else round((best * worse) ** 0.5, 2)
+
+
+def asked_factors(answers: Sequence[Answer]) -> set[Factors | None]:
+    """The bounds that the requests carried."""
+    return {one.factors for one in answers}
+
+
+def goodput_table(blocks: Sequence[Block], alone: Objective) -> str:
+    """A row for each pair of bounds and way, with the share of good requests at each rate."""
+    rates = sorted({block.rate for block in blocks})
     titles = ("TTFT and TPOT at most", "way", *(f"{rate:g}/s" for rate in rates), "goodput")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for name, objective in bounds.items():
-        for way in ways_of(answers[rates[0]], name):
-            shares = (f"{100 * attained(answers[rate][way], objective):.0f} %" for rate in rates)
-            cells = (
-                name,
-                way.partition(OF_BOUNDS)[0],
-                *shares,
-                f"{goodput(answers, way, objective):g}/s",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
+    own = any(len(asked_factors(block.answers)) > 1 for block in blocks)
+    for factors in (None,) if own else FACTORS:
+        for way in dict.fromkeys(block.way for block in blocks):
+            shares = {}
+            for rate in rates:
+                answers = [
+                    answer
+                    for block in blocks
+                    if (block.way, block.rate) == (way, rate)
+                    for answer in block.answers
+                    if factors is None or answer.factors in (None, factors)
+                ]
+                if answers:
+                    shares[rate] = attained(answers, alone, factors)
+            if shares:
+                name = _bounds(alone.times(factors), factors) if factors else "each its own"
+                cells = [f"{100 * shares[rate]:.0f} %" if rate in shares else "-" for rate in rates]
+                lines.append(f"| {' | '.join((name, way, *cells, f'{goodput(shares):g}/s'))} |")
     return "\n".join(lines)
 
 
-def times_table(answers: Answers) -> str:
-    """A row for each rate and way."""
+def _bounds(objective: Objective, factors: Factors) -> str:
+    return f"{factors[0]:g} x, {factors[1]:g} x: {objective.ttft_ms:,.0f} ms, {objective.tpot_ms:.0f} ms"
+
+
+def times_table(blocks: Sequence[Block], step_ms: float) -> str:
+    """A row for each rate, way and pair of bounds that requests carried. The last columns say whether it is valid."""
     titles = (
-        *("requests/s", "way", "TTFT p50, ms", "TTFT p99, ms"),
-        *("TPOT p50, ms", "TPOT p99, ms", "gap p99, ms", "requests", "failed"),
+        *("requests/s", "way", "bounds", "TTFT p50, ms", "p90, ms", "p99, ms", "p50, steps"),
+        *("TPOT p50, ms", "p99, ms", "p50, steps", "gap p99, ms", "requests", "failed"),
+        *("idle", "steps beside the model"),
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for rate, ways in answers.items():
-        for way, found in ways.items():
-            whole = [answer for answer in found if answer.token_ms and not answer.failed]
-            gaps_ms = [
-                after - before
-                for answer in whole
-                for before, after in itertools.pairwise(answer.token_ms)
-            ]
-            ttft_ms = [answer.ttft_ms for answer in whole]
-            tpot_ms = [answer.tpot_ms for answer in whole]
-            cells = (
-                *(f"{rate:g}", way, _figure(ttft_ms, 0.5), _figure(ttft_ms, 0.99)),
-                *(_figure(tpot_ms, 0.5), _figure(tpot_ms, 0.99), _figure(gaps_ms, 0.99)),
-                *(str(len(found)), str(len(found) - len(whole))),
-            )
-            lines.append(f"| {' | '.join(cells)} |")
+    for block in sorted(blocks, key=lambda one: (one.rate, one.seed)):
+        whole = [answer for answer in block.answers if answer.token_ms and not answer.failed]
+        if not whole:
+            continue
+        gaps_ms = [
+            after - before
+            for answer in whole
+            for before, after in itertools.pairwise(answer.token_ms)
+        ]
+        ttft_ms = [answer.ttft_ms for answer in whole]
+        tpot_ms = [answer.tpot_ms for answer in whole]
+        carried = asked_factors(block.answers)
+        one = next(iter(carried)) if len(carried) == 1 else None
+        cells = (
+            *(f"{block.rate:g}", block.way, f"{one[0]:g} x, {one[1]:g} x" if one else "-"),
+            *(f"{percentile(ttft_ms, share):,.0f}" for share in (0.5, 0.9, 0.99)),
+            f"{percentile(ttft_ms, 0.5) / step_ms:.1f}",
+            *(f"{percentile(tpot_ms, share):,.0f}" for share in (0.5, 0.99)),
+            f"{percentile(tpot_ms, 0.5) / step_ms:.2f}",
+            f"{percentile(gaps_ms, 0.99):,.0f}",
+            *(str(len(block.answers)), str(len(block.answers) - len(whole))),
+            *(
+                f"{100 * block.idle:.0f} %",
+                f"{block.stretch:.3f}{'' if block.valid else ', not valid'}",
+            ),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _figure(values_ms: Sequence[float], share: float) -> str:
-    return f"{percentile(values_ms, share):,.0f}" if values_ms else "-"

@@ -174,14 +174,16 @@ class StepLearner:
             return
         self._skipped_s = 0.0
         self._fit.observe(
+            # What the steps leave open, such as prompts of one length, goes to the first that explains it. So times
+            # beyond what was seen grow with the tokens.
             (
                 1.0,
-                1.0 if step.prompt_tokens else 0.0,
                 float(step.prompt_tokens),
                 step.attended_tokens,
+                float(step.sent_tokens),
+                1.0 if step.prompt_tokens else 0.0,
                 float(step.running),
                 float(step.context_tokens),
-                float(step.sent_tokens),
             ),
             seconds,
             kind,
@@ -190,7 +192,7 @@ class StepLearner:
     @property
     def times(self) -> StepTimes:
         """What it has learned. Other threads may read it."""
-        fixed, prompt, token, attended, answer, context, sent = self._fit.coefficients
+        fixed, token, attended, sent, prompt, answer, context = self._fit.coefficients
         prompts, answers, both = self._fit.counts
         error = self._fit.error()
         return StepTimes(

@@ -61,6 +61,13 @@ def test_a_worker_without_answers_predicts_prompts_only() -> None:
     assert model.step_s(256, 1, 10) is None
 
 
+def test_prompts_of_one_length_predict_shorter_and_longer_ones() -> None:
+    """Their steps leave open what a prompt, a token and a step cost."""
+    model = learned([true_step(1_000, 0, 0, 0), *[true_step(0, 0, 1, 1_000)] * 30] * 6)
+    for tokens in (64, 512, 4_096):
+        assert model.step_s(tokens) == pytest.approx(true_step(tokens, 0, 0, 0)[1], rel=0.2)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_error_after_50_steps_is_within_15_percent(seed: int) -> None:
     """Each time is up to 10 % longer or shorter than usual, and one in 50 is doubled."""
