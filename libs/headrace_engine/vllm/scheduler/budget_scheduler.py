@@ -1,4 +1,4 @@
-"""vLLM's schedulers with a budget of prompt tokens for each step, from the bounds of the requests."""
+"""vLLM's schedulers, with requests in the first step after their KV, and a budget of prompt tokens for each step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput
 
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.step_budget import (
@@ -45,6 +46,7 @@ class _StepBudget(Scheduler):
             self.waiting.prepend_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._add_received()
         budget = self._prompt_budget()
         if budget is None:
             self.max_num_scheduled_tokens = self._most_tokens
@@ -60,6 +62,12 @@ class _StepBudget(Scheduler):
         # vLLM's own way to leave out prompts, unless many wait.
         self.prefill_capacity_bound = False
         return super().schedule(throttle_prefills=True)
+
+    def _add_received(self) -> None:
+        """Lets requests run in this step. vLLM alone learns of their KV from the results of a step."""
+        received = getattr(self.connector, "take_received", list)()
+        if received:
+            self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(received)))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._paces.pop(request.request_id, None)
