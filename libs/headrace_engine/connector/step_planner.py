@@ -20,7 +20,7 @@ from headrace_engine.connector.transfers import (
     SendParams,
 )
 from headrace_kv.layout import STATE, TOKENS
-from headrace_kv.messages import Reservation, TransferTarget
+from headrace_kv.messages import Reservation
 
 # While all requests wait for their KV, vLLM runs empty steps in a loop, and a new request is only
 # scheduled after the current one. A long step is used only where requests are announced, and none is on its way.

@@ -114,6 +114,8 @@ class Receiver:
             timers=timers,
         )
         self._peers: set[PrefillPeer] = set()
+        # Of each transfer without blocks yet: its signer, and the ranks that have opened it.
+        self._expected: dict[str, tuple[TicketKey | None, dict[PrefillPeer, bytes]]] = {}
         self._draining = False
         self._closed = False
 
@@ -159,6 +161,10 @@ class Receiver:
             quarantine=duration_from_seconds(self._policy.transport_s),
             digest_share=0.0 if self._checks is None else self._checks.share,
         )
+
+    def expect(self, transfer_id: str, signer: TicketKey | None = None) -> None:
+        """Lets an Open of the transfer wait until `reserve` or `cancel`, one of which follows."""
+        self._expected[transfer_id] = signer, {}
 
     def reserve(
         self,
@@ -209,11 +215,17 @@ class Receiver:
             None if broadcast is None else broadcast.copies(reservation, deadline, resume),
             None if checks is None else checks.checks(reservation, resume),
         )
+        _, opened = self._expected.pop(transfer_id, (None, {}))
+        for peer, ticket in opened.items():
+            self._add_writer(transfer, peer, ticket)
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:
         """Ends a transfer that is not complete. Later Opens of it are refused, also when it is not known yet."""
         transfer = self._transfers.get(transfer_id)
+        _, opened = self._expected.pop(transfer_id, (None, {}))
+        for peer in opened:
+            peer.refuse(transfer_id, reason, detail)
         if transfer is not None:
             error = _ending_error(reason, detail, f"transfer {transfer_id} was ended")
             self._transfers.fail(transfer, error)
@@ -256,6 +268,8 @@ class Receiver:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
         self._refused_tickets.pop(peer, None)
+        for _, opened in self._expected.values():
+            opened.pop(peer, None)
         written = [transfer for transfer in self._transfers if peer in transfer.writers]
         if written:
             _log.warning(
@@ -305,6 +319,10 @@ class Receiver:
             self._add_writer(transfer, peer, ticket)
         elif ended_detail is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
+        elif transfer_id in self._expected:
+            signer, opened = self._expected[transfer_id]
+            if self._has_ticket(peer, transfer_id, ticket, signer):
+                opened[peer] = ticket
         else:
             peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
@@ -316,12 +334,10 @@ class Receiver:
             return
         # A repeated Open: the first one, or its answer, may have been lost.
         if peer not in transfer.writers:
-            try:
-                # The ranks of a worker present the same ticket, which is verified once.
-                if not transfer.has_accepted(peer.ref, ticket):
-                    self._tickets.check(ticket, transfer_id, peer.ref, transfer.signer)
-            except (PermissionDenied, Unauthenticated) as error:
-                self._refuse_ticket(peer, transfer_id, error)
+            # The ranks of a worker present the same ticket, which is verified once.
+            if not transfer.has_accepted(peer.ref, ticket) and not self._has_ticket(
+                peer, transfer_id, ticket, transfer.signer
+            ):
                 return
             self._refused_tickets.pop(peer, None)
             try:
@@ -335,8 +351,21 @@ class Receiver:
         reservation = reservation_to_proto(transfer.reservation)
         peer.send(handoff_pb2.HandoffResponse(reservation=reservation))
 
+    def _has_ticket(
+        self, peer: PrefillPeer, transfer_id: str, ticket: bytes, signer: TicketKey | None
+    ) -> bool:
+        """Whether the ticket is valid. Else refuses the Open.
+
+        The transfer is not affected (I6), and a stream with many refusals in a row ends.
+        """
+        try:
+            self._tickets.check(ticket, transfer_id, peer.ref, signer)
+        except (PermissionDenied, Unauthenticated) as error:
+            self._refuse_ticket(peer, transfer_id, error)
+            return False
+        return True
+
     def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
-        """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""
         claim = error.metadata["ticket"]
         peer.refuse(transfer_id, error.reason, error.detail, claim)
         refused = self._refused_tickets[peer] = self._refused_tickets.get(peer, 0) + 1
@@ -385,6 +414,8 @@ class Receiver:
     def _on_quiesced(self, peer: PrefillPeer, transfer_id: str) -> None:
         transfer = self._opened(peer, transfer_id)
         if transfer is None:
+            if transfer_id in self._expected:
+                self._expected[transfer_id][1].pop(peer, None)
             return
         self._transfers.remove_writer(transfer, peer)
         if transfer.active and not transfer.landed:

@@ -112,6 +112,11 @@ class DecodeAttempt:
         """The summary of its transfer, once that is complete."""
         return self._waiter.summary if self._waiter is not None else None
 
+    def expect_prefill(self) -> decode_pb2.Reserved:
+        """Lets prefill begin, and open the transfer, before the blocks are reserved. Comes before `reserve`."""
+        self._receiver.expect(self.work.transfer_id, self.signer)
+        return decode_pb2.Reserved(end_token=self.work.transferable_tokens, admitted=True)
+
     async def reserve(self) -> decode_pb2.Reserved:
         """Starts the engine's request, and returns once it has its blocks. Raises HeadraceError."""
         with self._recorded():
@@ -209,6 +214,8 @@ class DecodeAttempt:
                 signer=self.signer,
             )
             self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
+        else:
+            self._receiver.cancel(first.transfer_id, Cancelled.reason, "no token is missing")
         return first
 
     @property
@@ -299,8 +306,8 @@ class DecodeAttempt:
         detail = "the request has ended" if self.error is None else self.error.detail
         if self._waiter is not None:
             await self._waiter.stop_forwarding()
-            if self._waiter.summary is None:
-                self._receiver.cancel(transfer_id, reason, detail)
+        if self.work.remote_kv and self.summary is None:
+            self._receiver.cancel(transfer_id, reason, detail)
         if self._events is not None and not await self._events.close():
             log.error("the engine did not abort %s within its time", transfer_id)
         if self._waiter is not None:

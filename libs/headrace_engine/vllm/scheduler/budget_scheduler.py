@@ -65,7 +65,7 @@ class _StepBudget(Scheduler):
 
     def _add_received(self) -> None:
         """Lets requests run in this step. vLLM alone learns of their KV from the results of a step."""
-        received = getattr(self.connector, "take_received", list)()
+        received: list[str] = getattr(self.connector, "take_received", list)()
         if received:
             self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(received)))
 

@@ -216,6 +216,9 @@ class LinkSession:
         try:
             attempt = await self._start(opened.request, self._deadline_of(opened))
             lane.admitted(attempt)
+            if opened.request.early_admission and attempt.work.remote_kv:
+                lane.outgoing.reserve(attempt.expect_prefill())
+                self._wake.set()
             lane.outgoing.reserve(await attempt.reserve())
             self._wake.set()
             await attempt.wait_ready()

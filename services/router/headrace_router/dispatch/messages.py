@@ -60,6 +60,17 @@ def decode_request(
     return call
 
 
+def begins_early(request: decode_pb2.GenerateRequest, decision: Decision) -> bool:
+    """Whether prefill may begin while decode allocates the blocks.
+
+    It needs them first where decode has a part of the prompt, which it may send to prefill, and where decode compiles a
+    constraint, which it may reject.
+    """
+    cached = any(one.cached_tokens for one in decision.candidates[:1])
+    constrained = request.sampling.HasField("structured_outputs")
+    return decision.remote and not cached and not constrained
+
+
 def prefill_task(
     request: decode_pb2.GenerateRequest,
     token_ids: inference_pb2.TokenIds,
