@@ -231,7 +231,7 @@ class Attempt:
             self._queued.outcome.add_done_callback(self._prompt_computed)
 
     def _blocks_reserved(self, reserved: decode_pb2.Reserved) -> None:
-        """The decode worker has the blocks of a request that it had admitted. Raises ProtocolViolation the second time."""
+        """The decode worker has the blocks of an admitted request. Raises ProtocolViolation the second time."""
         if self._reserved is None or not self._reserved.admitted:
             raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
         self._reserved = reserved

@@ -33,7 +33,7 @@ def first_token_maker(
     """
     if not decision.remote or generated_tokens:
         return BY_DECODE
-    wanted = request.first_token or policy.first_token or BY_DECODE
+    wanted = request.first_token or policy.first_token or BY_PREFILL
     if wanted == BY_PREFILL or (wanted == FROM_HIDDEN_STATE and attempt == 1):
         return wanted
     # Also for a value of another release, which a stored policy may have.
@@ -63,8 +63,7 @@ def decode_request(
 def begins_early(request: decode_pb2.GenerateRequest, decision: Decision) -> bool:
     """Whether prefill may begin while decode allocates the blocks.
 
-    It needs them first where decode has a part of the prompt, which it may send to prefill, and where decode compiles a
-    constraint, which it may reject.
+    Not where decode has a part of the prompt, which prefill may fetch. Not with a constraint, which decode may reject.
     """
     cached = any(one.cached_tokens for one in decision.candidates[:1])
     constrained = request.sampling.HasField("structured_outputs")
