@@ -30,7 +30,7 @@ from headrace_common.errors import (
     Unauthenticated,
     class_of,
 )
-from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
+from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets import TicketKey
 from headrace_kv.compatibility import require_compatible
 from headrace_kv.hidden_state import HiddenFormat, format_of
@@ -114,8 +114,8 @@ class Receiver:
             timers=timers,
         )
         self._peers: set[PrefillPeer] = set()
-        # Of each transfer without blocks yet: its signer, and the ranks that have opened it.
-        self._expected: dict[str, tuple[TicketKey | None, dict[PrefillPeer, bytes]]] = {}
+        # The ranks that have opened a transfer without blocks yet, with their tickets.
+        self._expected: dict[str, dict[PrefillPeer, bytes]] = {}
         self._draining = False
         self._closed = False
 
@@ -162,9 +162,9 @@ class Receiver:
             digest_share=0.0 if self._checks is None else self._checks.share,
         )
 
-    def expect(self, transfer_id: str, signer: TicketKey | None = None) -> None:
+    def expect(self, transfer_id: str) -> None:
         """Lets an Open of the transfer wait until `reserve` or `cancel`, one of which follows."""
-        self._expected[transfer_id] = signer, {}
+        self._expected[transfer_id] = {}
 
     def reserve(
         self,
@@ -215,16 +215,14 @@ class Receiver:
             None if broadcast is None else broadcast.copies(reservation, deadline, resume),
             None if checks is None else checks.checks(reservation, resume),
         )
-        _, opened = self._expected.pop(transfer_id, (None, {}))
-        for peer, ticket in opened.items():
+        for peer, ticket in self._expected.pop(transfer_id, {}).items():
             self._add_writer(transfer, peer, ticket)
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:
         """Ends a transfer that is not complete. Later Opens of it are refused, also when it is not known yet."""
         transfer = self._transfers.get(transfer_id)
-        _, opened = self._expected.pop(transfer_id, (None, {}))
-        for peer in opened:
+        for peer in self._expected.pop(transfer_id, ()):
             peer.refuse(transfer_id, reason, detail)
         if transfer is not None:
             error = _ending_error(reason, detail, f"transfer {transfer_id} was ended")
@@ -268,7 +266,7 @@ class Receiver:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
         self._refused_tickets.pop(peer, None)
-        for _, opened in self._expected.values():
+        for opened in self._expected.values():
             opened.pop(peer, None)
         written = [transfer for transfer in self._transfers if peer in transfer.writers]
         if written:
@@ -319,10 +317,8 @@ class Receiver:
             self._add_writer(transfer, peer, ticket)
         elif ended_detail is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
-        elif transfer_id in self._expected:
-            signer, opened = self._expected[transfer_id]
-            if self._has_ticket(peer, transfer_id, ticket, signer):
-                opened[peer] = ticket
+        elif transfer_id in self._expected and len(ticket) <= TICKET_BYTES_MAX:
+            self._expected[transfer_id][peer] = ticket
         else:
             peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
@@ -334,10 +330,12 @@ class Receiver:
             return
         # A repeated Open: the first one, or its answer, may have been lost.
         if peer not in transfer.writers:
-            # The ranks of a worker present the same ticket, which is verified once.
-            if not transfer.has_accepted(peer.ref, ticket) and not self._has_ticket(
-                peer, transfer_id, ticket, transfer.signer
-            ):
+            try:
+                # The ranks of a worker present the same ticket, which is verified once.
+                if not transfer.has_accepted(peer.ref, ticket):
+                    self._tickets.check(ticket, transfer_id, peer.ref, transfer.signer)
+            except (PermissionDenied, Unauthenticated) as error:
+                self._refuse_ticket(peer, transfer_id, error)
                 return
             self._refused_tickets.pop(peer, None)
             try:
@@ -351,23 +349,9 @@ class Receiver:
         reservation = reservation_to_proto(transfer.reservation)
         peer.send(handoff_pb2.HandoffResponse(reservation=reservation))
 
-    def _has_ticket(
-        self, peer: PrefillPeer, transfer_id: str, ticket: bytes, signer: TicketKey | None
-    ) -> bool:
-        """Whether the ticket is valid. Else refuses the Open.
-
-        The transfer is not affected (I6), and a stream with many refusals in a row ends.
-        """
-        try:
-            self._tickets.check(ticket, transfer_id, peer.ref, signer)
-        except (PermissionDenied, Unauthenticated) as error:
-            self._refuse_ticket(peer, transfer_id, error)
-            return False
-        return True
-
     def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
-        claim = error.metadata["ticket"]
-        peer.refuse(transfer_id, error.reason, error.detail, claim)
+        """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""
+        peer.refuse(transfer_id, error.reason, error.detail, error.metadata["ticket"])
         refused = self._refused_tickets[peer] = self._refused_tickets.get(peer, 0) + 1
         if refused == 1:
             _log.warning("refused %s to fill transfer %s: %s", peer, transfer_id, error.detail)
@@ -414,13 +398,11 @@ class Receiver:
     def _on_quiesced(self, peer: PrefillPeer, transfer_id: str) -> None:
         transfer = self._opened(peer, transfer_id)
         if transfer is None:
-            if transfer_id in self._expected:
-                self._expected[transfer_id][1].pop(peer, None)
+            self._expected.get(transfer_id, {}).pop(peer, None)
             return
         self._transfers.remove_writer(transfer, peer)
         if transfer.active and not transfer.landed:
-            error = TransferFailed(f"{peer} stopped sending {transfer_id}")
-            self._transfers.fail(transfer, error)
+            self._transfers.fail(transfer, TransferFailed(f"{peer} stopped sending {transfer_id}"))
 
 
 def _ending_error(reason: str, detail: str, what: str) -> HeadraceError:

@@ -114,7 +114,7 @@ class DecodeAttempt:
 
     def expect_prefill(self) -> decode_pb2.Reserved:
         """Lets prefill begin, and open the transfer, before the blocks are reserved. Comes before `reserve`."""
-        self._receiver.expect(self.work.transfer_id, self.signer)
+        self._receiver.expect(self.work.transfer_id)
         return decode_pb2.Reserved(end_token=self.work.transferable_tokens, admitted=True)
 
     async def reserve(self) -> decode_pb2.Reserved:

@@ -8,12 +8,13 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import TransferFailed
+from headrace_common.limits import TICKET_BYTES_MAX
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.messages import Reservation
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import RESERVATION, PrefillRank, failure_of, ticket_of
 from tests.linked_call import LinkedCall
-from tests.waiting import let_a_wrong_step_show, until
+from tests.waiting import until
 
 
 async def admitted(served: Served, rank: PrefillRank) -> LinkedCall:
@@ -22,7 +23,7 @@ async def admitted(served: Served, rank: PrefillRank) -> LinkedCall:
     first = (await anext(aiter(call))).reserved
     assert (first.start_token, first.end_token, first.admitted) == (0, 39, True)
     rank.send(open=handoff_pb2.Open(transfer_id="x1", ticket=ticket_of("x1")))
-    await until(lambda: bool(served.receiver._expected["x1"][1]), what="the Open")
+    await until(lambda: bool(served.receiver._expected["x1"]), what="the Open")
     return call
 
 
@@ -74,7 +75,7 @@ async def test_a_rank_that_ends_before_the_blocks_is_no_writer(
         rank.leave()
     else:
         rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
-    await until(lambda: not served.receiver._expected["x1"][1], what="its end")
+    await until(lambda: not served.receiver._expected["x1"], what="its end")
     served.engine.play(RESERVATION)
     await anext(aiter(call))
     assert served.receiver.lease_count == 0
@@ -83,12 +84,15 @@ async def test_a_rank_that_ends_before_the_blocks_is_no_writer(
 
 
 async def test_an_open_before_the_blocks_needs_a_ticket(served: Served, rank: PrefillRank) -> None:
-    call = served.generate(request(early_admission=True))
-    await anext(aiter(call))
-    rank.send(open=handoff_pb2.Open(transfer_id="x1", ticket=ticket_of("x2")))
-    assert (await rank.receive("cancel")).cancel.refused_claim == "transfer_id"
-    await let_a_wrong_step_show()
-    assert served.receiver._expected["x1"][1] == {}
+    await anext(aiter(served.generate(request(early_admission=True))))
+    too_long = bytes(TICKET_BYTES_MAX + 1)
+    rank.send(open=handoff_pb2.Open(transfer_id="x1", ticket=too_long))
+    assert (await rank.receive("cancel")).cancel.reason == "NOT_FOUND"
+    rank.send(open=handoff_pb2.Open(transfer_id="x1"))
+    await until(lambda: bool(served.receiver._expected["x1"]), what="the Open")
+    served.engine.play(RESERVATION)
+    assert (await rank.receive("cancel")).cancel.refused_claim == "missing"
+    assert served.receiver.lease_count == 0
 
 
 async def test_without_remote_prefill_nothing_is_admitted_early(served: Served) -> None:

@@ -81,12 +81,8 @@ class _StepBudget(Scheduler):
         answers = self._answers(now_s)
         if answers is None:
             return None
-        return prompt_budget(now_s, self._step_times(), answers, self._prompts())
-
-    def _step_times(self) -> StepTimes:
-        """What the connector has learned."""
         times: StepTimes = getattr(self.connector, "step_times", NO_STEPS)
-        return times
+        return prompt_budget(now_s, times, answers, self._prompts())
 
     def _answers(self, now_s: float) -> Answers | None:
         """None where no running answer has a bound."""
@@ -132,8 +128,7 @@ def _bounds_of(request: Request) -> TokenBounds:
 
 
 def _is_prompt(request: Request) -> bool:
-    found: bool = request.is_prefill_chunk
-    return found
+    return bool(request.is_prefill_chunk)
 
 
 def _next_tokens(request: Request) -> int:

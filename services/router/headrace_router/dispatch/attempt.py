@@ -230,15 +230,18 @@ class Attempt:
         if self._prompt is not None:
             self._queued.outcome.add_done_callback(self._prompt_computed)
 
-    def _blocks_reserved(self, reserved: decode_pb2.Reserved) -> None:
-        """The decode worker has the blocks of an admitted request. Raises ProtocolViolation the second time."""
+    def _blocks_reserved(self, reserved: decode_pb2.Reserved) -> bool:
+        """The decode worker has the blocks of an admitted request. Whether it needs a prefill.
+
+        Raises ProtocolViolation the second time.
+        """
         if self._reserved is None or not self._reserved.admitted:
             raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
         self._reserved = reserved
         if self._queued is not None and reserved.start_token >= reserved.end_token:
-            # It has the KV of the whole prompt.
             self._queued.cancel()
             self._queued = None
+        return self._queued is not None
 
     def _prompt_computed(self, outcome: asyncio.Future[Any]) -> None:
         if self._prompt is not None:
@@ -246,8 +249,11 @@ class Attempt:
 
     async def _add_first_token_of_prefill(self, call: DecodeCall) -> AttemptOutcome | None:
         """If prefill generates the first token: adds it, and sends it to decode. An outcome if it ends the response."""
-        queued = await self._wait_for_blocks(call) if self._first_token_by == BY_PREFILL else None
-        if queued is None:
+        queued, reserved = self._queued, self._reserved
+        if self._first_token_by != BY_PREFILL or queued is None or reserved is None:
+            return None
+        # The decode worker takes a token once it has blocks.
+        if reserved.admitted and not self._blocks_reserved(await call.read_reservation()):
             return None
         first = await self._wait_for_first_token(call, queued)
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
@@ -268,15 +274,6 @@ class Attempt:
                 self._transfer_id,
             )
         return None
-
-    async def _wait_for_blocks(self, call: DecodeCall) -> QueuedTask | None:
-        """The prefill task, once decode has its blocks and takes a token. None if decode needs no prefill."""
-        while self._queued is not None and self._reserved is not None and self._reserved.admitted:
-            event = await self._next_event(call)
-            if not isinstance(event, decode_pb2.Reserved):
-                raise ProtocolViolation(f"{self.decode_worker} did not wait for its blocks")
-            self._blocks_reserved(event)
-        return self._queued
 
     async def _wait_for_first_token(
         self, call: DecodeCall, queued: QueuedTask
