@@ -199,7 +199,7 @@ async def _ask(router: RouterClient, group: Group, prompt: list[int]) -> str:
 
 
 def payload_bytes(group: Group) -> int:
-    """Bytes of the KV of all prompt tokens but the last, for each decode worker once."""
+    """Bytes of the KV of all prompt tokens, for each decode worker once."""
     return PROMPT_TOKENS * token_bytes(group.model) * len(group.decode_ranks)
 
 

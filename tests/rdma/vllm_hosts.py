@@ -117,7 +117,7 @@ def prefill_host() -> None:
 
 
 def payload_bytes() -> int:
-    """Bytes of the KV of all prompts without the last token of each, which decode computes."""
+    """Bytes of the KV of all prompts."""
     return PROMPTS * PROMPT_TOKENS * TOKEN_BYTES
 
 
