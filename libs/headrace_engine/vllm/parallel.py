@@ -130,8 +130,7 @@ def coordinator_sentinel(llm: AsyncLLM) -> int | None:
     coordinator = llm.engine_core.resources.coordinator
     if coordinator is None:
         return None
-    sentinel: int = coordinator.proc.sentinel
-    return sentinel
+    return int(coordinator.proc.sentinel)
 
 
 def supply_collectives() -> None:

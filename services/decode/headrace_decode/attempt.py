@@ -310,16 +310,12 @@ class DecodeAttempt:
             self._receiver.cancel(transfer_id, reason, detail)
         if self._events is not None and not await self._events.close():
             log.error("the engine did not abort %s within its time", transfer_id)
+        held = self.reservation
         if self._waiter is not None:
             await self._waiter.wait_ended()
-        elif self.work.remote_kv:
-            self._release_unopened()
-
-    def _release_unopened(self) -> None:
-        """Releases blocks for which no transfer was opened."""
-        reserved = self.reservation
-        if reserved is None or reserved.start_token < reserved.end_token:
-            self._engine.transfer_event(Released(self.work.transfer_id))
+        elif self.work.remote_kv and (held is None or held.start_token < held.end_token):
+            # No transfer was opened for the blocks.
+            self._engine.transfer_event(Released(transfer_id))
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:
