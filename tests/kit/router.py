@@ -14,7 +14,13 @@ import httpx
 import pytest
 
 from headrace.decode.v1 import decode_pb2_grpc
-from headrace.inference.v1 import adapter_pb2, inference_pb2, inference_pb2_grpc, trace_pb2
+from headrace.inference.v1 import (
+    adapter_pb2,
+    first_token_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    trace_pb2,
+)
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import HeadraceError
@@ -66,7 +72,7 @@ class Rig:
         self._counting = mock.patch.object(
             decode_pb2_grpc, "DecodeServiceStub", self.read_tokens.stub
         )
-        self.policy = registry_pb2.Policy()
+        self.policy = registry_pb2.Policy(first_token=first_token_pb2.FIRST_TOKEN_POLICY_DECODE)
         """The run-time policy, which tests change."""
         self.router_key = RouterKey()
         self.decodes: list[FakeDecode] = []

@@ -193,14 +193,14 @@ async def _ask(router: RouterClient, group: Group, prompt: list[int]) -> str:
     expected = SimModel(parse_settings(group.model)).expected_tokens(prompt, ANSWER_TOKENS)
     assert tuple(tokens) == expected, f"the answer is {tokens}, not {expected}"
     remote = last.timing.prefill_worker_id == group.prefill_id
-    if not remote or last.usage.transferred_tokens != PROMPT_TOKENS - 1:
+    if not remote or last.usage.transferred_tokens != PROMPT_TOKENS:
         return ""
     return last.timing.decode_worker_id
 
 
 def payload_bytes(group: Group) -> int:
-    """Bytes of the KV of all prompt tokens but the last, for each decode worker once."""
-    return (PROMPT_TOKENS - 1) * token_bytes(group.model) * len(group.decode_ranks)
+    """Bytes of the KV of all prompt tokens, for each decode worker once."""
+    return PROMPT_TOKENS * token_bytes(group.model) * len(group.decode_ranks)
 
 
 def token_bytes(model: str) -> int:

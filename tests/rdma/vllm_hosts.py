@@ -117,8 +117,8 @@ def prefill_host() -> None:
 
 
 def payload_bytes() -> int:
-    """Bytes of the KV of all prompts without the last token of each, which decode computes."""
-    return PROMPTS * (PROMPT_TOKENS - 1) * TOKEN_BYTES
+    """Bytes of the KV of all prompts."""
+    return PROMPTS * PROMPT_TOKENS * TOKEN_BYTES
 
 
 def ask_and_report(site: Site) -> None:
@@ -173,7 +173,7 @@ async def _ask_remotely(router: Any) -> tuple[list[list[int]], list[list[int]]]:
     for _ in range(ASKED_MAX):
         prompt = [numbers.randrange(3, 500) for _ in range(PROMPT_TOKENS)]
         tokens, transferred_tokens = await _ask(router, prompt, REMOTE)
-        if transferred_tokens == PROMPT_TOKENS - 1:
+        if transferred_tokens == PROMPT_TOKENS:
             prompts.append(prompt)
             answers.append(tokens)
         if len(prompts) == PROMPTS:

@@ -49,7 +49,7 @@ async def answers(deployed: Suite, seed: int, attempts: int | None = None) -> No
     prompt = prompt_of(60, seed)
     outcome = await deployed.generate(prompt, 4, placement=REMOTE)
     assert outcome.token_ids == deployed.expected(prompt, 4)
-    assert outcome.last.usage.transferred_tokens == len(prompt) - 1
+    assert outcome.last.usage.transferred_tokens == len(prompt)
     assert outcome.last.timing.prefill_worker_id == "prefill-0"
     assert attempts in (None, outcome.last.timing.attempts)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace_common.latency.parts import Part, Sum, sum_from_proto
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
@@ -61,6 +61,7 @@ class Slow:
     ) -> Sum:
         request = greedy(prompt_of(60, seed), tokens, placement, f"slow-{seed}")
         request.include_latency = True
+        request.first_token = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
         outcome = await self.it.ask(request)
         found = sum_from_proto(outcome.last.timing.latency.first_token)
         assert sum(found.parts_us.values()) == found.total_us

@@ -37,7 +37,7 @@ async def check_answer(channel: grpc.aio.Channel, seed: int) -> None:
     tokens = tuple(token for response in responses for token in response.token_ids)
     assert tokens == default_model().expected_tokens(prompt, ANSWER_TOKENS)
     # The handoff stream is the connection between workers.
-    assert responses[-1].usage.transferred_tokens == 79
+    assert responses[-1].usage.transferred_tokens == 80
     assert responses[-1].timing.prefill_worker_id == "prefill-0"
 
 

@@ -42,3 +42,22 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return False, None
+
+
+class ReceivingConnector(IdleConnector):
+    """KV of all tokens but the last comes to every request. A test adds to `arrived`."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.arrived: list[str] = []
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return request.num_tokens - 1, True
+
+    def take_received(self) -> list[str]:
+        taken, self.arrived = self.arrived, []
+        return taken
+
+    def update_connector_output(self, connector_output: Any) -> None: ...

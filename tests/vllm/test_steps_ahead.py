@@ -37,7 +37,7 @@ def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> N
     assert plain["left_blocks"] == ahead["left_blocks"] == [0, 0]
 
 
-def config_of(role: Role, *, ahead: bool | None) -> Any:
+def config_of(role: Role, *, ahead: bool | None, connector: str = "IdleConnector") -> Any:
     """vLLM's configuration as a worker of the role makes it, with a connector that transfers nothing."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -52,7 +52,7 @@ def config_of(role: Role, *, ahead: bool | None) -> Any:
         enable_prefix_caching=False,
         async_scheduling=ahead,
         kv_transfer_config={
-            "kv_connector": "IdleConnector",
+            "kv_connector": connector,
             "kv_connector_module_path": "tests.vllm.idle_connector",
             "kv_role": launch.kv_role(ours),
         },
@@ -109,6 +109,27 @@ def test_blocks_are_free_when_no_step_under_way_writes_them(role: Role, end: str
     assert pool.get_num_free_blocks() == free - 2
     scheduler.update_from_output(ahead, result_of(ahead, STOP))
     assert pool.get_num_free_blocks() == free
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_runs_in_the_first_step_that_is_planned_after_its_kv(ahead: bool) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    scheduler = scheduler_of(config_of("decode", ahead=ahead, connector="ReceivingConnector"))
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    for name in ("r", "aborted"):
+        scheduler.add_request(Request(name, list(range(40)), SamplingParams(max_tokens=20), None))
+    waiting = scheduler.schedule()
+    assert not waiting.num_scheduled_tokens
+    scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    # Its blocks may be written until its transfer has settled.
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free - 4
+    scheduler.connector.arrived += ["r", "aborted"]
+    # The results of the step before are not needed.
+    assert scheduler.schedule().num_scheduled_tokens == {"r": 1}
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free - 2
 
 
 @pytest.mark.core

@@ -15,7 +15,7 @@ SPAN_TOKENIZE: Final = "headrace.tokenize"
 SPAN_ROUTE: Final = "headrace.route"
 # One attempt, with one transfer id; parent of both workers' spans.
 SPAN_ATTEMPT: Final = "headrace.attempt"
-# From the request to the decode worker to its reservation.
+# From the request to the decode worker to its reservation, or to the prefill queue if that comes before.
 SPAN_RESERVE: Final = "headrace.reserve"
 # From entering the prefill queue to being pulled.
 SPAN_QUEUE: Final = "headrace.queue"
@@ -198,7 +198,7 @@ ATTRIBUTE_LATENCY_TOKENIZE_US: Final = "headrace.latency.tokenize_us"
 ATTRIBUTE_LATENCY_ROUTE_US: Final = "headrace.latency.route_us"
 # Attempts that failed, with the pauses after them.
 ATTRIBUTE_LATENCY_RETRY_US: Final = "headrace.latency.retry_us"
-# The request to the decode worker, to its reservation.
+# The request to the decode worker, to its reservation, or to the prefill queue if that comes before.
 ATTRIBUTE_LATENCY_RESERVE_US: Final = "headrace.latency.reserve_us"
 # The prefill queue.
 ATTRIBUTE_LATENCY_QUEUE_US: Final = "headrace.latency.queue_us"

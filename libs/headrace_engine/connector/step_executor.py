@@ -133,10 +133,12 @@ class StepExecutor:
                 log.error("transfers %s were not quiet in %g s", transfer_ids, PREEMPTION_WAIT_S)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before the forward pass."""
+        """Before the forward pass. Raises TransferFailed when the step cannot read what peers have written."""
         self._plan, self._computed = plan, plan.computed
         self._written.clear()
         self._final = plan.final
+        if plan.fences:
+            self._fence()
         for transfer_id in plan.refused:
             self._refuse(transfer_id, NotFound.reason, "some of the KV is not cached")
         if self._sender is None:

@@ -76,7 +76,8 @@ class StepPlan:
     `preempted`: transfers with blocks that the step overwrites.
     `overrun`: transfers with states that the step advances beyond their last token.
     `finished_sends`: transfer by request that has ended. Its blocks are freed once the transfer is quiet.
-    `received`: requests that may run, because their incoming transfer is whole.
+    `received`: requests that may run after the step, because their incoming transfer is whole.
+    `fences`: whether the step may read what peers have written since the step before.
     `failed`: requests of failed incoming transfers.
     `copies`: copies between tiers, which begin in this order beside the forward pass.
     `loads`: requests that may run when their copies have ended; True if they also wait for a transfer.
@@ -106,6 +107,12 @@ class StepPlan:
     host_sends: list[HostSend] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     comparisons: list[BlockComparison] = field(default_factory=list)
+    fences: bool = False
+
+    def run_received(self, request_ids: list[str]) -> None:
+        """These requests may run in the step itself."""
+        self.received = [one for one in self.received if one not in request_ids]
+        self.fences = bool(request_ids)
 
     def send_hidden_state(self, request_id: str, transfer_id: str) -> None:
         """Sends the hidden state of a request's last token, which this step computes."""

@@ -20,7 +20,7 @@ from headrace_engine.connector.transfers import (
     SendParams,
 )
 from headrace_kv.layout import STATE, TOKENS
-from headrace_kv.messages import Reservation, TransferTarget
+from headrace_kv.messages import Reservation
 
 # While all requests wait for their KV, vLLM runs empty steps in a loop, and a new request is only
 # scheduled after the current one. A long step is used only where requests are announced, and none is on its way.
@@ -50,8 +50,8 @@ class StepPlanner:
         self._settled: deque[tuple[str, bool]] = deque()
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._late: deque[str] = deque()
-        self._finished_sends: dict[str, str] = {}
-        self._opening: list[TransferTarget] = []
+        self._plan = StepPlan()
+        self._takes_received = False
         self._event = threading.Event()
         self._announced_until_s = -math.inf
         self.holds = BlockHolds()
@@ -121,7 +121,7 @@ class StepPlanner:
         if end > start:
             found.open()
             found.plan_until(end)
-            self._opening.append(target)
+            self._plan.opened.append(target)
 
     def in_layout_order(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """A request's blocks by group of the layout, from those by group of vLLM."""
@@ -155,9 +155,9 @@ class StepPlanner:
     def wait_for_event(self, timeout_s: float) -> None:
         """Before a step that computes nothing: returns once something is known of a transfer.
 
-        Returns at once when no transfer is awaited, and none holds blocks.
+        Returns at once when no transfer is awaited, and none holds blocks, or the next plan has something.
         """
-        if self._receives or self.holds:
+        if (self._receives or self.holds) and self._plan == StepPlan():
             is_announced = time.monotonic() < self._announced_until_s
             self._event.wait(min(timeout_s, SHORT_STEP_S) if is_announced else timeout_s)
 
@@ -165,9 +165,7 @@ class StepPlanner:
         self, scheduled: Iterable[ScheduledRequest], preempted_request_ids: Iterable[str]
     ) -> StepPlan:
         """The plan that the ranks need before the step."""
-        self._event.clear()
-        plan = StepPlan(opened=self._opening, finished_sends=self._finished_sends)
-        self._opening, self._finished_sends = [], {}
+        plan, self._plan = self._plan, StepPlan()
         for request_id in preempted_request_ids:
             send = self._sends.pop(request_id, None)
             if send is not None and send.opened:
@@ -177,11 +175,25 @@ class StepPlanner:
             send = self._sends.get(request.request_id)
             if send is not None:
                 self._plan_send(plan, send, request)
-        self._plan_receives(plan)
+        # What comes after `take_received` is taken before the next step, unless this one computes nothing.
+        if not (scheduled and self._takes_received):
+            self._plan_receives(plan)
         return plan
+
+    def take_received(self, waits: Callable[[str], bool]) -> list[str]:
+        """Before a step is scheduled: requests that may run in it, because their incoming transfer is whole.
+
+        Those that `waits` names wait for something else, and are in the step's plan.
+        """
+        self._takes_received = True
+        self._plan_receives(self._plan)
+        received = [one for one in self._plan.received if not waits(one)]
+        self._plan.run_received(received)
+        return received
 
     def _plan_receives(self, plan: StepPlan) -> None:
         """Lets requests run that wait for nothing any more."""
+        self._event.clear()
         while self._settled:
             transfer_id, whole = self._settled.popleft()
             receive = self._receives.get(transfer_id)
@@ -297,7 +309,7 @@ class StepPlanner:
         send = self._sends.pop(request_id, None)
         if send is None or not send.runs:
             return None
-        self._finished_sends[request_id] = send.target.transfer_id
+        self._plan.free_after_send(request_id, send.target.transfer_id)
         return PrefillTimes(
             send.cached_tokens, send.start_unix_ns, time.time_ns(), send.fetched_tokens
         )

@@ -164,14 +164,12 @@ async def end_llm(llm: AsyncLLM) -> None:
 
 async def reset_prefix_cache(llm: AsyncLLM) -> bool:
     """False when requests hold blocks. Also resets the connector, so that vLLM publishes its KV events at once."""
-    done: bool = await llm.reset_prefix_cache(reset_connector=True)
-    return done
+    return bool(await llm.reset_prefix_cache(reset_connector=True))
 
 
 def max_model_len(llm: AsyncLLM) -> int:
     """The longest context that the engine serves, after it was fitted to the KV memory."""
-    found: int = llm.vllm_config.model_config.max_model_len
-    return found
+    return int(llm.vllm_config.model_config.max_model_len)
 
 
 def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -222,20 +220,17 @@ def tier_event(change: BlockChange) -> KVCacheEvent:
 
 def tensor_parallel_size(vllm_config: VllmConfig) -> int:
     """Ranks of a stage."""
-    found: int = vllm_config.parallel_config.tensor_parallel_size
-    return found
+    return int(vllm_config.parallel_config.tensor_parallel_size)
 
 
 def kv_role(vllm_config: VllmConfig) -> str:
     """kv_producer, kv_consumer or kv_both."""
-    found: str = vllm_config.kv_transfer_config.kv_role
-    return found
+    return str(vllm_config.kv_transfer_config.kv_role)
 
 
 def engine_id(vllm_config: VllmConfig) -> str:
     """The engine's id: the same in all of its processes."""
-    found: str = vllm_config.kv_transfer_config.engine_id
-    return found
+    return str(vllm_config.kv_transfer_config.engine_id)
 
 
 def schedules_ahead(vllm_config: VllmConfig) -> bool:
@@ -248,14 +243,12 @@ def steps_under_way(vllm_config: VllmConfig) -> int:
 
     As many as there are pipeline stages, or two with asynchronous scheduling.
     """
-    found: int = vllm_config.max_concurrent_batches
-    return found
+    return int(vllm_config.max_concurrent_batches)
 
 
 def replica_count(vllm_config: VllmConfig) -> int:
     """Data-parallel engines, behind one server or each with its own."""
-    found: int = vllm_config.parallel_config.data_parallel_size
-    return found
+    return int(vllm_config.parallel_config.data_parallel_size)
 
 
 def model_of(vllm_config: VllmConfig) -> tuple[str, dict[str, Any]]:
@@ -266,8 +259,7 @@ def model_of(vllm_config: VllmConfig) -> tuple[str, dict[str, Any]]:
 
 def kv_head_count(vllm_config: VllmConfig) -> int:
     """KV heads of the model, over all ranks and without replicas."""
-    found: int = vllm_config.model_config.get_total_num_kv_heads()
-    return found
+    return int(vllm_config.model_config.get_total_num_kv_heads())
 
 
 def state_group_count(vllm_config: VllmConfig) -> int:
@@ -282,14 +274,12 @@ def tensor_parallel_rank() -> int:
     """This process's rank in its stage."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    found: int = get_tensor_model_parallel_rank()
-    return found
+    return int(get_tensor_model_parallel_rank())
 
 
 def uses_latent_attention(vllm_config: VllmConfig) -> bool:
     """Whether the model uses MLA, which caches one latent head."""
-    found: bool = vllm_config.model_config.use_mla
-    return found
+    return bool(vllm_config.model_config.use_mla)
 
 
 def in_model_order(layer_names: Iterable[str]) -> list[str]:
@@ -301,8 +291,7 @@ def in_model_order(layer_names: Iterable[str]) -> list[str]:
 
 def vocabulary_size(vllm_config: VllmConfig) -> int:
     """The number of logits of one position."""
-    found: int = vllm_config.model_config.get_vocab_size()
-    return found
+    return int(vllm_config.model_config.get_vocab_size())
 
 
 def hidden_format(vllm_config: VllmConfig) -> HiddenFormat | None:
@@ -370,8 +359,7 @@ def runs_on_cpu() -> bool:
     """Whether vLLM computes on CPUs."""
     from vllm.platforms import current_platform
 
-    found: bool = current_platform.is_cpu()
-    return found
+    return bool(current_platform.is_cpu())
 
 
 def request_tile_registers() -> None:

@@ -227,6 +227,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._deployment.report_startup_error(error)
         raise error
 
+    def take_received(self) -> list[str]:
+        """Before a step is scheduled: requests that may run in it, because their KV has arrived."""
+        return self._scheduler().take_received()
+
     @property
     def step_times(self) -> StepTimes:
         """What was learned of the time of steps."""

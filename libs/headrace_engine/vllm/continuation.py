@@ -118,8 +118,7 @@ def failure_id(request: Request) -> str:
 
     if request.status != RequestStatus.FINISHED_ERROR or request.sampling_params is None:
         return ""
-    found: str = (request.sampling_params.extra_args or {}).get(STEP_KEY, "")
-    return found
+    return str((request.sampling_params.extra_args or {}).get(STEP_KEY, ""))
 
 
 def has_answer(request: Request) -> bool:

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 def stage_count(vllm_config: VllmConfig) -> int:
     """Pipeline stages of the engine."""
-    found: int = vllm_config.parallel_config.pipeline_parallel_size
-    return found
+    return int(vllm_config.parallel_config.pipeline_parallel_size)
 
 
 def rank_count(vllm_config: VllmConfig) -> int:
@@ -36,8 +35,7 @@ def stage_of_this_rank() -> int:
     """The pipeline stage of this process."""
     from vllm.distributed.parallel_state import get_pp_group
 
-    found: int = get_pp_group().rank_in_group
-    return found
+    return int(get_pp_group().rank_in_group)
 
 
 def install(vllm_config: VllmConfig) -> None:
@@ -87,8 +85,7 @@ def stage_layers_max(vllm_config: VllmConfig) -> int:
         return 0
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     spans = (get_pp_indices(layers, stage, stages) for stage in range(stages))
-    found: int = max(end - start for start, end in spans)
-    return found
+    return int(max(end - start for start, end in spans))
 
 
 class GroupPlace(NamedTuple):
@@ -133,8 +130,7 @@ def coordinator_sentinel(llm: AsyncLLM) -> int | None:
     coordinator = llm.engine_core.resources.coordinator
     if coordinator is None:
         return None
-    sentinel: int = coordinator.proc.sentinel
-    return sentinel
+    return int(coordinator.proc.sentinel)
 
 
 def supply_collectives() -> None:

@@ -30,7 +30,7 @@ from headrace_common.errors import (
     Unauthenticated,
     class_of,
 )
-from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
+from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets import TicketKey
 from headrace_kv.compatibility import require_compatible
 from headrace_kv.hidden_state import HiddenFormat, format_of
@@ -114,6 +114,8 @@ class Receiver:
             timers=timers,
         )
         self._peers: set[PrefillPeer] = set()
+        # The ranks that have opened a transfer without blocks yet, with their tickets.
+        self._expected: dict[str, dict[PrefillPeer, bytes]] = {}
         self._draining = False
         self._closed = False
 
@@ -159,6 +161,10 @@ class Receiver:
             quarantine=duration_from_seconds(self._policy.transport_s),
             digest_share=0.0 if self._checks is None else self._checks.share,
         )
+
+    def expect(self, transfer_id: str) -> None:
+        """Lets an Open of the transfer wait until `reserve` or `cancel`, one of which follows."""
+        self._expected[transfer_id] = {}
 
     def reserve(
         self,
@@ -209,11 +215,15 @@ class Receiver:
             None if broadcast is None else broadcast.copies(reservation, deadline, resume),
             None if checks is None else checks.checks(reservation, resume),
         )
+        for peer, ticket in self._expected.pop(transfer_id, {}).items():
+            self._add_writer(transfer, peer, ticket)
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:
         """Ends a transfer that is not complete. Later Opens of it are refused, also when it is not known yet."""
         transfer = self._transfers.get(transfer_id)
+        for peer in self._expected.pop(transfer_id, ()):
+            peer.refuse(transfer_id, reason, detail)
         if transfer is not None:
             error = _ending_error(reason, detail, f"transfer {transfer_id} was ended")
             self._transfers.fail(transfer, error)
@@ -256,6 +266,8 @@ class Receiver:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
         self._refused_tickets.pop(peer, None)
+        for opened in self._expected.values():
+            opened.pop(peer, None)
         written = [transfer for transfer in self._transfers if peer in transfer.writers]
         if written:
             _log.warning(
@@ -305,6 +317,8 @@ class Receiver:
             self._add_writer(transfer, peer, ticket)
         elif ended_detail is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
+        elif transfer_id in self._expected and len(ticket) <= TICKET_BYTES_MAX:
+            self._expected[transfer_id][peer] = ticket
         else:
             peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
@@ -337,8 +351,7 @@ class Receiver:
 
     def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
         """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""
-        claim = error.metadata["ticket"]
-        peer.refuse(transfer_id, error.reason, error.detail, claim)
+        peer.refuse(transfer_id, error.reason, error.detail, error.metadata["ticket"])
         refused = self._refused_tickets[peer] = self._refused_tickets.get(peer, 0) + 1
         if refused == 1:
             _log.warning("refused %s to fill transfer %s: %s", peer, transfer_id, error.detail)
@@ -385,11 +398,11 @@ class Receiver:
     def _on_quiesced(self, peer: PrefillPeer, transfer_id: str) -> None:
         transfer = self._opened(peer, transfer_id)
         if transfer is None:
+            self._expected.get(transfer_id, {}).pop(peer, None)
             return
         self._transfers.remove_writer(transfer, peer)
         if transfer.active and not transfer.landed:
-            error = TransferFailed(f"{peer} stopped sending {transfer_id}")
-            self._transfers.fail(transfer, error)
+            self._transfers.fail(transfer, TransferFailed(f"{peer} stopped sending {transfer_id}"))
 
 
 def _ending_error(reason: str, detail: str, what: str) -> HeadraceError:

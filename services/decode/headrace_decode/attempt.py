@@ -112,6 +112,11 @@ class DecodeAttempt:
         """The summary of its transfer, once that is complete."""
         return self._waiter.summary if self._waiter is not None else None
 
+    def expect_prefill(self) -> decode_pb2.Reserved:
+        """Lets prefill begin, and open the transfer, before the blocks are reserved. Comes before `reserve`."""
+        self._receiver.expect(self.work.transfer_id)
+        return decode_pb2.Reserved(end_token=self.work.transferable_tokens, admitted=True)
+
     async def reserve(self) -> decode_pb2.Reserved:
         """Starts the engine's request, and returns once it has its blocks. Raises HeadraceError."""
         with self._recorded():
@@ -209,6 +214,8 @@ class DecodeAttempt:
                 signer=self.signer,
             )
             self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
+        else:
+            self._receiver.cancel(first.transfer_id, Cancelled.reason, "no token is missing")
         return first
 
     @property
@@ -299,20 +306,16 @@ class DecodeAttempt:
         detail = "the request has ended" if self.error is None else self.error.detail
         if self._waiter is not None:
             await self._waiter.stop_forwarding()
-            if self._waiter.summary is None:
-                self._receiver.cancel(transfer_id, reason, detail)
+        if self.work.remote_kv and self.summary is None:
+            self._receiver.cancel(transfer_id, reason, detail)
         if self._events is not None and not await self._events.close():
             log.error("the engine did not abort %s within its time", transfer_id)
+        held = self.reservation
         if self._waiter is not None:
             await self._waiter.wait_ended()
-        elif self.work.remote_kv:
-            self._release_unopened()
-
-    def _release_unopened(self) -> None:
-        """Releases blocks for which no transfer was opened."""
-        reserved = self.reservation
-        if reserved is None or reserved.start_token < reserved.end_token:
-            self._engine.transfer_event(Released(self.work.transfer_id))
+        elif self.work.remote_kv and (held is None or held.start_token < held.end_token):
+            # No transfer was opened for the blocks.
+            self._engine.transfer_event(Released(transfer_id))
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:

@@ -1,4 +1,4 @@
-"""vLLM's schedulers with a budget of prompt tokens for each step, from the bounds of the requests."""
+"""vLLM's schedulers, with requests in the first step after their KV, and a budget of prompt tokens for each step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput
 
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.step_budget import (
@@ -45,6 +46,7 @@ class _StepBudget(Scheduler):
             self.waiting.prepend_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._add_received()
         budget = self._prompt_budget()
         if budget is None:
             self.max_num_scheduled_tokens = self._most_tokens
@@ -61,6 +63,12 @@ class _StepBudget(Scheduler):
         self.prefill_capacity_bound = False
         return super().schedule(throttle_prefills=True)
 
+    def _add_received(self) -> None:
+        """Lets requests run in this step. vLLM alone learns of their KV from the results of a step."""
+        received: list[str] = getattr(self.connector, "take_received", list)()
+        if received:
+            self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(received)))
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._paces.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
@@ -73,12 +81,8 @@ class _StepBudget(Scheduler):
         answers = self._answers(now_s)
         if answers is None:
             return None
-        return prompt_budget(now_s, self._step_times(), answers, self._prompts())
-
-    def _step_times(self) -> StepTimes:
-        """What the connector has learned."""
         times: StepTimes = getattr(self.connector, "step_times", NO_STEPS)
-        return times
+        return prompt_budget(now_s, times, answers, self._prompts())
 
     def _answers(self, now_s: float) -> Answers | None:
         """None where no running answer has a bound."""
@@ -124,8 +128,7 @@ def _bounds_of(request: Request) -> TokenBounds:
 
 
 def _is_prompt(request: Request) -> bool:
-    found: bool = request.is_prefill_chunk
-    return found
+    return bool(request.is_prefill_chunk)
 
 
 def _next_tokens(request: Request) -> int:

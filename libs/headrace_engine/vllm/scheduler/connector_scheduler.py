@@ -241,6 +241,10 @@ class ConnectorScheduler:
         self._peers.step_planned(scheduler_output, plan)
         return plan
 
+    def take_received(self) -> list[str]:
+        """See StepPlanner. Requests that also load from tiers wait for the end of a step."""
+        return self._planner.take_received(self._tiers.loads_for)
+
     def set_loads_beside(self, loads: bool) -> None:
         """Before `build_connector_meta`: whether another connector loads KV for requests."""
         self._loads_beside = loads

@@ -65,8 +65,7 @@ class FirstTokenGrammars:
         bits = self._manager.grammar_bitmask({_ID: request}, [_ID], {})
         if request.structured_output_request.grammar.ll_matcher.is_error():
             raise ValueError(STEP_LIMIT)
-        found: bytes = bits.tobytes()
-        return found
+        return bytes(bits.tobytes())
 
     def close(self) -> None:
         """Ends the compiler's threads."""

@@ -90,7 +90,7 @@ class OutgoingStream:
         self._on_change(self)
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
-        """Adds the first event."""
+        """Adds the first event. Replaces an earlier one that is not sent yet."""
         self._reserved = reserved
         self._on_change(self)
 

@@ -198,8 +198,7 @@ class LinkSession:
             raise ProtocolViolation(
                 "the router opens requests that were refused, and reads no refusal"
             )
-        outgoing = self._outgoing.open(stream_id, opened.credit_tokens)
-        lane = self._lanes[stream_id] = _Lane(outgoing)
+        lane = self._lanes[stream_id] = _Lane(self._outgoing.open(stream_id, opened.credit_tokens))
         if not opened.credit_tokens:
             self._fail(lane, InvalidRequest({"credit_tokens": "must be 1 or more"}))
         elif full:
@@ -216,6 +215,9 @@ class LinkSession:
         try:
             attempt = await self._start(opened.request, self._deadline_of(opened))
             lane.admitted(attempt)
+            if opened.request.early_admission and attempt.work.remote_kv:
+                lane.outgoing.reserve(attempt.expect_prefill())
+                self._wake.set()
             lane.outgoing.reserve(await attempt.reserve())
             self._wake.set()
             await attempt.wait_ready()
@@ -239,8 +241,7 @@ class LinkSession:
             lane.end()
 
     def _fail(self, lane: _Lane, error: Exception) -> None:
-        status = status_of(reported_error(error, _NAME))
-        lane.outgoing.fail(status.SerializeToString())
+        lane.outgoing.fail(status_of(reported_error(error, _NAME)).SerializeToString())
         self._end_lane(lane)
 
     def _end_lane(self, lane: _Lane) -> None:

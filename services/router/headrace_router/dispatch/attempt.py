@@ -34,6 +34,7 @@ from headrace_router.dispatch.messages import (
     BY_PREFILL,
     FROM_HIDDEN_STATE,
     Policy,
+    begins_early,
     decode_request,
     prefill_task,
 )
@@ -109,6 +110,7 @@ class Attempt:
         )
         self._token_ids = detach_token_ids(self._request)
         self._request.ticket_key_id = plan.ticket_key_id
+        self._request.early_admission = begins_early(self._request, plan.decision)
         if plan.bounds is not None:
             self._request.bounds.CopyFrom(plan.bounds)
         self._reserved: decode_pb2.Reserved | None = None
@@ -228,14 +230,30 @@ class Attempt:
         if self._prompt is not None:
             self._queued.outcome.add_done_callback(self._prompt_computed)
 
+    def _blocks_reserved(self, reserved: decode_pb2.Reserved) -> bool:
+        """The decode worker has the blocks of an admitted request. Whether it needs a prefill.
+
+        Raises ProtocolViolation the second time.
+        """
+        if self._reserved is None or not self._reserved.admitted:
+            raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
+        self._reserved = reserved
+        if self._queued is not None and reserved.start_token >= reserved.end_token:
+            self._queued.cancel()
+            self._queued = None
+        return self._queued is not None
+
     def _prompt_computed(self, outcome: asyncio.Future[Any]) -> None:
         if self._prompt is not None:
             self._prompt.computed()
 
     async def _add_first_token_of_prefill(self, call: DecodeCall) -> AttemptOutcome | None:
         """If prefill generates the first token: adds it, and sends it to decode. An outcome if it ends the response."""
-        queued = self._queued
-        if self._first_token_by != BY_PREFILL or queued is None:
+        queued, reserved = self._queued, self._reserved
+        if self._first_token_by != BY_PREFILL or queued is None or reserved is None:
+            return None
+        # The decode worker takes a token once it has blocks.
+        if reserved.admitted and not self._blocks_reserved(await call.read_reservation()):
             return None
         first = await self._wait_for_first_token(call, queued)
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
@@ -291,7 +309,7 @@ class Attempt:
                     event.reason, event.cached_tokens, event.transferred_tokens, kept
                 )
             else:
-                raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
+                self._blocks_reserved(event)
 
     async def _add_batch(self, tokens: decode_pb2.Tokens) -> None:
         if self._first_token_by == FROM_HIDDEN_STATE and not self._response.started:

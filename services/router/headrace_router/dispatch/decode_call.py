@@ -53,10 +53,10 @@ class DecodeCall:
         self._read_ahead: asyncio.Task[AnswerEvent] | None = None
 
     async def read_reservation(self) -> decode_pb2.Reserved:
-        """The first event. Raises ProtocolViolation for any other event."""
+        """The next event. Raises ProtocolViolation for any other event."""
         first = await self.read()
         if not isinstance(first, decode_pb2.Reserved):
-            raise ProtocolViolation(f"{self._worker} did not begin with Reserved")
+            raise ProtocolViolation(f"{self._worker} did not send Reserved")
         return first
 
     async def read(self) -> AnswerEvent:

@@ -33,7 +33,7 @@ def first_token_maker(
     """
     if not decision.remote or generated_tokens:
         return BY_DECODE
-    wanted = request.first_token or policy.first_token or BY_DECODE
+    wanted = request.first_token or policy.first_token or BY_PREFILL
     if wanted == BY_PREFILL or (wanted == FROM_HIDDEN_STATE and attempt == 1):
         return wanted
     # Also for a value of another release, which a stored policy may have.
@@ -58,6 +58,16 @@ def decode_request(
     if first_token != BY_DECODE:
         call.first_token = first_token
     return call
+
+
+def begins_early(request: decode_pb2.GenerateRequest, decision: Decision) -> bool:
+    """Whether prefill may begin while decode allocates the blocks.
+
+    Not where decode has a part of the prompt, which prefill may fetch. Not with a constraint, which decode may reject.
+    """
+    cached = any(one.cached_tokens for one in decision.candidates[:1])
+    constrained = request.sampling.HasField("structured_outputs")
+    return decision.remote and not cached and not constrained
 
 
 def prefill_task(

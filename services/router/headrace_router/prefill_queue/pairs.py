@@ -129,8 +129,7 @@ class Pairing:
         return self._rules.level is not Level.NONE
 
     def _find_places(self) -> None:
-        level = self._rules.level
-        found = ((ref, place.at(level)) for ref, place in self._members.items())
+        found = ((ref, place.at(self._rules.level)) for ref, place in self._members.items())
         self._places = {ref: place for ref, place in found if place is not None}
         self._costs = None
 

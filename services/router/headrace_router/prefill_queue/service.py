@@ -89,8 +89,7 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
         """Queues the prompt of a decode worker's own request. See prefill.proto."""
         require_own_name(request.worker_id)
         self._reject_when_draining()
-        remaining_s = context.time_remaining()
-        return await self._hand_over(request, remaining_s)
+        return await self._hand_over(request, context.time_remaining())
 
     def _handle(self, stream: PrefillWorkerStream, request: prefill_pb2.PullRequest) -> None:
         kind = request.WhichOneof("message")

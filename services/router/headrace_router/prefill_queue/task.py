@@ -161,8 +161,7 @@ class QueuedTask:
         message.task.token_ids.MergeFrom(self._token_ids.ids)
         message.task.handoff_ticket = handoff_ticket
         message.task.priority = self.priority.to_proto()
-        remaining_s = self._deadline.remaining_s()
-        message.task.remaining.CopyFrom(duration_from_seconds(remaining_s))
+        message.task.remaining.CopyFrom(duration_from_seconds(self._deadline.remaining_s()))
         return message
 
     def joined_queue(self, tasks_ahead: int) -> None:

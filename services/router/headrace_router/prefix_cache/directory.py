@@ -288,8 +288,7 @@ class PrefixCacheDirectory:
                 partial(self._apply_heartbeat, key),
                 interval_s=interval_s,
             )
-        used = {(key.model, key.block_tokens) for key in wanted}
-        self.cached.keep(used)
+        self.cached.keep({(key.model, key.block_tokens) for key in wanted})
         if self._upkeep is None:
             self._upkeep = asyncio.create_task(self._run_upkeep(), name="prefix-index-upkeep")
 

@@ -93,8 +93,7 @@ class StatusApp:
             return
         async with exchange.json_body(BODY_BYTES_MAX) as body:
             request = bytes(body)
-        answer = await answer_http(self._adapters, path, request)
-        await exchange.respond(200, answer, _TEXT_HEADERS)
+        await exchange.respond(200, await answer_http(self._adapters, path, request), _TEXT_HEADERS)
 
     def _require_operator(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
         """Raises Unauthenticated or PermissionDenied."""

@@ -62,8 +62,7 @@ def regret_of(decision: Decision | None, steps: RequestSteps) -> Regret | None:
             return None
         prompt = prefill.compute_end
     # Messages before that have no part in predictions, and would take as long with another decision.
-    start = decode.received
-    observed_s, prompt_s = (1e-6 * (at - start) for at in (decode.first_token, prompt))
+    observed_s, prompt_s = (1e-6 * (at - decode.received) for at in (decode.first_token, prompt))
     estimates = [(other.estimate_s(prompt_s), other) for other in decision.others]
     estimate_s, best = min(estimates, key=lambda pair: pair[0])
     return Regret(best, observed_s - estimate_s)

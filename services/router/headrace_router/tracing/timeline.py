@@ -77,13 +77,14 @@ class AttemptTimeline:
     def collect(self) -> AttemptSteps:
         """The steps that are known now."""
         answer, queued = self._answer, self._queued
+        reserved_ns = answer.reserved_ns if answer is not None else 0
         decode = self._decode_steps(answer) if answer is not None else None
         prefill = self._prefill_steps(queued) if queued is not None else None
         errors_ns = (one.error_ns for one in self.differences.values())
         return AttemptSteps(
             route_start=self.route_start_us,
             start=_us_or_none(self._start_ns),
-            reserved=_us_or_none(answer.reserved_ns) if answer is not None else None,
+            reserved=_us_or_none(queued.queued_ns if queued is not None else reserved_ns),
             queued=_us_or_none(queued.queued_ns) if queued is not None else None,
             pulled=_us_or_none(queued.pulled_ns) if queued is not None else None,
             remote=self._remote,

@@ -200,6 +200,24 @@ def test_received_kv_is_fenced_before_a_step_reads_it() -> None:
     assert fences == ["fenced"]
 
 
+def test_kv_of_a_request_that_runs_in_the_step_is_fenced_before_its_forward_pass() -> None:
+    fences: list[str] = []
+    executor, _, _ = started(fence=lambda: fences.append("fenced"))
+    executor.begin_step(StepPlan(fences=True))
+    assert fences == ["fenced"]
+    assert executor.end_step() == (set(), set(), set())
+    assert fences == ["fenced"]
+
+
+def test_a_step_that_cannot_read_received_kv_does_not_begin() -> None:
+    def fail() -> None:
+        raise TransferFailed("code 700")
+
+    executor, _, _ = started(fence=fail)
+    with pytest.raises(TransferFailed, match="code 700"):
+        executor.begin_step(StepPlan(fences=True))
+
+
 def test_received_kv_that_cannot_be_fenced_has_failed() -> None:
     def fail() -> None:
         raise TransferFailed("code 700")

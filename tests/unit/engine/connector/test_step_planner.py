@@ -56,18 +56,27 @@ def computed(plan: StepPlan) -> list[tuple[int, int]]:
     return [(tokens.start_token, tokens.end_token) for tokens in plan.computed]
 
 
+def never_waits(request_id: str) -> bool:
+    return False
+
+
 def never(token_id: int) -> None:
     raise AssertionError("no token is awaited")
 
 
 def admit_receive(
-    planner: StepPlanner, prompt: int, cached: int, add_token: list[int] | None = None
+    planner: StepPlanner,
+    prompt: int,
+    cached: int,
+    add_token: list[int] | None = None,
+    name: str = "r",
 ) -> None:
     """With `add_token`, the request awaits its first token, which is added to it."""
-    params = ReceiveParams("x1", awaits_first_token=add_token is not None)
+    transfer_id = "x1" if name == "r" else f"x-{name}"
+    params = ReceiveParams(transfer_id, awaits_first_token=add_token is not None)
     missing = planner.missing_tokens(params, prompt, cached)
     add = never if add_token is None else add_token.append
-    planner.blocks_allocated("r", params, (tuple(range(10, 60)),), prompt, missing, add)
+    planner.blocks_allocated(name, params, (tuple(range(10, 60)),), prompt, missing, add)
 
 
 def test_all_but_the_last_token_is_missing() -> None:
@@ -227,6 +236,22 @@ def test_a_whole_transfer_of_an_aborted_request_needs_no_first_token() -> None:
     assert planner.plan_step((), ()).received == []
     assert planner.request_finished("r") is None
     assert planner.plan_step((), ()).received == ["r"]
+
+
+def test_a_request_may_run_in_the_step_that_begins_after_its_kv() -> None:
+    planner, _ = new_planner()
+    admit_receive(planner, prompt=130, cached=64)
+    admit_receive(planner, prompt=130, cached=64, name="s")
+    assert planner.take_received(never_waits) == []
+    for transfer_id in ("x1", "x-s"):
+        planner.transfer_settled(transfer_id, whole=True)
+    # During the scheduling of a step that computes: the next one takes it.
+    assert planner.plan_step([step("other", 5, 1)], ()) == StepPlan()
+    # `s` also waits for a load.
+    assert planner.take_received(lambda name: name == "s") == ["r"]
+    assert planner.plan_step([step("r", 129, 1)], ()) == StepPlan(received=["s"], fences=True)
+    assert planner.take_received(never_waits) == []
+    assert planner.plan_step([step("r", 130, 1)], ()) == StepPlan()
 
 
 def test_a_model_of_states_alone_sends_once_at_the_end() -> None:

@@ -29,7 +29,8 @@ def maker(policy: Any, attempt: int = 1, wanted: Any = 0) -> int:
 @pytest.mark.parametrize(
     ("policy", "first", "second"),
     [
-        (0, BY_DECODE, BY_DECODE),
+        (0, BY_PREFILL, BY_PREFILL),
+        (BY_DECODE, BY_DECODE, BY_DECODE),
         (BY_PREFILL, BY_PREFILL, BY_PREFILL),
         (FROM_HIDDEN_STATE, FROM_HIDDEN_STATE, BY_DECODE),
         (REMOVED, BY_DECODE, BY_DECODE),
@@ -39,4 +40,5 @@ def test_a_policy_holds_for_the_attempts_that_can_follow_it(
     policy: Any, first: int, second: int
 ) -> None:
     assert [maker(policy, attempt) for attempt in (1, 2)] == [first, second]
-    assert maker(policy, wanted=BY_PREFILL) == BY_PREFILL
+    for wanted in (BY_PREFILL, BY_DECODE):
+        assert maker(policy, wanted=wanted) == wanted
