@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.sim.model.bit_mixer import mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from headrace_text.load import load_codecs
@@ -135,7 +136,7 @@ async def test_lm_eval_runs_a_loglikelihood_and_a_generation_task(tmp_path: Path
             pairs, sample["filtered_resps"], strict=True
         ):
             ids = codec.encode(context + continuation)
-            entries = engine.prompt_logprobs(ids, engine.prefix_hashes(ids), 0)
+            entries = engine.prompt_logprobs(ids, mix_words(engine.prefix_sums(ids)), 0)
             expected = sum(entry.logprob for entry in entries[len(codec.encode(context)) - 1 :])
             assert float(found) == pytest.approx(expected)
     for sample in samples(tmp_path / "results", "generation"):

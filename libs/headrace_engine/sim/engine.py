@@ -269,9 +269,7 @@ class SimEngine(Engine):
         self.require_adapter(work.adapter)
         self._open_senders()
         outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
-        if work.sampling is None:
-            on_first_token = None
-        else:
+        if work.sampling is not None:
             work = replace(work, sampling=self._seeded(work.sampling))
         block_tokens = self._shape.block_tokens
         sequence = Prompt(work, outgoing, on_first_token, self.model, block_tokens)

@@ -73,10 +73,6 @@ class StateMachine:
     def transitions(self) -> tuple[tuple[TransferState, int], ...]:
         return tuple(self._transitions)
 
-    def entered_unix_ns(self, state: TransferState) -> int:
-        """When a state was entered, 0 if it was not entered."""
-        return next((unix_ns for entered, unix_ns in self._transitions if entered is state), 0)
-
     def enter(self, state: TransferState) -> None:
         """Raises InternalError, and changes nothing, when `state` does not follow."""
         if state not in NEXT_STATES[self._state]:

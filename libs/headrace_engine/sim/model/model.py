@@ -121,10 +121,6 @@ class SimModel:
         word = int(self._position_words[position])
         return (base + mix_int(word ^ mix_int(token_id + 1))) & WORD_MASK
 
-    def prefix_hashes(self, token_ids: Sequence[int]) -> U64Array:
-        """A hash for each position, of all tokens up to and including it. Shape [tokens]."""
-        return mix_words(self.prefix_sums(token_ids))
-
     def position_weights(self, count: int) -> U64Array:
         """Odd weights of positions 0 to `count`, in a shared array: do not write. Shape [count]."""
         if len(self._position_weights) < count:

@@ -358,7 +358,7 @@ class Pair:
             finally:
                 started.prefill.cancel()
                 # The transfer may become complete while its wait is cancelled.
-                if started.transfer.states.entered_unix_ns(TransferState.COMPLETE):
+                if TransferState.COMPLETE in dict(started.transfer.states.transitions):
                     self.decode.transfer_event(Arrived(reservation.transfer_id))
                 else:
                     self.receiver.cancel(

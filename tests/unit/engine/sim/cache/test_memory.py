@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.cache.memory import SimMemory
+from headrace_engine.sim.model.bit_mixer import mix_words
 from headrace_engine.sim.model.model import SimModel, WordArray
 from headrace_engine.sim.model.sampling import choose_token
 from headrace_engine.sim.model.settings import SimShape, parse_settings
@@ -61,7 +62,7 @@ class Filled:
         """Computes more tokens, in one step."""
         start = len(self.tokens)
         self.tokens += tokens
-        hashes = self.model.prefix_hashes(self.tokens)
+        hashes = mix_words(self.model.prefix_sums(self.tokens))
         positions = np.arange(start, len(self.tokens), dtype=np.uint64)
         layers = range(self.model.layer_count)
         owners = tuple(
@@ -77,7 +78,7 @@ class Filled:
         return self.memory.digest(self.blocks, len(self.tokens))
 
     def expected(self) -> int:
-        return self.model.expected_digest(self.model.prefix_hashes(self.tokens))
+        return self.model.expected_digest(mix_words(self.model.prefix_sums(self.tokens)))
 
     def answer(self, count: int) -> tuple[int, ...]:
         """Goes on from memory."""
