@@ -256,7 +256,7 @@ def costs_of_both(
     one computes it.
     """
     table, missing, targets = candidates.decode, asked.missing, asked.targets
-    fixed, _, _, _, sent, answer, _ = table.times.steps
+    fixed, _, _, _, answer, _, sent = table.times.steps
     now_step_s, added_s = _steps_s(table, table.times.steps, missing)
     step_s = now_step_s + added_s
     now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
@@ -269,7 +269,10 @@ def costs_of_both(
     others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
     sent_s = sent * missing
     computed_s = np.where(computing, compute_s + sent_s, np.inf)
-    best = _computing_rows(computed_s)
+    # For each worker, the other one that would compute the prompt first. Its own row where there is no other.
+    order = np.argsort(computed_s)[:2]
+    best = np.full(len(table), order[0])
+    best[order[0]] = order[-1]
     remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, rows)
     remote_s = np.where(best != rows, remote_s, np.inf)
     local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
@@ -328,7 +331,7 @@ def _steps_s(table: LoadTable, steps: Numbers, tokens: float | Numbers) -> tuple
 
     No context exceeds what is held.
     """
-    fixed, _, _, _, _, answer, context = steps
+    fixed, _, _, _, answer, context, _ = steps
     now_s: Numbers = fixed + answer * table.requests + context * table.held_tokens
     return now_s, answer + context * tokens
 
@@ -403,12 +406,3 @@ def _handed_over_s(
     found_s = fixed_s + byte_s * (table.token_bytes[rows] * missing[rows])
     found: Numbers = np.where(missing[rows] > 0, found_s + MESSAGES_S + step_s[rows], np.inf)
     return found
-
-
-def _computing_rows(computed_s: Numbers) -> Rows:
-    """For each worker, the other one that would compute the prompt first. Its own row where there is no other."""
-    order = np.argsort(computed_s)[:2]
-    best = np.full(len(computed_s), order[0])
-    if len(order) > 1:
-        best[order[0]] = order[1]
-    return best

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
@@ -43,8 +43,7 @@ _TEXTS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokenBound:
+class FirstTokenBound(NamedTuple):
     """The time to first token that a request allows, from its arrival.
 
     `name` is what sets the bound: DEADLINE, REQUEST_TARGET or POLICY_TARGET.
@@ -71,11 +70,6 @@ class FirstTokenPrediction:
     def total_s(self) -> float:
         """From the arrival to the first token."""
         return self.elapsed_s + self.slot_wait_s + self.queue_wait_s + self.prefill_s
-
-
-def tightest_bound(bounds: tuple[FirstTokenBound, ...]) -> FirstTokenBound | None:
-    """The bound that allows the least time. None without bounds."""
-    return min(bounds, key=lambda bound: bound.allowed_s, default=None)
 
 
 def is_late(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> bool:
@@ -162,12 +156,13 @@ class EarlyRefusal:
                 error_s=decision.first_s * min(_ERROR_MAX, times.steps.error_p90),
             )
         else:
+            token_bytes = decision.worker.layout.token_bytes
             prediction = self._predict(
                 request,
                 bound,
                 queue_wait_s=self._queue_wait_s(prepared) if decision.remote else 0.0,
                 cached_tokens=len(prepared.token_ids) - 1 - decision.missing_tokens,
-                sent_tokens=decision.missing_tokens if decision.remote else 0,
+                sent_bytes=decision.missing_tokens * token_bytes if decision.remote else 0.0,
             )
         self._predicted(request, bound, prediction)
 
@@ -191,16 +186,17 @@ class EarlyRefusal:
         slot_wait_s: float = 0.0,
         queue_wait_s: float = 0.0,
         cached_tokens: int = 0,
-        sent_tokens: int = 0,
+        sent_bytes: float = 0.0,
     ) -> FirstTokenPrediction:
         """`cached_tokens` are those of the decode worker. Those of others are looked up where they may matter."""
         prepared = request.prepared
+        times = self.queue.mean_times(prepared.model, _AGE_MAX_S)
 
         def predict(cached_tokens: int) -> FirstTokenPrediction:
             missing_tokens = max(0, len(prepared.token_ids) - 1 - cached_tokens)
-            prefill_s = self.queue.prefill_s(
-                prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S, sent_tokens
-            )
+            prefill_s = times.step_s(missing_tokens, prior_tokens=cached_tokens) or 0.0
+            if prefill_s and sent_bytes:
+                prefill_s += times.handover_s(sent_bytes) or 0.0
             return FirstTokenPrediction(request.elapsed_s, slot_wait_s, queue_wait_s, prefill_s)
 
         prediction = predict(cached_tokens)
@@ -223,7 +219,7 @@ class EarlyRefusal:
         if self.by_deadline:
             allowed_s = request.elapsed_s + request.deadline.remaining_s()
             bounds.append(FirstTokenBound(allowed_s, DEADLINE))
-        return tightest_bound(tuple(bounds))
+        return min(bounds, default=None)
 
     def _queue_wait_s(self, prepared: PreparedRequest) -> float:
         wait_s = self.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)

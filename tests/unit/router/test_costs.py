@@ -25,7 +25,6 @@ from headrace_router.costs import (
 )
 from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.workers.table import (
-    GENERIC_STEPS,
     NO_TIMES,
     Load,
     LoadTable,
@@ -369,16 +368,14 @@ def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:
     found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, LAYOUT, other)))
     assert found["w2"].step_ms == pytest.approx(30.8)
     # Without prompts anywhere, the generic token is as fast beside the generic step as the learned step is.
-    answers = replace(_TIMES, steps=replace(_TIMES.steps, prompt_steps=0))
+    answers = replace(_TIMES, steps=replace(_TIMES.steps, fixed_s=0.020, prompt_steps=0))
     found = _shown(_pool(replace(_FREE, times=answers)))
-    pace = (0.010 + 0.0005) / GENERIC_STEPS.fixed_s
-    computed_ms = 1_000 * pace * GENERIC_STEPS.s_per_prompt_token * 1e3
-    held_s = pace * GENERIC_STEPS.s_per_context_token
-    assert found["w0"].first_token_ms == pytest.approx(computed_ms + 20 + 10.5 + 1e6 * held_s)
+    # Twice 0.1 s, and in the step 0.2 ms for the context.
+    assert found["w0"].first_token_ms == pytest.approx(200 + 20 + 20.7)
     # What prefill workers have learned comes before it, also where a worker computes the prompt itself.
     prefill = TimeModel(StepTimes(s_per_prompt_token=0.002, prompt_steps=9))
     local = _pool(replace(_FREE, times=answers), prefill=prefill, local_prefill_max_tokens=2_000)
-    assert _shown(local)["w0"].first_token_ms == pytest.approx(2_000 + 10.8)
+    assert _shown(local)["w0"].first_token_ms == pytest.approx(2_000 + 22.5)
 
 
 def test_nothing_learned_weighs_a_missing_token_like_about_four_held_ones() -> None:

@@ -172,13 +172,13 @@ class Load:
 
 
 # The part of a step or hand-over that each row of TimeColumns belongs to. A worker learns a part as a whole.
-_FIXED, _PROMPTS, _ANSWERS, _HANDOVERS = range(4)
-_PART_OF: Final = np.array([_FIXED, *4 * [_PROMPTS], *2 * [_ANSWERS], *2 * [_HANDOVERS]])
+_PROMPTS = 1
+_PART_OF: Final = np.array([0, 1, 1, 1, 2, 2, 1, 3, 3])
 _STEP_ROWS: Final = attrgetter(
-    *("fixed_s", "prompt_s", "s_per_prompt_token", "s_per_attended_token", "s_per_sent_token"),
-    *("s_per_answer", "s_per_context_token"),
+    *(name for name in StepTimes.__match_args__ if name.endswith("_s") or name.startswith("s_per_"))
 )
-_TOKEN_ROW, _ANSWER_ROW, _CONTEXT_ROW = 2, 5, 6
+_PROMPT_ROWS: Final = attrgetter(*PromptWork.__match_args__)
+_TOKEN_ROW, _ANSWER_ROW, _CONTEXT_ROW = 2, 4, 5
 
 
 class TimeColumns:
@@ -219,19 +219,13 @@ class TimeColumns:
         """Sets the values of one worker."""
         if prompts.tokens or row in self.with_prompts:
             (self.with_prompts.add if prompts.tokens else self.with_prompts.discard)(row)
-            self.prompts[:, row] = (
-                prompts.tokens,
-                prompts.attended,
-                prompts.head_tokens,
-                prompts.head_attended,
-                prompts.head_start_s,
-            )
+            self.prompts[:, row] = _PROMPT_ROWS(prompts)
         if self._models.get(row) == model:
             return
         self._models[row] = model
         self._learned_s = time.monotonic()
         steps, handovers = model.steps, model.handovers
-        parts = (steps.knows_prompts, steps.knows_answers, handovers.is_known)
+        parts = (steps.knows_prompts, steps.knows_answers, handovers.count > 0)
         known = np.array((parts[0] or parts[1], *parts))[_PART_OF]
         self._rows[known, row] = np.array(_values(steps, handovers))[known]
         if (self._known[:, row] != known).any():
@@ -248,9 +242,13 @@ class TimeColumns:
         if now_s < self._filled_s + _PRIOR_AGE_S:
             return
         self._filled_s = now_s
-        learned = np.where(self._known, self._rows, 0.0)
-        counts = self._known.sum(1)
-        overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), self._generic(prefill))
+        learned, counts = np.where(self._known, self._rows, 0.0), self._known.sum(1)
+        generic = np.array(_values(GENERIC_STEPS, NO_HANDOVERS))
+        overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), generic)
+        unlearned = ((overall[0] / generic[0]) or 1.0) * generic
+        if prefill.knows_prompts:
+            unlearned = np.where(_PART_OF == _PROMPTS, _values(prefill, NO_HANDOVERS), unlearned)
+        overall = np.where(counts, overall, unlearned)
         for same in self._kinds:
             counts = self._known[:, same].sum(1)
             own = learned[:, same].sum(1) / np.maximum(1, counts)
@@ -259,20 +257,6 @@ class TimeColumns:
         # KV memory is scarce too, also where steps show no price of it.
         least_s = _CONTEXT_SHARE * self._means[_TOKEN_ROW]
         self._means[_CONTEXT_ROW] = np.maximum(self._means[_CONTEXT_ROW], least_s)
-
-    def _generic(self, prefill: StepTimes) -> Numbers:
-        """The values where no worker of the table has learned them."""
-        generic, pace = np.array(_values(GENERIC_STEPS, NO_HANDOVERS)), 0.0
-        prompts, answers = self._known[_TOKEN_ROW], self._known[_ANSWER_ROW]
-        if answers.any():
-            one_s = self._rows[0] + self._rows[_ANSWER_ROW]
-            pace = one_s[answers].mean() / GENERIC_STEPS.fixed_s
-        elif prompts.any() or prefill.knows_prompts:
-            own = self._rows[_TOKEN_ROW, prompts]
-            token_s = own.mean() if len(own) else prefill.s_per_prompt_token
-            pace = token_s / GENERIC_STEPS.s_per_prompt_token
-        learned = (_PART_OF == _PROMPTS) & prefill.knows_prompts
-        return np.where(learned, _values(prefill, NO_HANDOVERS), (pace or 1.0) * generic)
 
 
 def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
