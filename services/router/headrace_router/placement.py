@@ -155,12 +155,8 @@ class Decision:
         why = "; ".join(
             f"{ref.worker_id}: {why}" for ref, why in distrusted.items() if ref in pulling
         )
-        return replace(
-            self,
-            remote=False,
-            prefill=None,
-            why=f"the worker accepts no KV ({why}); remote prefill: {self.why}",
-        )
+        why = f"the worker accepts no KV ({why}); remote prefill: {self.why}"
+        return replace(self, remote=False, prefill=None, why=why)
 
 
 class Placement(ABC):
@@ -218,8 +214,8 @@ class KvAware(Placement):
         first_s: float | None = None
         others: tuple[OtherDecision, ...] = ()
         # Priors are no predictions.
-        if isinstance(costs, CostsOfBoth) and table.times.known[usable].all():
-            first_s, others = float(costs.first_s[row]), costs.others(table, row, fit)
+        if isinstance(costs, CostsOfBoth) and table.times.all_known(usable):
+            first_s, others = float(costs.first_s[row]), costs.others(table, missing, row, fit)
         return Decision(
             table.workers[row],
             prefill_row != row,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.compatibility import fingerprint
-from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.layout import WorkerRef
 from headrace_router.costs import (
     LOCAL,
     OTHER_DECODE,
@@ -72,13 +73,19 @@ def _choose(
     pulling: int | None = None,
     others: tuple[WorkerRef, ...] = (),
     roles: str = "",
+    other_layouts: str = "",
+    queue: tuple[float, PairCosts | None, TimeModel] = (0.0, None, NO_TIMES),
 ) -> Decision:
-    """`roles` has the role of each worker: p, d or b. Those with d pull no prompts."""
+    """`roles` has the role of each worker: p, d or b. Those with d pull no prompts.
+
+    `other_layouts` names workers. `queue` has the wait, the costs of pairs, and the times of prefill workers.
+    """
     names = [f"w{index}" for index in range(len(loads))]
     roles = roles or "b" * len(names)
     table = LoadTable(
         Worker(
-            *(_ref(name), f"{name}:1", "sim", 4_096, 64, LAYOUT),
+            *(_ref(name), f"{name}:1", "sim", 4_096, 64),
+            replace(LAYOUT, model="other") if name in other_layouts else LAYOUT,
             computes_prompts=True,
             role=_ROLES[role],
         )
@@ -91,8 +98,17 @@ def _choose(
         map(_ref, names[:pulling])
     )
     refs |= set(others)
-    candidates = Candidates(table, columns, {fingerprint(LAYOUT): frozenset(refs)})
+    candidates = Candidates(table, columns, {fingerprint(LAYOUT): frozenset(refs)}, *queue)
     return KvAware(Random(1)).choose(request, candidates)
+
+
+def _pool(*loads: Load, **more: Any) -> Decision:
+    """Workers that only generate, beside a prefill worker."""
+    return _choose(*loads, roles="d" * len(loads), others=(_ref("p0"),), **more)
+
+
+def _with_policy(**fields: float) -> PlacementRequest:
+    return replace(_REQUEST, policy=RoutePolicy(**fields))  # type: ignore[arg-type]
 
 
 def _busy(requests: int) -> Load:
@@ -299,33 +315,6 @@ def test_bounds_count_from_the_arrival() -> None:
     assert later is None
 
 
-def _pool(
-    *loads: Load,
-    cached: tuple[int, ...] = (),
-    prefill: TimeModel = NO_TIMES,
-    pairs: PairCosts | None = None,
-    layouts: tuple[KvLayout, ...] = (),
-    request: PlacementRequest = _REQUEST,
-    wait_s: float = 0.0,
-    **policy: float,
-) -> Decision:
-    """Workers that only generate, beside a prefill worker for the layout of the others."""
-    names = [f"w{index}" for index in range(len(loads))]
-    layouts = layouts or (LAYOUT,) * len(loads)
-    table = LoadTable(
-        Worker(_ref(name), f"{name}:1", "sim", 4_096, 64, layout)
-        for name, layout in zip(names, layouts, strict=True)
-    )
-    for name, load in zip(names, loads, strict=True):
-        table.set(_ref(name), load)
-    columns = np.array(cached or [0] * len(loads), float)
-    layout = fingerprint(LAYOUT)
-    pulling = {layout: frozenset({_ref("p0")})}
-    candidates = Candidates(table, columns, pulling, wait_s, pairs, prefill)
-    request = replace(request, policy=RoutePolicy(**policy))  # type: ignore[arg-type]
-    return KvAware(Random(1)).choose(request, candidates)
-
-
 def _shown(decision: Decision) -> dict[str, inference_pb2.Candidate]:
     return {one.worker_id: one for one in decision.candidates}
 
@@ -343,48 +332,46 @@ def test_a_remote_prompt_takes_the_wait_its_computing_its_hand_over_and_a_step()
         StepTimes(fixed_s=0.1, s_per_prompt_token=0.001, prompt_steps=9),
         HandoverTimes(fixed_s=0.02, s_per_byte=1e-3 / LAYOUT.token_bytes, count=9),
     )
-    decision = _pool(_FREE, prefill=prefill, wait_s=0.5)
+    near = _shown(_pool(_FREE, queue=(0.5, None, prefill)))["w0"]
     # 0.5 s of wait, 1.1 s of computing, 20 ms of messages, 20 ms and 1 s of hand-over, and a step of 10.8 ms.
-    assert _shown(decision)["w0"].first_token_ms == pytest.approx(2_650.8)
-    far = PairCosts(np.array([True]), np.array([0.5]))
-    decision = _pool(_FREE, prefill=prefill, wait_s=0.5, pairs=far)
-    assert _shown(decision)["w0"].first_token_ms == pytest.approx(3_200.8)
+    assert near.first_token_ms == pytest.approx(2_650.8)
+    pairs = PairCosts(np.array([True]), np.array([0.5]))
+    far = _shown(_pool(_FREE, queue=(0.5, pairs, prefill)))["w0"]
+    assert far.first_token_ms == pytest.approx(3_200.8)
 
 
 def test_the_overlap_weight_is_a_factor_on_the_time_of_missing_tokens() -> None:
-    cost_ms = [_shown(_pool(_FREE, overlap_weight=weight))["w0"].cost_ms for weight in (4, 8, 0)]
+    requests = [_with_policy(overlap_weight=weight) for weight in (4, 8, 0, 0.1)]
+    cost_ms = [_pool(_FREE, request=request).candidates[0].cost_ms for request in requests[:3]]
     # The prompt takes 302 ms, and its messages 20 ms.
     assert cost_ms[1] - cost_ms[0] == pytest.approx(322)
     assert cost_ms[0] - cost_ms[2] == pytest.approx(322)
-    assert _pool(_busy(4), _FREE, cached=(1_000, 0), overlap_weight=0.1).worker.ref == _ref("w1")
+    decision = _pool(_busy(4), _FREE, cached=(1_000, 0), request=requests[3])
+    assert decision.worker.ref == _ref("w1")
 
 
 def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:
-    other = replace(LAYOUT, model="other")
     slow = replace(_FREE, times=replace(_TIMES, steps=replace(_TIMES.steps, fixed_s=0.050)))
     new = Load(total_tokens=10_000)
-    found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, other, other)))
+    found = _shown(_pool(_FREE, slow, new, other_layouts="w1 w2"))
     assert found["w2"].step_ms == found["w1"].step_ms
-    found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, LAYOUT, other)))
+    found = _shown(_pool(_FREE, slow, new, other_layouts="w2"))
     assert found["w2"].step_ms == pytest.approx(30.8)
-    # Without prompts anywhere, the generic token is as fast beside the generic step as the learned step is.
+    # No worker has computed prompts: a token costs twice that of a generic worker, as the step does.
     answers = replace(_TIMES, steps=replace(_TIMES.steps, fixed_s=0.020, prompt_steps=0))
-    found = _shown(_pool(replace(_FREE, times=answers)))
-    # Twice 0.1 s, and in the step 0.2 ms for the context.
-    assert found["w0"].first_token_ms == pytest.approx(200 + 20 + 20.7)
+    (only,) = _pool(replace(_FREE, times=answers)).candidates
+    assert only.first_token_ms == pytest.approx(200 + 20 + 20.7)
     # What prefill workers have learned comes before it, also where a worker computes the prompt itself.
     prefill = TimeModel(StepTimes(s_per_prompt_token=0.002, prompt_steps=9))
-    local = _pool(replace(_FREE, times=answers), prefill=prefill, local_prefill_max_tokens=2_000)
-    assert _shown(local)["w0"].first_token_ms == pytest.approx(2_000 + 22.5)
+    local = _with_policy(local_prefill_max_tokens=2_000)
+    (only,) = _pool(
+        replace(_FREE, times=answers), request=local, queue=(0.0, None, prefill)
+    ).candidates
+    assert only.first_token_ms == pytest.approx(2_000 + 22.5)
 
 
 def test_nothing_learned_weighs_a_missing_token_like_about_four_held_ones() -> None:
-    def holding(tokens: int) -> Load:
-        return Load(requests=tokens // 1_000, held_tokens=tokens, total_tokens=100_000)
-
     request = replace(_REQUEST, targets=TokenTargets(answer_tokens=128))
     for held, chosen in ((2_000, "w0"), (6_000, "w1")):
-        decision = _choose(holding(held), holding(0), cached=(1_000, 0), request=request)
-        assert decision.worker.ref == _ref("w0")
-        pool = _pool(holding(held), holding(0), cached=(1_000, 0), request=request)
-        assert pool.worker.ref == _ref(chosen)
+        load = Load(requests=held // 1_000, held_tokens=held)
+        assert _pool(load, Load(), cached=(1_000, 0), request=request).worker.ref == _ref(chosen)

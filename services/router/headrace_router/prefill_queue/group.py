@@ -23,7 +23,6 @@ from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, Wor
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512
-_NOTHING: Final = TimeModel()
 
 
 class LearnedTimes:
@@ -64,7 +63,7 @@ class LearnedTimes:
     def mean(self, now_s: float, age_max_s: float = math.inf) -> TimeModel:
         """What the mean worker has learned. Nothing, when the last report is older than `age_max_s`."""
         if now_s - self._reported_s > age_max_s:
-            return _NOTHING
+            return TimeModel()
         self._update_mean(now_s)
         return self._mean
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,11 +209,9 @@ class TimeColumns:
         """Seconds since a worker learned something."""
         return time.monotonic() - self._learned_s
 
-    @property
-    def known(self) -> Flags:
-        """Whether a worker has learned the times of steps with prompts and with answers."""
-        known: Flags = self._known[_TOKEN_ROW] & self._known[_ANSWER_ROW]
-        return known
+    def all_known(self, usable: Flags) -> bool:
+        """Whether all of these workers have learned the times of steps with prompts and with answers."""
+        return bool(self._known[[_TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
 
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
@@ -224,10 +222,10 @@ class TimeColumns:
             return
         self._models[row] = model
         self._learned_s = time.monotonic()
-        steps, handovers = model.steps, model.handovers
-        parts = (steps.knows_prompts, steps.knows_answers, handovers.count > 0)
+        steps = model.steps
+        parts = (steps.knows_prompts, steps.knows_answers, model.handovers.count > 0)
         known = np.array((parts[0] or parts[1], *parts))[_PART_OF]
-        self._rows[known, row] = np.array(_values(steps, handovers))[known]
+        self._rows[known, row] = np.array(_values(steps, model.handovers))[known]
         if (self._known[:, row] != known).any():
             self._known[:, row] = known
             self._filled_s = -math.inf
@@ -264,8 +262,7 @@ def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
     return (*_STEP_ROWS(steps), handovers.fixed_s, handovers.s_per_byte)
 
 
-@dataclass(frozen=True, slots=True)
-class Pulling:
+class Pulling(NamedTuple):
     """What the workers that pull prompts, by layout fingerprint, are to those of a table. Columns have shape [worker].
 
     `paired`: those to which another one may hand over. `computing`: those that pull themselves. `within`: whether all
