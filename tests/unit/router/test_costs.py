@@ -14,25 +14,9 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
-from headrace_router.costs import (
-    LOCAL,
-    OTHER_DECODE,
-    OTHER_PREFILL,
-    REMOTE,
-    AnswerLengths,
-    Candidates,
-    PairCosts,
-    TokenTargets,
-)
+from headrace_router import costs
 from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.workers.table import (
-    NO_TIMES,
-    Load,
-    LoadTable,
-    PromptQueue,
-    PromptWork,
-    Worker,
-)
+from headrace_router.workers.table import NO_TIMES, Load, LoadTable, PromptQueue, PromptWork, Worker
 from tests.sim_layout import LAYOUT
 
 _TIMES = TimeModel(
@@ -58,7 +42,7 @@ _REQUEST = PlacementRequest(
     inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
     RoutePolicy(),
     30.0,
-    targets=TokenTargets(ttft_s=2.0, tpot_s=0.05, answer_tokens=50),
+    targets=costs.TokenTargets(ttft_s=2.0, tpot_s=0.05, answer_tokens=50),
 )
 
 
@@ -74,7 +58,7 @@ def _choose(
     others: tuple[WorkerRef, ...] = (),
     roles: str = "",
     other_layouts: str = "",
-    queue: tuple[float, PairCosts | None, TimeModel] = (0.0, None, NO_TIMES),
+    queue: tuple[float, costs.PairCosts | None, TimeModel] = (0.0, None, NO_TIMES),
 ) -> Decision:
     """`roles` has the role of each worker: p, d or b. Those with d pull no prompts.
 
@@ -98,7 +82,7 @@ def _choose(
         map(_ref, names[:pulling])
     )
     refs |= set(others)
-    candidates = Candidates(table, columns, {fingerprint(LAYOUT): frozenset(refs)}, *queue)
+    candidates = costs.Candidates(table, columns, {fingerprint(LAYOUT): frozenset(refs)}, *queue)
     return KvAware(Random(1)).choose(request, candidates)
 
 
@@ -145,7 +129,9 @@ def test_the_tokens_before_those_that_wait_take_time_too() -> None:
 
 
 def test_answers_spread_when_their_tokens_would_be_late() -> None:
-    urgent = replace(_REQUEST, targets=TokenTargets(ttft_s=4.0, tpot_s=0.020, answer_tokens=50))
+    urgent = replace(
+        _REQUEST, targets=costs.TokenTargets(ttft_s=4.0, tpot_s=0.020, answer_tokens=50)
+    )
     assert _choose(_busy(4), _FREE, request=urgent).worker.ref == _ref("w0")
     assert _choose(_busy(40), _FREE, request=urgent).worker.ref == _ref("w1")
 
@@ -251,17 +237,21 @@ def test_a_worker_restricted_to_decode_gets_no_prompts_of_others() -> None:
 def test_other_decisions_have_times_from_the_same_state() -> None:
     # 302 ms to compute the prompt, 10.5 ms for a step. Another worker's step with prompts takes 10 ms beside them.
     idle = {one.kind: one for one in _choose(_FREE, _FREE).others}
-    assert set(idle) == {OTHER_DECODE, REMOTE}
-    assert idle[OTHER_DECODE].first_s == pytest.approx(0.3225)
+    assert set(idle) == {costs.OTHER_DECODE, costs.REMOTE}
+    assert idle[costs.OTHER_DECODE].first_s == pytest.approx(0.3225)
     # A hand-over takes 10 ms, and its messages 20 ms.
-    assert idle[REMOTE].first_s == pytest.approx(0.3525)
-    assert idle[REMOTE].estimate_s(prompt_s=9.0) == idle[REMOTE].first_s
+    assert idle[costs.REMOTE].first_s == pytest.approx(0.3525)
+    assert idle[costs.REMOTE].estimate_s(prompt_s=9.0) == idle[costs.REMOTE].first_s
 
 
 def test_what_the_same_worker_computes_is_not_predicted_again() -> None:
     decision = _choose(_busy(4), _FREE)
     (other,) = decision.others
-    assert (other.kind, other.worker.ref, other.prefill) == (OTHER_DECODE, _ref("w1"), _ref("w1"))
+    assert (other.kind, other.worker.ref, other.prefill) == (
+        costs.OTHER_DECODE,
+        _ref("w1"),
+        _ref("w1"),
+    )
     # One step of 10.5 ms after the end of computing.
     assert other.after_prompt
     assert other.estimate_s(prompt_s=1.0) == pytest.approx(1.0105)
@@ -272,10 +262,10 @@ def test_ways_beside_answers_or_into_long_steps_have_no_estimate() -> None:
     decision = _choose(_busy(4), _FREE, computing)
     kinds = {one.kind: one for one in decision.others}
     # Beside the four answers, the time of a local prefill depends on how early their tokens have come.
-    assert (decision.prefill, LOCAL in kinds) == (_ref("w1"), False)
-    assert kinds[OTHER_PREFILL].prefill == _ref("w2")
+    assert (decision.prefill, costs.LOCAL in kinds) == (_ref("w1"), False)
+    assert kinds[costs.OTHER_PREFILL].prefill == _ref("w2")
     # The third worker may compute a long step when the answer could join.
-    assert kinds[OTHER_DECODE].worker.ref == _ref("w1")
+    assert kinds[costs.OTHER_DECODE].worker.ref == _ref("w1")
     assert not _choose(_busy(1)).others
     assert not _choose(Load(total_tokens=10_000), _FREE).others
 
@@ -300,7 +290,7 @@ def test_the_work_of_a_prompt_ends_in_the_order_of_arrival() -> None:
 
 
 def test_the_expected_length_follows_recent_answers() -> None:
-    lengths = AnswerLengths()
+    lengths = costs.AnswerLengths()
     assert lengths.expected("m", 16) == 16
     for _ in range(200):
         lengths.ended("m", 40)
@@ -308,10 +298,10 @@ def test_the_expected_length_follows_recent_answers() -> None:
 
 
 def test_bounds_count_from_the_arrival() -> None:
-    bounds = TokenTargets(2.0, 0.05, elapsed_s=0.5).bounds(started=False)
+    bounds = costs.TokenTargets(2.0, 0.05, elapsed_s=0.5).bounds(started=False)
     assert bounds is not None
     assert bounds.first_token_remaining.ToMilliseconds() == 1_500
-    later = TokenTargets(2.0, None).bounds(started=True)
+    later = costs.TokenTargets(2.0, None).bounds(started=True)
     assert later is None
 
 
@@ -335,19 +325,9 @@ def test_a_remote_prompt_takes_the_wait_its_computing_its_hand_over_and_a_step()
     near = _shown(_pool(_FREE, queue=(0.5, None, prefill)))["w0"]
     # 0.5 s of wait, 1.1 s of computing, 20 ms of messages, 20 ms and 1 s of hand-over, and a step of 10.8 ms.
     assert near.first_token_ms == pytest.approx(2_650.8)
-    pairs = PairCosts(np.array([True]), np.array([0.5]))
+    pairs = costs.PairCosts(np.array([True]), np.array([0.5]))
     far = _shown(_pool(_FREE, queue=(0.5, pairs, prefill)))["w0"]
     assert far.first_token_ms == pytest.approx(3_200.8)
-
-
-def test_the_overlap_weight_is_a_factor_on_the_time_of_missing_tokens() -> None:
-    requests = [_with_policy(overlap_weight=weight) for weight in (4, 8, 0, 0.1)]
-    cost_ms = [_pool(_FREE, request=request).candidates[0].cost_ms for request in requests[:3]]
-    # The prompt takes 302 ms, and its messages 20 ms.
-    assert cost_ms[1] - cost_ms[0] == pytest.approx(322)
-    assert cost_ms[0] - cost_ms[2] == pytest.approx(322)
-    decision = _pool(_busy(4), _FREE, cached=(1_000, 0), request=requests[3])
-    assert decision.worker.ref == _ref("w1")
 
 
 def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:
@@ -371,7 +351,7 @@ def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:
 
 
 def test_nothing_learned_weighs_a_missing_token_like_about_four_held_ones() -> None:
-    request = replace(_REQUEST, targets=TokenTargets(answer_tokens=128))
+    request = replace(_REQUEST, targets=costs.TokenTargets(answer_tokens=128))
     for held, chosen in ((2_000, "w0"), (6_000, "w1")):
         load = Load(requests=held // 1_000, held_tokens=held)
         assert _pool(load, Load(), cached=(1_000, 0), request=request).worker.ref == _ref(chosen)
