@@ -223,7 +223,7 @@ class CostsOfBoth(Costs):
         # What this worker computes will be observed.
         started_s = self.started_s.copy()
         started_s[taken] = 0.0
-        own = self.prefill_row == np.arange(len(fit))
+        own = self.prefill_row == table.rows
         away_s = self.first_s + np.where(own, 0.0, self.joined_s) + started_s[self.prefill_row]
         away_s[~fit] = away_s[row] = np.inf
         handed_over_s = _handed_over_s(table, missing, self.step_s, slice(None), row)
@@ -266,7 +266,7 @@ def costs_of_both(
     missing_s = _missing_s(table, asked)
     compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
 
-    rows: Rows = np.arange(len(table))
+    rows = table.rows
     local_s: Numbers = compute_s + step_s
     others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
     sent_s = sent * missing
@@ -305,17 +305,14 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     # Workers of a kind learn different times in the same steps. That must not gather answers.
     now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
-    prefill_row: Rows = np.arange(len(table))
     if remote is not None and remote.all():
         missing_s, prompt_s = _queued_s(candidates, asked)
-        prefill_row = np.full(len(table), -1)
     else:
         missing_s = _missing_s(table, asked)
         prompt_s = _computed_s(table, asked, missing_s, now_step_s, targets.tpot_s)
         if remote is not None and remote.any():
             queued = _queued_s(candidates, asked)
             prompt_s = np.where(remote, queued[1], prompt_s)
-            prefill_row[remote] = -1
             if asked.missing_weight != 1.0:
                 missing_s = np.where(remote, queued[0], missing_s)
     first_s = prompt_s + step_s
@@ -324,6 +321,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
         cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s
+    prefill_row = table.rows if remote is None else np.where(remote, -1, table.rows)
     return Costs(cost_s, first_s, step_s, prefill_row)
 
 

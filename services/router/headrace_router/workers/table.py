@@ -284,6 +284,7 @@ class LoadTable:
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = tuple(sorted(workers, key=lambda worker: str(worker.ref)))
         count = len(self.workers)
+        self.rows = np.arange(count)
         self.max_model_len = min((worker.max_model_len for worker in self.workers), default=0)
         """The most tokens that every worker accepts."""
         self.requests: Numbers = np.zeros(count)
