@@ -168,13 +168,11 @@ class SimulatedRouter:
             worker.release(job)
             raise
         if decision.remote:
-            await asyncio.sleep(self._handover_s(job.prompt_tokens - 1 - cached_tokens))
+            tokens = job.prompt_tokens - 1 - cached_tokens
+            await asyncio.sleep(self._profile.handover_s(tokens) if tokens else 0.0)
         worker.generate(job)
         await job.finished
         self._lengths.ended(MODEL, job.answer_tokens)
-
-    def _handover_s(self, tokens: int) -> float:
-        return self._profile.handover_s(tokens) if tokens else 0.0
 
     @contextmanager
     def _counted(self, worker: SimulatedWorker | None, decision: Decision) -> Iterator[None]:

@@ -129,22 +129,18 @@ def route_view(
 
 def candidates_table(routed: inference_pb2.RouteResponse, console: Console) -> Table:
     """The cost of each candidate, in milliseconds, and what it is from."""
-    numbers = ("cost ms", "first token ms", "step ms", "cached", "missing", "held", "requests")
+    numbers = ("cost ms", "first token ms", "cached", "missing", "held", "requests")
     columns = [
-        Column(""),
-        Column("decode worker"),
-        Column("prompt on"),
+        *(Column(name) for name in ("decode worker", "prompt on")),
         *(Column(name, right=True) for name in numbers),
         Column("but it is"),
     ]
     rows = [
         (
-            "*" if candidate.worker_id == routed.worker_id else "",
             candidate.worker_id,
             candidate.prefill_worker_id or "a prefill worker",
             f"{candidate.cost_ms:,.0f}",
             f"{candidate.first_token_ms:,.0f}",
-            f"{candidate.step_ms:,.1f}",
             f"{candidate.cached_tokens:,}",
             f"{candidate.missing_tokens:,}",
             f"{candidate.held_tokens:,}",

@@ -84,11 +84,6 @@ class HandoverTimes:
     error_p50: float = 0.0
     error_p90: float = 0.0
 
-    @property
-    def is_known(self) -> bool:
-        """Whether enough hand-overs were seen."""
-        return self.count >= _HANDOVERS_MIN
-
 
 NO_HANDOVERS: Final = HandoverTimes()
 Times = TypeVar("Times", StepTimes, HandoverTimes)
@@ -136,14 +131,14 @@ class TimeModel:
         A link without enough hand-overs of its own has the time of all.
         """
         for times in (self.links.get(link), self.handovers):
-            if times is not None and times.is_known:
+            if times is not None and times.count >= _HANDOVERS_MIN:
                 return times.fixed_s + times.s_per_byte * payload_bytes
         return None
 
 
 def mean_model(models: Collection[TimeModel]) -> TimeModel:
     """The mean of each part over several workers, without links. Hand-overs only of workers that have had enough."""
-    handovers = [one.handovers for one in models if one.handovers.is_known]
+    handovers = [one.handovers for one in models if one.handovers.count >= _HANDOVERS_MIN]
     return TimeModel(_mean(NO_STEPS, [one.steps for one in models]), _mean(NO_HANDOVERS, handovers))
 
 

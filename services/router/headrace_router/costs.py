@@ -30,7 +30,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.workers.table import NO_TIMES, Flags, LoadTable, Numbers, Worker
 
 Rows = NDArray[np.intp]
+_Bound: TypeAlias = float | Numbers | None
+_Times: TypeAlias = tuple[Numbers, Numbers]
 LOCAL: Final = "local prefill"
 REMOTE: Final = "remote prefill"
 OTHER_PREFILL: Final = "other prefill worker"
@@ -205,13 +207,14 @@ class CostsOfBoth(Costs):
     """`first_s` with a local prefill. Infinite where that is not allowed."""
     computed_s: Numbers
     """Until a worker has computed and sent the prompt for another one. Infinite where it may not."""
-    missing: Numbers
     started_s: Numbers
     """What a step with prompts takes beside them. Infinite where answers run: their slack is not known."""
     joined_s: Numbers
     """Until an answer joins the steps of a worker. Infinite beside prompts: their steps may be long."""
 
-    def others(self, table: LoadTable, row: int, fit: Flags) -> tuple[OtherDecision, ...]:
+    def others(
+        self, table: LoadTable, missing: Numbers, row: int, fit: Flags
+    ) -> tuple[OtherDecision, ...]:
         """The best decision of each kind other than the cheapest one on worker `row`, which was made.
 
         Answers may be generated on the workers in `fit`. Decisions without a good prediction are left out.
@@ -220,10 +223,10 @@ class CostsOfBoth(Costs):
         # What this worker computes will be observed.
         started_s = self.started_s.copy()
         started_s[taken] = 0.0
-        own = self.prefill_row == np.arange(len(fit))
+        own = self.prefill_row == table.rows
         away_s = self.first_s + np.where(own, 0.0, self.joined_s) + started_s[self.prefill_row]
         away_s[~fit] = away_s[row] = np.inf
-        handed_over_s = _handed_over_s(table, self.missing, self.step_s, slice(None), row)
+        handed_over_s = _handed_over_s(table, missing, self.step_s, slice(None), row)
         here_s = self.computed_s + handed_over_s + self.joined_s[row] + started_s
         here_s[[taken, row]] = np.inf
         prompt_s = float((self.local_s if taken == row else self.computed_s)[taken])
@@ -231,9 +234,8 @@ class CostsOfBoth(Costs):
         ways = [
             (OTHER_DECODE, away, int(self.prefill_row[away]), float(away_s[away])),
             (REMOTE if taken == row else OTHER_PREFILL, row, prefill, float(here_s[prefill])),
+            (LOCAL, row, row, float(self.local_s[row] + started_s[row])),
         ]
-        if taken != row:
-            ways.append((LOCAL, row, row, float(self.local_s[row] + started_s[row])))
         return tuple(
             OtherDecision(
                 kind=kind,
@@ -243,7 +245,7 @@ class CostsOfBoth(Costs):
                 after_prompt=by == taken,
             )
             for kind, at, by, first_s in ways
-            if math.isfinite(first_s)
+            if math.isfinite(first_s) and (at, by) != (row, taken)
         )
 
 
@@ -256,7 +258,7 @@ def costs_of_both(
     one computes it.
     """
     table, missing, targets = candidates.decode, asked.missing, asked.targets
-    fixed, _, _, _, sent, answer, _ = table.times.steps
+    fixed, _, _, _, answer, _, sent = table.times.steps
     now_step_s, added_s = _steps_s(table, table.times.steps, missing)
     step_s = now_step_s + added_s
     now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
@@ -264,12 +266,15 @@ def costs_of_both(
     missing_s = _missing_s(table, asked)
     compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
 
-    rows: Rows = np.arange(len(table))
+    rows = table.rows
     local_s: Numbers = compute_s + step_s
     others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
     sent_s = sent * missing
     computed_s = np.where(computing, compute_s + sent_s, np.inf)
-    best = _computing_rows(computed_s)
+    # For each worker, the other one that would compute the prompt first. Its own row where there is no other.
+    order = np.argsort(computed_s)[:2]
+    best = np.full(len(table), order[0])
+    best[order[0]] = order[-1]
     remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, rows)
     remote_s = np.where(best != rows, remote_s, np.inf)
     local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
@@ -289,7 +294,6 @@ def costs_of_both(
         step_s=step_s,
         local_s=local_s,
         computed_s=computed_s,
-        missing=missing,
         started_s=np.where(missing > 0, started_s, now_step_s / 2),
         joined_s=np.where(table.times.prompts[0] > 0, np.inf, now_step_s / 2),
     )
@@ -301,17 +305,14 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     # Workers of a kind learn different times in the same steps. That must not gather answers.
     now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
-    prefill_row: Rows = np.arange(len(table))
     if remote is not None and remote.all():
         missing_s, prompt_s = _queued_s(candidates, asked)
-        prefill_row = np.full(len(table), -1)
     else:
         missing_s = _missing_s(table, asked)
         prompt_s = _computed_s(table, asked, missing_s, now_step_s, targets.tpot_s)
         if remote is not None and remote.any():
             queued = _queued_s(candidates, asked)
             prompt_s = np.where(remote, queued[1], prompt_s)
-            prefill_row[remote] = -1
             if asked.missing_weight != 1.0:
                 missing_s = np.where(remote, queued[0], missing_s)
     first_s = prompt_s + step_s
@@ -320,6 +321,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
         cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s
+    prefill_row = table.rows if remote is None else np.where(remote, -1, table.rows)
     return Costs(cost_s, first_s, step_s, prefill_row)
 
 
@@ -328,7 +330,7 @@ def _steps_s(table: LoadTable, steps: Numbers, tokens: float | Numbers) -> tuple
 
     No context exceeds what is held.
     """
-    fixed, _, _, _, _, answer, context = steps
+    fixed, _, _, _, answer, context, _ = steps
     now_s: Numbers = fixed + answer * table.requests + context * table.held_tokens
     return now_s, answer + context * tokens
 
@@ -343,11 +345,7 @@ def _missing_s(table: LoadTable, asked: Asked) -> Numbers:
 
 
 def _computed_s(
-    table: LoadTable,
-    asked: Asked,
-    missing_s: Numbers,
-    now_step_s: Numbers,
-    tpot_s: float | Numbers | None,
+    table: LoadTable, asked: Asked, missing_s: Numbers, now_step_s: Numbers, tpot_s: _Bound
 ) -> Numbers:
     """Until each worker has computed what it lacks, after its other prompts and beside its answers.
 
@@ -358,25 +356,20 @@ def _computed_s(
     answers_s = np.where(table.requests > 0, now_step_s, 0.0)
     # What answers leave of a worker's time. Those that wait for their prompts will run beside this one.
     share = 1.0 if tpot_s is None else np.maximum(_SHARE_MIN, 1.0 - answers_s / (_KEPT * tpot_s))
-    alone_s = missing_s + _waiting_s(table, share) if table.times.with_prompts else missing_s
+    alone_s = missing_s
+    if table.times.with_prompts:
+        _, _, token, attended, *_ = table.times.steps
+        tokens, attended_tokens, head, head_attended, head_start_s = table.times.prompts
+        # The first one has had its turn for a while.
+        done_s = np.maximum(0.0, time.monotonic() - head_start_s) * share
+        done_s = np.minimum(token * head + attended * head_attended, done_s)
+        alone_s = missing_s + (token * tokens + attended * attended_tokens - done_s)
     # The answers that run now end, and then the prompts have all of the time.
     ended_s = alone_s + answers_s * asked.targets.answer_tokens
     return np.where(asked.missing > 0, np.minimum(alone_s / share, ended_s), 0.0)
 
 
-def _waiting_s(table: LoadTable, share: float | Numbers) -> Numbers:
-    """Time of each worker for the prompts that it has, without answers. The first one has had its turn for a while."""
-    _, _, token, attended, *_ = table.times.steps
-    tokens, attended_tokens, head, head_attended, head_start_s = table.times.prompts
-    done_s = np.minimum(
-        token * head + attended * head_attended,
-        np.maximum(0.0, time.monotonic() - head_start_s) * share,
-    )
-    waiting_s: Numbers = token * tokens + attended * attended_tokens - done_s
-    return waiting_s
-
-
-def _queued_s(candidates: Candidates, asked: Asked) -> tuple[Numbers, Numbers]:
+def _queued_s(candidates: Candidates, asked: Asked) -> _Times:
     """How long the prefill queue takes for what each worker lacks, without and with the wait.
 
     Unknown times are as if the worker itself computed.
@@ -403,12 +396,3 @@ def _handed_over_s(
     found_s = fixed_s + byte_s * (table.token_bytes[rows] * missing[rows])
     found: Numbers = np.where(missing[rows] > 0, found_s + MESSAGES_S + step_s[rows], np.inf)
     return found
-
-
-def _computing_rows(computed_s: Numbers) -> Rows:
-    """For each worker, the other one that would compute the prompt first. Its own row where there is no other."""
-    order = np.argsort(computed_s)[:2]
-    best = np.full(len(computed_s), order[0])
-    if len(order) > 1:
-        best[order[0]] = order[1]
-    return best

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Final, NamedTuple
 
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
@@ -43,8 +43,7 @@ _TEXTS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokenBound:
+class FirstTokenBound(NamedTuple):
     """The time to first token that a request allows, from its arrival.
 
     `name` is what sets the bound: DEADLINE, REQUEST_TARGET or POLICY_TARGET.
@@ -73,11 +72,6 @@ class FirstTokenPrediction:
         return self.elapsed_s + self.slot_wait_s + self.queue_wait_s + self.prefill_s
 
 
-def tightest_bound(bounds: tuple[FirstTokenBound, ...]) -> FirstTokenBound | None:
-    """The bound that allows the least time. None without bounds."""
-    return min(bounds, key=lambda bound: bound.allowed_s, default=None)
-
-
 def is_late(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> bool:
     """Whether the first token would come after the bound, even if it comes early."""
     return prediction.total_s - prediction.error_s > bound.allowed_s
@@ -103,10 +97,7 @@ def refusal(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> FirstTo
             "bound": bound.name,
             "allowed_s": f"{bound.allowed_s:.3f}",
             "predicted_s": f"{prediction.total_s:.3f}",
-            "elapsed_s": f"{prediction.elapsed_s:.3f}",
-            "slot_wait_s": f"{prediction.slot_wait_s:.3f}",
-            "queue_wait_s": f"{prediction.queue_wait_s:.3f}",
-            "prefill_s": f"{prediction.prefill_s:.3f}",
+            **{name: f"{part_s:.3f}" for name, part_s in asdict(prediction).items()},
         },
         retry_after_s=None if hopeless else min(RETRY_S_MAX, max(RETRY_S_MIN, over_s)),
     )
@@ -138,7 +129,7 @@ class EarlyRefusal:
         bound = self._bound(request) if slot_wait_s > 0 else None
         if bound is None:
             return
-        prediction = self._predict(request, bound, slot_wait_s=slot_wait_s)
+        prediction = self._predict(request, bound, slot_wait_s)
         if is_late(prediction, bound):
             self._predicted(request, bound, prediction)
 
@@ -162,13 +153,7 @@ class EarlyRefusal:
                 error_s=decision.first_s * min(_ERROR_MAX, times.steps.error_p90),
             )
         else:
-            prediction = self._predict(
-                request,
-                bound,
-                queue_wait_s=self._queue_wait_s(prepared) if decision.remote else 0.0,
-                cached_tokens=len(prepared.token_ids) - 1 - decision.missing_tokens,
-                sent_tokens=decision.missing_tokens if decision.remote else 0,
-            )
+            prediction = self._predict(request, bound, decision=decision)
         self._predicted(request, bound, prediction)
 
     def _predicted(
@@ -178,7 +163,13 @@ class EarlyRefusal:
         model = request.prepared.model
         self.on_prediction(model, prediction.total_s)
         if request.root.is_recording():
-            request.root.set_attributes(_attributes(prediction, bound))
+            request.root.set_attributes(
+                {
+                    schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S: round(prediction.total_s, 6),
+                    schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S: round(bound.allowed_s, 6),
+                    schema.ATTRIBUTE_FIRST_TOKEN_BOUND: bound.name,
+                }
+            )
         if is_late(prediction, bound):
             self.on_refusal(model, bound.name)
             raise refusal(prediction, bound)
@@ -187,20 +178,25 @@ class EarlyRefusal:
         self,
         request: ArrivedRequest,
         bound: FirstTokenBound,
-        *,
         slot_wait_s: float = 0.0,
-        queue_wait_s: float = 0.0,
-        cached_tokens: int = 0,
-        sent_tokens: int = 0,
+        decision: Decision | None = None,
     ) -> FirstTokenPrediction:
-        """`cached_tokens` are those of the decode worker. Those of others are looked up where they may matter."""
+        """The cached tokens of other workers than that of the decision are looked up where they may matter."""
         prepared = request.prepared
+        times = self.queue.mean_times(prepared.model, _AGE_MAX_S)
+        cached_tokens = 0 if decision is None else decision.cached_tokens
+        queue_wait_s, sent_bytes = 0.0, 0.0
+        if decision is not None and decision.remote:
+            wait_s = self.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
+            # The error of a full queue has a hint of its own.
+            queue_wait_s = wait_s if math.isfinite(wait_s) else 0.0
+            sent_bytes = decision.missing_tokens * decision.worker.layout.token_bytes
 
         def predict(cached_tokens: int) -> FirstTokenPrediction:
             missing_tokens = max(0, len(prepared.token_ids) - 1 - cached_tokens)
-            prefill_s = self.queue.prefill_s(
-                prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S, sent_tokens
-            )
+            prefill_s = times.step_s(missing_tokens, prior_tokens=cached_tokens) or 0.0
+            if prefill_s and sent_bytes:
+                prefill_s += times.handover_s(sent_bytes) or 0.0
             return FirstTokenPrediction(request.elapsed_s, slot_wait_s, queue_wait_s, prefill_s)
 
         prediction = predict(cached_tokens)
@@ -223,12 +219,7 @@ class EarlyRefusal:
         if self.by_deadline:
             allowed_s = request.elapsed_s + request.deadline.remaining_s()
             bounds.append(FirstTokenBound(allowed_s, DEADLINE))
-        return tightest_bound(tuple(bounds))
-
-    def _queue_wait_s(self, prepared: PreparedRequest) -> float:
-        wait_s = self.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
-        # The error of a full queue has a hint of its own.
-        return wait_s if math.isfinite(wait_s) else 0.0
+        return min(bounds, default=None)
 
     def _cached_tokens(self, prepared: PreparedRequest) -> int:
         """The prompt tokens in the prefix cache of the worker that has the most."""
@@ -237,11 +228,3 @@ class EarlyRefusal:
         refs = set().union(*self.queue.pulling_workers(prepared.adapter).values())
         by_prefill = prefixes.cached_refs(prepared.model, *prompt, refs)
         return int(max((*prefixes.cached_tokens(table, *prompt), *by_prefill.values()), default=0))
-
-
-def _attributes(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> dict[str, str | float]:
-    return {
-        schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S: round(prediction.total_s, 6),
-        schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S: round(bound.allowed_s, 6),
-        schema.ATTRIBUTE_FIRST_TOKEN_BOUND: bound.name,
-    }

@@ -79,43 +79,6 @@ class PlacementRequest:
     targets: TokenTargets = NO_TARGETS
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What explains a decision: the chosen worker, then the cheapest others in no order.
-
-    `columns` has their costs, times to first token, steps, missing tokens, held tokens and requests. `prefill` has the
-    workers that would compute the prompt, empty for the queue. `faults` has by its name which of them have a fault.
-    """
-
-    workers: tuple[Worker, ...]
-    columns: tuple[list[float], ...]
-    prefill: tuple[str, ...]
-    faults: Mapping[str, list[bool]]
-    needed_tokens: int
-
-    def candidates(self) -> tuple[inference_pb2.Candidate, ...]:
-        """The chosen worker, then the others by cost. `prefix_fault` is empty."""
-        first, *others = (
-            inference_pb2.Candidate(
-                worker_id=worker.ref.worker_id,
-                cost_ms=1e3 * cost_s,
-                first_token_ms=1e3 * first_s,
-                step_ms=1e3 * step_s,
-                cached_tokens=self.needed_tokens - int(missing),
-                missing_tokens=int(missing),
-                held_tokens=int(held),
-                requests=int(requests),
-                prefill_worker_id=self.prefill[place],
-                unfit=", ".join(name for name, flags in self.faults.items() if flags[place]),
-            )
-            for place, (worker, cost_s, first_s, step_s, missing, held, requests) in enumerate(
-                zip(self.workers, *self.columns, strict=True)
-            )
-        )
-        others.sort(key=lambda one: one.cost_ms)
-        return (first, *others[: EXPLAINED_CANDIDATES - 1])
-
-
 def candidate_text(one: inference_pb2.Candidate) -> str:
     """A candidate for people."""
     unfit = f", {one.unfit}" if one.unfit else ""
@@ -133,7 +96,8 @@ class Decision:
     worker: Worker
     remote: bool
     why: str
-    shown: Shown
+    shown: tuple[tuple[tuple[str, str, str], tuple[float, ...]], ...]
+    """Of the chosen worker and of the cheapest others, in no order, what `candidates` has."""
     missing_tokens: int = 0
     """Prompt tokens that are to be computed."""
     cached_tokens: int = 0
@@ -149,8 +113,26 @@ class Decision:
 
     @property
     def candidates(self) -> tuple[inference_pb2.Candidate, ...]:
-        """See Shown."""
-        return self.shown.candidates()
+        """The chosen worker, then the cheapest others. `prefix_fault` is empty."""
+        needed_tokens = self.missing_tokens + self.cached_tokens
+        first, *others = (
+            inference_pb2.Candidate(
+                worker_id=worker_id,
+                prefill_worker_id=prefill_worker_id,
+                unfit=unfit,
+                cost_ms=1e3 * cost_s,
+                first_token_ms=1e3 * first_s,
+                step_ms=1e3 * step_s,
+                cached_tokens=needed_tokens - int(missing),
+                missing_tokens=int(missing),
+                held_tokens=int(held),
+                requests=int(requests),
+            )
+            for (worker_id, prefill_worker_id, unfit), numbers in self.shown
+            for cost_s, first_s, step_s, missing, held, requests in (numbers,)
+        )
+        others.sort(key=lambda one: one.cost_ms)
+        return (first, *others[: EXPLAINED_CANDIDATES - 1])
 
     @property
     def explanation(self) -> str:
@@ -173,12 +155,8 @@ class Decision:
         why = "; ".join(
             f"{ref.worker_id}: {why}" for ref, why in distrusted.items() if ref in pulling
         )
-        return replace(
-            self,
-            remote=False,
-            prefill=None,
-            why=f"the worker accepts no KV ({why}); remote prefill: {self.why}",
-        )
+        why = f"the worker accepts no KV ({why}); remote prefill: {self.why}"
+        return replace(self, remote=False, prefill=None, why=why)
 
 
 class Placement(ABC):
@@ -236,8 +214,8 @@ class KvAware(Placement):
         first_s: float | None = None
         others: tuple[OtherDecision, ...] = ()
         # Priors are no predictions.
-        if isinstance(costs, CostsOfBoth) and table.times.known[usable].all():
-            first_s, others = float(costs.first_s[row]), costs.others(table, row, fit)
+        if isinstance(costs, CostsOfBoth) and table.times.all_known(usable):
+            first_s, others = float(costs.first_s[row]), costs.others(table, missing, row, fit)
         return Decision(
             table.workers[row],
             prefill_row != row,
@@ -354,19 +332,22 @@ def _shown(
     usable: Flags,
     faults: Mapping[str, Flags],
     row: int,
-) -> Shown:
+) -> tuple[tuple[tuple[str, str, str], tuple[float, ...]], ...]:
+    """See Decision."""
     cheapest: Sequence[int] = range(len(table))
     if len(table) > EXPLAINED_CANDIDATES:
         order = np.argpartition(_masked(costs.cost_s, usable), EXPLAINED_CANDIDATES)
         cheapest = order[:EXPLAINED_CANDIDATES].tolist()
-    workers, places = table.workers, [row, *(x for x in cheapest if x != row and usable[x])]
-    shown = np.array(places)
+    rows = [row, *(one for one in cheapest if one != row and usable[one])]
+    at = np.array(rows)
     columns = (costs.cost_s, costs.first_s, costs.step_s, asked.missing)
-    prefill = costs.prefill_row[shown].tolist()
-    return Shown(
-        tuple([workers[one] for one in places]),
-        tuple([one[shown].tolist() for one in (*columns, table.held_tokens, table.requests)]),
-        tuple([workers[one].ref.worker_id if one >= 0 else "" for one in prefill]),
-        {name: flags[shown].tolist() for name, flags in faults.items()},
-        asked.needed_tokens,
-    )
+    lists = [one[at].tolist() for one in (*columns, table.held_tokens, table.requests)]
+    names = [
+        (
+            table.workers[one].ref.worker_id,
+            table.workers[by].ref.worker_id if by >= 0 else "",
+            ", ".join([name for name, flags in faults.items() if flags[one]]) if faults else "",
+        )
+        for one, by in zip(rows, costs.prefill_row[at].tolist(), strict=True)
+    ]
+    return tuple(zip(names, zip(*lists, strict=True), strict=True))

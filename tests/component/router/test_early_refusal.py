@@ -12,6 +12,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
+from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_router.placement import Decision, KvAware
 from headrace_router.workers.table import TimeColumns
@@ -109,7 +110,8 @@ async def test_where_no_wait_helps_there_is_no_hint(
 ) -> None:
     await rig.add_decode(reply("ok"))
     # "a prompt" misses seven tokens.
-    monkeypatch.setattr(rig.router.queue, "prefill_s", lambda *_: 2 * _TTFT_S)
+    slow = TimeModel(StepTimes(fixed_s=2 * _TTFT_S, prompt_steps=9))
+    monkeypatch.setattr(rig.router.queue, "mean_times", lambda *_: slow)
     error = await rig.error_of(ttft_target=duration_from_seconds(_TTFT_S))
     assert isinstance(error, FirstTokenLate)
     assert error.retry_after_s is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,27 +13,10 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.compatibility import fingerprint
-from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.costs import (
-    LOCAL,
-    OTHER_DECODE,
-    OTHER_PREFILL,
-    REMOTE,
-    AnswerLengths,
-    Candidates,
-    PairCosts,
-    TokenTargets,
-)
+from headrace_kv.layout import WorkerRef
+from headrace_router import costs
 from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.workers.table import (
-    GENERIC_STEPS,
-    NO_TIMES,
-    Load,
-    LoadTable,
-    PromptQueue,
-    PromptWork,
-    Worker,
-)
+from headrace_router.workers.table import NO_TIMES, Load, LoadTable, PromptQueue, PromptWork, Worker
 from tests.sim_layout import LAYOUT
 
 _TIMES = TimeModel(
@@ -58,7 +42,7 @@ _REQUEST = PlacementRequest(
     inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
     RoutePolicy(),
     30.0,
-    targets=TokenTargets(ttft_s=2.0, tpot_s=0.05, answer_tokens=50),
+    targets=costs.TokenTargets(ttft_s=2.0, tpot_s=0.05, answer_tokens=50),
 )
 
 
@@ -73,13 +57,19 @@ def _choose(
     pulling: int | None = None,
     others: tuple[WorkerRef, ...] = (),
     roles: str = "",
+    other_layouts: str = "",
+    queue: tuple[float, costs.PairCosts | None, TimeModel] = (0.0, None, NO_TIMES),
 ) -> Decision:
-    """`roles` has the role of each worker: p, d or b. Those with d pull no prompts."""
+    """`roles` has the role of each worker: p, d or b. Those with d pull no prompts.
+
+    `other_layouts` names workers. `queue` has the wait, the costs of pairs, and the times of prefill workers.
+    """
     names = [f"w{index}" for index in range(len(loads))]
     roles = roles or "b" * len(names)
     table = LoadTable(
         Worker(
-            *(_ref(name), f"{name}:1", "sim", 4_096, 64, LAYOUT),
+            *(_ref(name), f"{name}:1", "sim", 4_096, 64),
+            replace(LAYOUT, model="other") if name in other_layouts else LAYOUT,
             computes_prompts=True,
             role=_ROLES[role],
         )
@@ -92,8 +82,17 @@ def _choose(
         map(_ref, names[:pulling])
     )
     refs |= set(others)
-    candidates = Candidates(table, columns, {fingerprint(LAYOUT): frozenset(refs)})
+    candidates = costs.Candidates(table, columns, {fingerprint(LAYOUT): frozenset(refs)}, *queue)
     return KvAware(Random(1)).choose(request, candidates)
+
+
+def _pool(*loads: Load, **more: Any) -> Decision:
+    """Workers that only generate, beside a prefill worker."""
+    return _choose(*loads, roles="d" * len(loads), others=(_ref("p0"),), **more)
+
+
+def _with_policy(**fields: float) -> PlacementRequest:
+    return replace(_REQUEST, policy=RoutePolicy(**fields))  # type: ignore[arg-type]
 
 
 def _busy(requests: int) -> Load:
@@ -130,7 +129,9 @@ def test_the_tokens_before_those_that_wait_take_time_too() -> None:
 
 
 def test_answers_spread_when_their_tokens_would_be_late() -> None:
-    urgent = replace(_REQUEST, targets=TokenTargets(ttft_s=4.0, tpot_s=0.020, answer_tokens=50))
+    urgent = replace(
+        _REQUEST, targets=costs.TokenTargets(ttft_s=4.0, tpot_s=0.020, answer_tokens=50)
+    )
     assert _choose(_busy(4), _FREE, request=urgent).worker.ref == _ref("w0")
     assert _choose(_busy(40), _FREE, request=urgent).worker.ref == _ref("w1")
 
@@ -236,17 +237,21 @@ def test_a_worker_restricted_to_decode_gets_no_prompts_of_others() -> None:
 def test_other_decisions_have_times_from_the_same_state() -> None:
     # 302 ms to compute the prompt, 10.5 ms for a step. Another worker's step with prompts takes 10 ms beside them.
     idle = {one.kind: one for one in _choose(_FREE, _FREE).others}
-    assert set(idle) == {OTHER_DECODE, REMOTE}
-    assert idle[OTHER_DECODE].first_s == pytest.approx(0.3225)
+    assert set(idle) == {costs.OTHER_DECODE, costs.REMOTE}
+    assert idle[costs.OTHER_DECODE].first_s == pytest.approx(0.3225)
     # A hand-over takes 10 ms, and its messages 20 ms.
-    assert idle[REMOTE].first_s == pytest.approx(0.3525)
-    assert idle[REMOTE].estimate_s(prompt_s=9.0) == idle[REMOTE].first_s
+    assert idle[costs.REMOTE].first_s == pytest.approx(0.3525)
+    assert idle[costs.REMOTE].estimate_s(prompt_s=9.0) == idle[costs.REMOTE].first_s
 
 
 def test_what_the_same_worker_computes_is_not_predicted_again() -> None:
     decision = _choose(_busy(4), _FREE)
     (other,) = decision.others
-    assert (other.kind, other.worker.ref, other.prefill) == (OTHER_DECODE, _ref("w1"), _ref("w1"))
+    assert (other.kind, other.worker.ref, other.prefill) == (
+        costs.OTHER_DECODE,
+        _ref("w1"),
+        _ref("w1"),
+    )
     # One step of 10.5 ms after the end of computing.
     assert other.after_prompt
     assert other.estimate_s(prompt_s=1.0) == pytest.approx(1.0105)
@@ -257,10 +262,10 @@ def test_ways_beside_answers_or_into_long_steps_have_no_estimate() -> None:
     decision = _choose(_busy(4), _FREE, computing)
     kinds = {one.kind: one for one in decision.others}
     # Beside the four answers, the time of a local prefill depends on how early their tokens have come.
-    assert (decision.prefill, LOCAL in kinds) == (_ref("w1"), False)
-    assert kinds[OTHER_PREFILL].prefill == _ref("w2")
+    assert (decision.prefill, costs.LOCAL in kinds) == (_ref("w1"), False)
+    assert kinds[costs.OTHER_PREFILL].prefill == _ref("w2")
     # The third worker may compute a long step when the answer could join.
-    assert kinds[OTHER_DECODE].worker.ref == _ref("w1")
+    assert kinds[costs.OTHER_DECODE].worker.ref == _ref("w1")
     assert not _choose(_busy(1)).others
     assert not _choose(Load(total_tokens=10_000), _FREE).others
 
@@ -285,7 +290,7 @@ def test_the_work_of_a_prompt_ends_in_the_order_of_arrival() -> None:
 
 
 def test_the_expected_length_follows_recent_answers() -> None:
-    lengths = AnswerLengths()
+    lengths = costs.AnswerLengths()
     assert lengths.expected("m", 16) == 16
     for _ in range(200):
         lengths.ended("m", 40)
@@ -293,38 +298,11 @@ def test_the_expected_length_follows_recent_answers() -> None:
 
 
 def test_bounds_count_from_the_arrival() -> None:
-    bounds = TokenTargets(2.0, 0.05, elapsed_s=0.5).bounds(started=False)
+    bounds = costs.TokenTargets(2.0, 0.05, elapsed_s=0.5).bounds(started=False)
     assert bounds is not None
     assert bounds.first_token_remaining.ToMilliseconds() == 1_500
-    later = TokenTargets(2.0, None).bounds(started=True)
+    later = costs.TokenTargets(2.0, None).bounds(started=True)
     assert later is None
-
-
-def _pool(
-    *loads: Load,
-    cached: tuple[int, ...] = (),
-    prefill: TimeModel = NO_TIMES,
-    pairs: PairCosts | None = None,
-    layouts: tuple[KvLayout, ...] = (),
-    request: PlacementRequest = _REQUEST,
-    wait_s: float = 0.0,
-    **policy: float,
-) -> Decision:
-    """Workers that only generate, beside a prefill worker for the layout of the others."""
-    names = [f"w{index}" for index in range(len(loads))]
-    layouts = layouts or (LAYOUT,) * len(loads)
-    table = LoadTable(
-        Worker(_ref(name), f"{name}:1", "sim", 4_096, 64, layout)
-        for name, layout in zip(names, layouts, strict=True)
-    )
-    for name, load in zip(names, loads, strict=True):
-        table.set(_ref(name), load)
-    columns = np.array(cached or [0] * len(loads), float)
-    layout = fingerprint(LAYOUT)
-    pulling = {layout: frozenset({_ref("p0")})}
-    candidates = Candidates(table, columns, pulling, wait_s, pairs, prefill)
-    request = replace(request, policy=RoutePolicy(**policy))  # type: ignore[arg-type]
-    return KvAware(Random(1)).choose(request, candidates)
 
 
 def _shown(decision: Decision) -> dict[str, inference_pb2.Candidate]:
@@ -344,50 +322,36 @@ def test_a_remote_prompt_takes_the_wait_its_computing_its_hand_over_and_a_step()
         StepTimes(fixed_s=0.1, s_per_prompt_token=0.001, prompt_steps=9),
         HandoverTimes(fixed_s=0.02, s_per_byte=1e-3 / LAYOUT.token_bytes, count=9),
     )
-    decision = _pool(_FREE, prefill=prefill, wait_s=0.5)
+    near = _shown(_pool(_FREE, queue=(0.5, None, prefill)))["w0"]
     # 0.5 s of wait, 1.1 s of computing, 20 ms of messages, 20 ms and 1 s of hand-over, and a step of 10.8 ms.
-    assert _shown(decision)["w0"].first_token_ms == pytest.approx(2_650.8)
-    far = PairCosts(np.array([True]), np.array([0.5]))
-    decision = _pool(_FREE, prefill=prefill, wait_s=0.5, pairs=far)
-    assert _shown(decision)["w0"].first_token_ms == pytest.approx(3_200.8)
-
-
-def test_the_overlap_weight_is_a_factor_on_the_time_of_missing_tokens() -> None:
-    cost_ms = [_shown(_pool(_FREE, overlap_weight=weight))["w0"].cost_ms for weight in (4, 8, 0)]
-    # The prompt takes 302 ms, and its messages 20 ms.
-    assert cost_ms[1] - cost_ms[0] == pytest.approx(322)
-    assert cost_ms[0] - cost_ms[2] == pytest.approx(322)
-    assert _pool(_busy(4), _FREE, cached=(1_000, 0), overlap_weight=0.1).worker.ref == _ref("w1")
+    assert near.first_token_ms == pytest.approx(2_650.8)
+    pairs = costs.PairCosts(np.array([True]), np.array([0.5]))
+    far = _shown(_pool(_FREE, queue=(0.5, pairs, prefill)))["w0"]
+    assert far.first_token_ms == pytest.approx(3_200.8)
 
 
 def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:
-    other = replace(LAYOUT, model="other")
     slow = replace(_FREE, times=replace(_TIMES, steps=replace(_TIMES.steps, fixed_s=0.050)))
     new = Load(total_tokens=10_000)
-    found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, other, other)))
+    found = _shown(_pool(_FREE, slow, new, other_layouts="w1 w2"))
     assert found["w2"].step_ms == found["w1"].step_ms
-    found = _shown(_pool(_FREE, slow, new, layouts=(LAYOUT, LAYOUT, other)))
+    found = _shown(_pool(_FREE, slow, new, other_layouts="w2"))
     assert found["w2"].step_ms == pytest.approx(30.8)
-    # Without prompts anywhere, the generic token is as fast beside the generic step as the learned step is.
-    answers = replace(_TIMES, steps=replace(_TIMES.steps, prompt_steps=0))
-    found = _shown(_pool(replace(_FREE, times=answers)))
-    pace = (0.010 + 0.0005) / GENERIC_STEPS.fixed_s
-    computed_ms = 1_000 * pace * GENERIC_STEPS.s_per_prompt_token * 1e3
-    held_s = pace * GENERIC_STEPS.s_per_context_token
-    assert found["w0"].first_token_ms == pytest.approx(computed_ms + 20 + 10.5 + 1e6 * held_s)
+    # No worker has computed prompts: a token costs twice that of a generic worker, as the step does.
+    answers = replace(_TIMES, steps=replace(_TIMES.steps, fixed_s=0.020, prompt_steps=0))
+    (only,) = _pool(replace(_FREE, times=answers)).candidates
+    assert only.first_token_ms == pytest.approx(200 + 20 + 20.7)
     # What prefill workers have learned comes before it, also where a worker computes the prompt itself.
     prefill = TimeModel(StepTimes(s_per_prompt_token=0.002, prompt_steps=9))
-    local = _pool(replace(_FREE, times=answers), prefill=prefill, local_prefill_max_tokens=2_000)
-    assert _shown(local)["w0"].first_token_ms == pytest.approx(2_000 + 10.8)
+    local = _with_policy(local_prefill_max_tokens=2_000)
+    (only,) = _pool(
+        replace(_FREE, times=answers), request=local, queue=(0.0, None, prefill)
+    ).candidates
+    assert only.first_token_ms == pytest.approx(2_000 + 22.5)
 
 
 def test_nothing_learned_weighs_a_missing_token_like_about_four_held_ones() -> None:
-    def holding(tokens: int) -> Load:
-        return Load(requests=tokens // 1_000, held_tokens=tokens, total_tokens=100_000)
-
-    request = replace(_REQUEST, targets=TokenTargets(answer_tokens=128))
+    request = replace(_REQUEST, targets=costs.TokenTargets(answer_tokens=128))
     for held, chosen in ((2_000, "w0"), (6_000, "w1")):
-        decision = _choose(holding(held), holding(0), cached=(1_000, 0), request=request)
-        assert decision.worker.ref == _ref("w0")
-        pool = _pool(holding(held), holding(0), cached=(1_000, 0), request=request)
-        assert pool.worker.ref == _ref(chosen)
+        load = Load(requests=held // 1_000, held_tokens=held)
+        assert _pool(load, Load(), cached=(1_000, 0), request=request).worker.ref == _ref(chosen)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from headrace_router.early_refusal import (
     FirstTokenPrediction,
     is_late,
     refusal,
-    tightest_bound,
 )
 
 _SECONDS = st.floats(0.0, 500.0)
@@ -57,10 +54,3 @@ def test_the_hint_is_the_excess_within_its_bounds_and_absent_where_no_wait_helps
     assert float(error.metadata["allowed_s"]) == pytest.approx(bound.allowed_s, abs=1e-3)
     assert error.metadata["bound"] == bound.name
     assert len(status_of(error).details) == (1 if error.retry_after_s is None else 2)
-
-
-@given(bounds=st.lists(_BOUNDS, max_size=3))
-def test_the_bound_that_allows_the_least_decides(bounds: list[FirstTokenBound]) -> None:
-    bound = tightest_bound(tuple(bounds))
-    least_s = min((one.allowed_s for one in bounds), default=math.inf)
-    assert (math.inf if bound is None else bound.allowed_s) == least_s

@@ -245,10 +245,20 @@ class RequestDispatcher:
         targets: TokenTargets,
     ) -> Decision:
         candidates = self._candidates(request, token_ids)
+        asked = PlacementRequest(
+            model=request.model,
+            prompt_tokens=len(token_ids),
+            prefill_placement=request.placement,
+            policy=RoutePolicy.from_proto(self._policy()),
+            remaining_s=deadline.remaining_s(),
+            failed=retries.excluded,
+            suspect=retries.avoided,
+            local_only=retries.local_only,
+            adapter=request.adapter,
+            targets=targets,
+        )
         try:
-            decision = self._placement.choose(
-                self._placement_request(request, token_ids, deadline, retries, targets), candidates
-            )
+            decision = self._placement.choose(asked, candidates)
         except NoDecodeWorker as error:
             timeline.facts.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
@@ -263,27 +273,6 @@ class RequestDispatcher:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error
         return decision
-
-    def _placement_request(
-        self,
-        request: PreparedRequest,
-        token_ids: array[int],
-        deadline: Deadline,
-        retries: RetryState,
-        targets: TokenTargets,
-    ) -> PlacementRequest:
-        return PlacementRequest(
-            model=request.model,
-            prompt_tokens=len(token_ids),
-            prefill_placement=request.placement,
-            policy=RoutePolicy.from_proto(self._policy()),
-            remaining_s=deadline.remaining_s(),
-            failed=retries.excluded,
-            suspect=retries.avoided,
-            local_only=retries.local_only,
-            adapter=request.adapter,
-            targets=targets,
-        )
 
     def _targets(self, request: PreparedRequest, arrival_ns: int) -> TokenTargets:
         """The request's own targets, else those of the policy."""

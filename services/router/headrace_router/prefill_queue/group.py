@@ -58,13 +58,12 @@ class LearnedTimes:
 
         0 before a worker knows, and when the last report is older than `age_max_s`.
         """
-        if now_s - self._reported_s > age_max_s:
-            return 0.0
-        self._update_mean(now_s)
-        return self._mean.step_s(tokens, prior_tokens=prior_tokens) or 0.0
+        return self.mean(now_s, age_max_s).step_s(tokens, prior_tokens=prior_tokens) or 0.0
 
-    def mean(self, now_s: float) -> TimeModel:
-        """What the mean worker has learned. The same object for a while."""
+    def mean(self, now_s: float, age_max_s: float = math.inf) -> TimeModel:
+        """What the mean worker has learned. Nothing, when the last report is older than `age_max_s`."""
+        if now_s - self._reported_s > age_max_s:
+            return TimeModel()
         self._update_mean(now_s)
         return self._mean
 
@@ -78,10 +77,6 @@ class LearnedTimes:
             self._mean = mean_model(self._models.values())
             self._token_s = (self._mean.step_s(_PRICED_TOKENS) or 0.0) / _PRICED_TOKENS
             self._mean_due_s = now_s + _MEAN_AGE_S
-
-    def handover_s(self, payload_bytes: float) -> float:
-        """How long the mean worker hands bytes over after computing. 0 without bytes, and while unknown."""
-        return (self._mean.handover_s(payload_bytes) or 0.0) if payload_bytes else 0.0
 
     def handover_tokens(
         self, ref: WorkerRef, payload_bytes: float, link: str, now_s: float

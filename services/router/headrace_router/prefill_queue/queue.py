@@ -127,34 +127,15 @@ class PrefillQueue:
             for one in Priority
         }
 
-    def prefill_s(
-        self,
-        model: str,
-        tokens: float,
-        prior_tokens: float = 0,
-        age_max_s: float = math.inf,
-        sent_tokens: float = 0,
-    ) -> float:
-        """How long a prefill worker of a served model computes `tokens` of a prompt after `prior_tokens` of it.
-
-        With `sent_tokens`, their hand-over follows. 0 before workers have learned it, and when the last report is older
-        than `age_max_s`.
-        """
+    def mean_times(self, model: str, age_max_s: float = math.inf) -> TimeModel:
+        """What the mean prefill worker of a served model has learned. Reports older than `age_max_s` do not count."""
         now_s = time.monotonic()
-        for group in self._groups_of(model):
-            prefill_s = group.times.prefill_s(tokens, prior_tokens, now_s, age_max_s)
-            if prefill_s:
-                return prefill_s + group.times.handover_s(sent_tokens * group.token_bytes)
-        return 0.0
-
-    def mean_times(self, model: str) -> TimeModel:
-        """What the mean prefill worker of a served model has learned."""
-        now_s = time.monotonic()
-        means = [group.times.mean(now_s) for group in self._groups_of(model)]
-        return means[0] if len(means) == 1 else mean_model(means)
+        means = [group.times.mean(now_s, age_max_s) for group in self._groups_of(model)]
+        known = [one for one in means if one.steps.knows_prompts]
+        return known[0] if len(known) == 1 else mean_model(known)
 
     def compute_s_per_token(self, model: str) -> float:
-        """The same for a token of a usual prompt."""
+        """How long a prefill worker of a served model computes a token of a usual prompt. 0 while unknown."""
         now_s = time.monotonic()
         return max((group.times.token_s(now_s) for group in self._groups_of(model)), default=0.0)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,13 +172,13 @@ class Load:
 
 
 # The part of a step or hand-over that each row of TimeColumns belongs to. A worker learns a part as a whole.
-_FIXED, _PROMPTS, _ANSWERS, _HANDOVERS = range(4)
-_PART_OF: Final = np.array([_FIXED, *4 * [_PROMPTS], *2 * [_ANSWERS], *2 * [_HANDOVERS]])
+_PROMPTS = 1
+_PART_OF: Final = np.array([0, 1, 1, 1, 2, 2, 1, 3, 3])
 _STEP_ROWS: Final = attrgetter(
-    *("fixed_s", "prompt_s", "s_per_prompt_token", "s_per_attended_token", "s_per_sent_token"),
-    *("s_per_answer", "s_per_context_token"),
+    *(name for name in StepTimes.__match_args__ if name.endswith("_s") or name.startswith("s_per_"))
 )
-_TOKEN_ROW, _ANSWER_ROW, _CONTEXT_ROW = 2, 5, 6
+_PROMPT_ROWS: Final = attrgetter(*PromptWork.__match_args__)
+_TOKEN_ROW, _ANSWER_ROW, _CONTEXT_ROW = 2, 4, 5
 
 
 class TimeColumns:
@@ -209,31 +209,23 @@ class TimeColumns:
         """Seconds since a worker learned something."""
         return time.monotonic() - self._learned_s
 
-    @property
-    def known(self) -> Flags:
-        """Whether a worker has learned the times of steps with prompts and with answers."""
-        known: Flags = self._known[_TOKEN_ROW] & self._known[_ANSWER_ROW]
-        return known
+    def all_known(self, usable: Flags) -> bool:
+        """Whether all of these workers have learned the times of steps with prompts and with answers."""
+        return bool(self._known[[_TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
 
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
         if prompts.tokens or row in self.with_prompts:
             (self.with_prompts.add if prompts.tokens else self.with_prompts.discard)(row)
-            self.prompts[:, row] = (
-                prompts.tokens,
-                prompts.attended,
-                prompts.head_tokens,
-                prompts.head_attended,
-                prompts.head_start_s,
-            )
+            self.prompts[:, row] = _PROMPT_ROWS(prompts)
         if self._models.get(row) == model:
             return
         self._models[row] = model
         self._learned_s = time.monotonic()
-        steps, handovers = model.steps, model.handovers
-        parts = (steps.knows_prompts, steps.knows_answers, handovers.is_known)
+        steps = model.steps
+        parts = (steps.knows_prompts, steps.knows_answers, model.handovers.count > 0)
         known = np.array((parts[0] or parts[1], *parts))[_PART_OF]
-        self._rows[known, row] = np.array(_values(steps, handovers))[known]
+        self._rows[known, row] = np.array(_values(steps, model.handovers))[known]
         if (self._known[:, row] != known).any():
             self._known[:, row] = known
             self._filled_s = -math.inf
@@ -248,9 +240,13 @@ class TimeColumns:
         if now_s < self._filled_s + _PRIOR_AGE_S:
             return
         self._filled_s = now_s
-        learned = np.where(self._known, self._rows, 0.0)
-        counts = self._known.sum(1)
-        overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), self._generic(prefill))
+        learned, counts = np.where(self._known, self._rows, 0.0), self._known.sum(1)
+        generic = np.array(_values(GENERIC_STEPS, NO_HANDOVERS))
+        overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), generic)
+        unlearned = ((overall[0] / generic[0]) or 1.0) * generic
+        if prefill.knows_prompts:
+            unlearned = np.where(_PART_OF == _PROMPTS, _values(prefill, NO_HANDOVERS), unlearned)
+        overall = np.where(counts, overall, unlearned)
         for same in self._kinds:
             counts = self._known[:, same].sum(1)
             own = learned[:, same].sum(1) / np.maximum(1, counts)
@@ -260,28 +256,13 @@ class TimeColumns:
         least_s = _CONTEXT_SHARE * self._means[_TOKEN_ROW]
         self._means[_CONTEXT_ROW] = np.maximum(self._means[_CONTEXT_ROW], least_s)
 
-    def _generic(self, prefill: StepTimes) -> Numbers:
-        """The values where no worker of the table has learned them."""
-        generic, pace = np.array(_values(GENERIC_STEPS, NO_HANDOVERS)), 0.0
-        prompts, answers = self._known[_TOKEN_ROW], self._known[_ANSWER_ROW]
-        if answers.any():
-            one_s = self._rows[0] + self._rows[_ANSWER_ROW]
-            pace = one_s[answers].mean() / GENERIC_STEPS.fixed_s
-        elif prompts.any() or prefill.knows_prompts:
-            own = self._rows[_TOKEN_ROW, prompts]
-            token_s = own.mean() if len(own) else prefill.s_per_prompt_token
-            pace = token_s / GENERIC_STEPS.s_per_prompt_token
-        learned = (_PART_OF == _PROMPTS) & prefill.knows_prompts
-        return np.where(learned, _values(prefill, NO_HANDOVERS), (pace or 1.0) * generic)
-
 
 def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
     """One for each row of TimeColumns."""
     return (*_STEP_ROWS(steps), handovers.fixed_s, handovers.s_per_byte)
 
 
-@dataclass(frozen=True, slots=True)
-class Pulling:
+class Pulling(NamedTuple):
     """What the workers that pull prompts, by layout fingerprint, are to those of a table. Columns have shape [worker].
 
     `paired`: those to which another one may hand over. `computing`: those that pull themselves. `within`: whether all
@@ -303,6 +284,7 @@ class LoadTable:
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = tuple(sorted(workers, key=lambda worker: str(worker.ref)))
         count = len(self.workers)
+        self.rows = np.arange(count)
         self.max_model_len = min((worker.max_model_len for worker in self.workers), default=0)
         """The most tokens that every worker accepts."""
         self.requests: Numbers = np.zeros(count)
