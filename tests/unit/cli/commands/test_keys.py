@@ -38,14 +38,3 @@ def test_another_file_is_refused_and_not_changed(tmp_path: Path, content: str) -
     with pytest.raises(ConfigError):
         add_key(file, "search")
     assert file.read_text(encoding="latin-1") == content
-
-
-def test_names_and_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    for file, tenant in (
-        (tmp_path, "search"),
-        (tmp_path / "keys.toml", "search"),
-        (tmp_path / "keys", "Two Words"),
-    ):
-        with pytest.raises(ConfigError):
-            add_key(file, tenant)
-    assert not list(tmp_path.iterdir())
