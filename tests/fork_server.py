@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ SOCKET_VARIABLE = "HEADRACE_TEST_FORK_SERVER"
 """A program that a test starts uses the fork server of the test by it."""
 TORCHVISION = Path("build/torchvision").resolve()
 """For models of images on processors: the package index may have none that torch accepts."""
+TORCHVISION_PATH = [] if find_spec("torchvision") else [str(TORCHVISION)]
+"""Of PYTHONPATH, for processes with vLLM."""
 _READ_BYTES = 65536
 _START_TIMEOUT_S = 60.0
 
@@ -262,7 +265,7 @@ def fork_server(engine: str) -> Path:
         return Path(named)
     folder = tempfile.TemporaryDirectory(prefix="headrace-forks-")
     path = Path(folder.name) / "socket"
-    paths = [*filter(None, sys.path), *([str(TORCHVISION)] if engine == "vllm" else [])]
+    paths = [*filter(None, sys.path), *(TORCHVISION_PATH if engine == "vllm" else [])]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()

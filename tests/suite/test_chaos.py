@@ -99,6 +99,7 @@ async def test_roles_that_change_each_second_cost_no_answer(tmp_path: Path) -> N
     assert report.outcomes.transferred_tokens
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("safeguard", "requests"),
     [

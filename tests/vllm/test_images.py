@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
-from tests.fork_server import TORCHVISION
+from tests.fork_server import TORCHVISION, TORCHVISION_PATH
 from tests.vllm.conftest import RunJob
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
-        find_spec("torchvision") is None and not TORCHVISION.is_dir(),
+        bool(TORCHVISION_PATH) and not TORCHVISION.is_dir(),
         reason="torchvision is missing: make test-vllm fetches it",
     ),
 ]
