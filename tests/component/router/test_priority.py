@@ -47,21 +47,6 @@ async def test_a_class_above_the_granted_one_is_refused_by_name(rig: Rig) -> Non
     assert isinstance(again, PermissionDenied)
 
 
-async def test_over_http_the_class_is_the_number_of_vllm(rig: Rig) -> None:
-    decode = await rig.add_decode(reply("ok"))
-    for number, priority in ((0, 0), (1, _LOW)):
-        status, _, body = await rig.post({"prompt": "a prompt", "priority": number})
-        assert (status, body["choices"][0]["text"]) == (200, "ok")
-        assert decode.requests[-1].priority == priority
-    status, _, body = await rig.post({"prompt": "a prompt", "priority": -1})
-    assert (status, body["error"]["code"]) == (403, "permission_denied")
-    status, _, body = await rig.post({"prompt": "a prompt", "priority": 7})
-    assert (status, body["error"]["param"]) == (400, "priority")
-    rig.policy.tenant_priorities["default"] = _HIGH
-    status, _, _ = await rig.post({"prompt": "a prompt", "priority": -1})
-    assert (status, decode.requests[-1].priority) == (200, _HIGH)
-
-
 async def test_prompts_of_a_higher_class_are_computed_first(rig: Rig) -> None:
     rig.policy.tenant_priorities["default"] = _HIGH
     await rig.add_decode(reply("ok"))

@@ -50,23 +50,3 @@ async def test_a_prompt_of_a_decode_worker_counts_for_the_tenant_of_its_request(
     await worker.give_credit(2)
     await asyncio.gather(*queued)
     assert [task.request_id for task in worker.tasks][:2] == ["batch-0", "chat-3"]
-
-
-async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(rig: Rig) -> None:
-    await rig.add_decode(reply("ok"))
-    worker = await rig.add_prefill(hand_over, credit=0)
-    answers = []
-    for name, timeout in (("none", {}), ("long", {"timeout_s": 500}), ("short", {"timeout_s": 60})):
-        body = {"prompt": "a prompt", "request_id": name, **timeout}
-        answers.append(asyncio.create_task(rig.post(body, "chat")))
-        await _until_queued(rig, len(answers))
-    await worker.give_credit(1)
-    assert [status for status, _, _ in await asyncio.gather(*answers)] == [200] * 3
-    assert [task.request_id for task in worker.tasks] == ["short", "long", "none"]
-
-
-async def test_a_timeout_that_is_none_is_rejected_by_name(rig: Rig) -> None:
-    for value in (0, -1, 86_401, "soon", True):
-        body = {"prompt": "a prompt", "timeout_s": value}
-        status, _, answer = await rig.post(body, "chat")
-        assert (status, answer["error"]["param"]) == (400, "timeout_s"), value

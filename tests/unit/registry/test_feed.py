@@ -136,16 +136,6 @@ def test_a_listing_is_applied_as_changes(before: Edits, after: Edits) -> None:
     run_virtually(scenario)
 
 
-async def test_revisions_without_a_change_use_up_no_history() -> None:
-    feed = ChangeFeed(history_size=2, revision=1)
-    feed.apply(2, {"a": member("a", 1)})
-    for revision in range(3, 50):
-        feed.apply(revision, {"a": member("a", 1)})
-    response = await anext(feed.watch(1))
-    assert response.revision == 49
-    assert len(response.changes) == 1
-
-
 async def test_a_restart_ends_every_watch() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     watch = feed.watch(0)

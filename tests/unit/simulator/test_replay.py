@@ -61,16 +61,6 @@ def test_without_prefill_workers_decode_computes_the_prompt_in_steps_with_its_an
     assert result.e2e.percentiles["p99"] == pytest.approx(1.0 + 2.0 + 100 * 0.02, rel=0.05)
 
 
-def test_a_prompt_on_a_worker_with_answers_leaves_them_their_pace() -> None:
-    trace = [request(number, answer_tokens=100) for number in range(3)]
-    trace.append(request(3, arrival_s=4.0, prompt_tokens=2000, answer_tokens=2))
-    bound = replay(*trace, prefill_workers=0, itl_s=0.04, ttft_s=60.0)
-    free = replay(*trace, prefill_workers=0, itl_s=1.0, ttft_s=60.0)
-    assert bound.itl_attainment == 1.0
-    assert free.itl.percentiles["p90"] > 0.04
-    assert bound.ttft.percentiles["p99"] > free.ttft.percentiles["p99"]
-
-
 def test_workers_of_both_roles_use_what_fixed_roles_leave_idle() -> None:
     # Prompts for two workers, and next to no answers.
     trace = [request(number, arrival_s=0.6 * number, answer_tokens=2) for number in range(100)]
@@ -88,18 +78,6 @@ def test_workers_of_both_roles_hand_prompts_over_where_answers_leave_no_time() -
     trace += [request(12 + number, arrival_s=5.0 + 1.5 * number) for number in range(5)]
     result = replay(*trace, both_workers=2, ttft_s=1.5, itl_s=0.05)
     assert result.attainment == 1.0
-
-
-def test_requests_wait_for_room_in_the_order_of_arrival() -> None:
-    small = PROFILE.model_copy(update={"max_num_seqs": 1})
-    trace = [request(number, arrival_s=0.001 * number) for number in range(4)]
-    result = replay(*trace, profile=small, prefill_workers=4)
-    # Three requests before it, each with its prefill and ten steps, then its own first token.
-    prompt_s = PROFILE.prompt_s(999)
-    last_s = 3 * (prompt_s + 10 * 0.02) + prompt_s + 0.02
-    assert result.ttft.percentiles["p99"] == pytest.approx(last_s, rel=0.01)
-    second_s = 2 * prompt_s + 11 * 0.02
-    assert result.ttft.percentiles["p50"] == pytest.approx(second_s, rel=0.01)
 
 
 def test_a_prompt_that_never_fits_fails_alone() -> None:

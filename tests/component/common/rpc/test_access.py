@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import TOKEN_KEY, Role
@@ -259,21 +258,6 @@ async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go
         await until(on_another_connection, 30, "another connection", 0.1)
         assert not held.done()
         held.cancel()
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
-async def test_both_listeners_take_free_ports_of_their_own(host: str) -> None:
-    config = ClientFacingConfig(listen=f"{host}:0", internal_listen=f"{host}:0")
-    server = GrpcServer(config, (), ClientServices(()))
-    endpoints = (await server.start(), server.client_endpoint)
-    assert len({*endpoints}) == 2
-    for endpoint in endpoints:
-        assert endpoint.startswith(f"{host}:")
-        async with open_channel(endpoint) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    await server.stop(None)
 
 
 async def test_an_advertised_port_of_zero_is_the_port_of_its_own_listener() -> None:

@@ -105,15 +105,3 @@ async def test_a_worker_that_does_not_drain_is_named(bench: Bench) -> None:
     with pytest.raises(WorkerGone, match="decode-1 ended with 3"):
         await bench.scaler.apply(1, 1)
     assert bench.running() == ["decode-0", "prefill-0"]
-
-
-async def test_a_worker_that_starts_again_counts_and_is_not_drained(bench: Bench) -> None:
-    await bench.scaler.apply(1, 2)
-    bench.processes["decode-0"].returncode = -9
-    for child in bench.supervisor.unexpected_ends():
-        child.mark_replaced()
-    await bench.scaler.apply(1, 2)
-    assert bench.running() == ["decode-1", "prefill-0"]
-    await bench.scaler.apply(1, 1)
-    assert bench.running() == ["prefill-0"]
-    assert not bench.processes["decode-0"].signals

@@ -417,28 +417,6 @@ async def test_a_window_has_no_more_bytes_than_one_write() -> None:
     assert len(rank.transport.in_flight) == 2
 
 
-async def test_a_write_has_the_times_of_its_first_start_and_last_landing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank = Rank()
-    monkeypatch.setattr(time, "monotonic_ns", lambda: int(rank.now_s * 1e9))
-    rank.transport.entry_limit, rank.transport.pending_limit = 1, 2
-    rank.connect("a")
-    rank.ready()
-    rank.push("a", 0, 1)
-    rank.now_s += 0.25
-    rank.reserve("a", 1, 0)
-    for index in range(4):
-        rank.now_s += 1.0
-        rank.end(index)
-    one, two = unpack_writes(rank.reports[0].links[0].layers)
-    assert (one.lease_wait_ns, one.submitted_ns, one.landed_ns) == (25e7, 25e7, 225e7)
-    assert (one.window_wait_ns, one.acknowledged_ns) == (0, 225e7)
-    # Its window was full until the first batch of the other one had landed.
-    assert (two.lease_wait_ns, two.window_wait_ns) == (25e7, 1e9)
-    assert (two.submitted_ns, two.landed_ns) == (125e7, 425e7)
-
-
 async def test_a_failed_write_fails_its_transfer_and_not_its_neighbour() -> None:
     rank = Rank(quiet_after_failure_s=QUIET_S)
     rank.open("a")
