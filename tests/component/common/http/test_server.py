@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -17,6 +19,7 @@ import pytest
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.protocol import BoundedProtocol
 from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
 from headrace_frontend.openai.exchange import HttpExchange
@@ -281,6 +284,30 @@ async def test_a_connection_without_a_whole_request_is_closed() -> None:
             reader, writer = await connected(server, b"POST /v1/completions HTTP/1.1\r\nhost:")
             assert (await reader.read(1_024)).startswith(b"HTTP/1.1 408 ")
             writer.close()
+
+
+@pytest.mark.parametrize("head", [b"", GET[:-2], GET, GET.replace(b"close", b"keep-alive") * 2])
+async def test_an_ended_connection_is_freed_without_a_garbage_collection(head: bytes) -> None:
+    async with serving(BothWays()) as server:
+        made: list[weakref.ref[BoundedProtocol]] = []
+        add = server.add
+
+        def recorded(connection: BoundedProtocol) -> None:
+            made.append(weakref.ref(connection))
+            add(connection)
+
+        server.add = recorded  # type: ignore[method-assign]
+        gc.disable()
+        try:
+            _, writer = await connected(server, head)
+            async with asyncio.timeout(10):
+                while not made:
+                    await asyncio.sleep(0.01)
+                writer.close()
+                while made[0]() is not None:
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
 
 
 def test_a_taken_port_and_a_wrong_key_are_named(tmp_path: Path) -> None:
