@@ -335,7 +335,7 @@ async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> Non
         fast = stub.Watch(registry_pb2.WatchRequest())
         await slow.read()
         await fast.read()
-        for number in range(400):
+        for number in range(260):
             member = worker(f"decode-{number}")
             member.layout.model = "m" * 250
             member.model = "n" * 250
