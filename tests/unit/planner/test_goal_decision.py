@@ -64,13 +64,6 @@ def test_a_pool_needs_at_most_the_workers_of_two_pools_and_at_least_their_shares
     assert "1 workers do both" in few.sentence
 
 
-def test_a_pool_without_requests_needs_none_and_a_goal_out_of_reach_is_named() -> None:
-    assert pool(requests(0)).count == 0
-    late = pool(requests(30), settings=PlannerSettings(goals=GoalSettings(ttft_s=0.05)))
-    assert "no number of workers reaches it" in late.sentence
-    assert late.count == 1
-
-
 @given(st.floats(0.01, 1000), st.floats(0.001, 5), st.floats(0.001, 5))
 def test_the_fewest_workers_keep_the_wait_and_one_less_does_not(
     rate: float, service_s: float, wait_max_s: float
@@ -134,15 +127,6 @@ def test_decode_workers_have_the_answers_that_the_goal_allows() -> None:
 
 def goals(itl_s: float) -> PlannerSettings:
     return PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=itl_s, share=0.5))
-
-
-def test_long_contexts_leave_room_for_fewer_answers() -> None:
-    profile = WorkerProfile(steps=replace(PROFILE.steps, s_per_context_token=1e-6))
-    assert profile.answers_within(0.1, 1_000) == pytest.approx(0.09 / 0.00175)
-    assert profile.answers_within(0.1, 4_000) == pytest.approx(0.09 / 0.00475)
-    sized = profile.model_copy(update={"kv_tokens": 20_000, "max_num_seqs": 12})
-    assert sized.answers_within(0.1, 4_000) == 5
-    assert sized.answers_within(0.1, 1_000) == 12
 
 
 def test_idle_intervals_lower_the_rate_and_keep_the_lengths() -> None:

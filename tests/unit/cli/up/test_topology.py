@@ -112,13 +112,6 @@ def test_a_planner_publishes_for_the_served_model_and_takes_settings() -> None:
     assert flag(spec, "interval-s") == ["--interval-s=5"]
 
 
-def test_many_workers_share_a_process() -> None:
-    topology = Topology(engine="sim", prefill_count=10, decode_count=20)
-    prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
-    assert (prefill.worker_count, decode.worker_count) == (10, 20)
-    assert flag(decode, "workers-per-process") == ["--workers-per-process=20"]
-
-
 @pytest.mark.parametrize(
     "topology,remedy",
     [
