@@ -33,7 +33,6 @@ LIMITS_S: Final = {
     "test-rdma": 3600,
     "test-rdma-vllm": 3600,
     "test-quickstart": 600,
-    "test-upgrade": 900,
     "test-install": 3600,
     "test-images": 3600,
     "test-kube": 3600,
@@ -43,11 +42,10 @@ _DEPLOYMENTS: Final = "DEPLOYMENT_TESTS=not vllm and not kube and not core and n
 EACH_CHANGE: Final = (
     ("docs",),
     ("test-quickstart",),
-    ("test-upgrade",),
     ("test-install", "ARGS=--one"),
     ("test-deployments", _DEPLOYMENTS),
 )
-"""Targets with variables of make that each change runs."""
+"""Targets with variables of make that each change runs. `test-deployments` has the test of `test-upgrade`."""
 _VLLM: Final = "VLLM_TESTS=vllm and not core"
 IN_TURN: Final = (
     ("test-vllm", _VLLM, "ARGS=--part 1/6"),
