@@ -210,20 +210,6 @@ async def test_a_wrong_hidden_state_fails_only_its_request(
     assert cancelled.cancel.transfer_id == "x1"
 
 
-@pytest.mark.parametrize("due", [True, False])
-async def test_a_hidden_state_is_accepted_once_where_it_is_due(
-    served: Served, rank: PrefillRank, due: bool
-) -> None:
-    if due:
-        call = await reserve_from_hidden_state(served, rank)
-        await give_state(served, rank)
-    else:
-        call = aiter(await served.reserve())
-        await rank.open()
-    send_hidden_state(rank, STATE)
-    assert isinstance(await error_of_next(call), ProtocolViolation)
-
-
 @pytest.mark.parametrize(
     "other, named", [(HiddenFormat("float16", 40), "40 x float16"), (None, "no form")]
 )

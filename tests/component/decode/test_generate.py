@@ -8,7 +8,6 @@ import pytest
 
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
-from headrace_decode.admission import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.messages import Reservation
 from tests.component.decode.conftest import Served, request
@@ -119,15 +118,3 @@ async def test_a_transfer_id_works_once(served: Served) -> None:
     assert [r async for r in served.generate(request(remote_prefill=False))]
     error = await failure_of(served.generate(request()))
     assert error.reason == "DUPLICATE_TRANSFER"
-
-
-async def test_a_full_worker_refuses_until_there_is_room(served: Served) -> None:
-    calls = [await served.reserve(f"y{n}", remote_prefill=False) for n in range(2)]
-    full = await failure_of(served.generate(request("full")))
-    assert (full.reason, "slots" in full.detail) == ("DECODE_FULL", True)
-    assert full.retry_after_s == HINT_S_MIN
-    for call in calls:
-        call.cancel()
-    await until(lambda: served.service.status().reserved_blocks == 0, what="room")
-    # A refused id may be used again, because nothing was spent.
-    await served.reserve("full", remote_prefill=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,6 @@ from headrace_common.registry.view import RegistryView
 from tests.component.registry.harness import (
     Registry,
     joined,
-    kv_descriptor,
-    reference,
-    registry_stub,
     viewing,
     worker,
 )
@@ -56,28 +52,6 @@ async def test_policies_reach_the_view(
         policy = registry_pb2.Policy(local_prefill_max_tokens=9, retry_budget=0)
         await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
         await until(lambda: view.policy == policy, what="the policy")
-
-
-async def test_start_registers_again_when_its_lease_ends_before_the_descriptor_arrives(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert registry.store is not None
-    put, ended = registry.store.put_descriptor, list[str]()
-    end_lease = registry.store.deregister
-
-    async def put_late(lease_id: str, *arguments: Any) -> int:
-        if not ended:
-            ended.append(lease_id)
-            await end_lease(lease_id)
-        return await put(lease_id, *arguments)
-
-    monkeypatch.setattr(registry.store, "put_descriptor", put_late)
-    async with joined(registry.endpoint, worker(), 2.0, kv_descriptor()) as membership:
-        assert membership.registered
-        assert ended
-        async with registry_stub(registry.endpoint) as stub:
-            request = registry_pb2.GetKvDescriptorRequest(member=reference(worker()))
-            assert (await stub.GetKvDescriptor(request)).HasField("descriptor")
 
 
 async def test_a_rejected_record_ends_the_start(registry: Registry) -> None:
