@@ -1,4 +1,4 @@
-"""Texts are encoded in turn: short beside long ones, tenants one after another, cancelled ones never."""
+"""Texts are encoded in turn: short beside long ones, tenants one after another."""
 
 from __future__ import annotations
 

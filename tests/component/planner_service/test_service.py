@@ -1,4 +1,4 @@
-"""PlannerService over gRPC: decisions in pages, targets, acknowledgements, wrong requests."""
+"""PlannerService over gRPC: targets, acknowledgements, and the command that explains."""
 
 from __future__ import annotations
 

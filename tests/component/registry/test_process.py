@@ -1,4 +1,4 @@
-"""The process of the registry: its end, and a start without its store."""
+"""The process of the registry starts without its store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of requests over real gRPC and HTTP: grants, the order of prompts, and tickets."""
+"""Classes of requests over real gRPC and HTTP: grants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of several tenants over gRPC, HTTP and from decode workers: their order, and deadlines over HTTP."""
+"""Deadlines of a tenant over HTTP, beside the prompts of another."""
 
 from __future__ import annotations
 

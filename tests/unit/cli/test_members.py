@@ -1,4 +1,4 @@
-"""Members as `headrace workers` shows them: on terminals of any width, in pipes, to programs, with prefix faults."""
+"""Members as `headrace workers` shows them: on terminals, in pipes, to programs, with prefix faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines, ids, queues and TLS files."""
+"""Deadlines, ids and queues."""
 
 from __future__ import annotations
 

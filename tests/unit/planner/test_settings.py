@@ -1,4 +1,4 @@
-"""Files of the planner's settings and of profiles: the page's examples, and what is wrong with a file."""
+"""Files of the planner's settings: the page's examples, and what is wrong with a file."""
 
 from __future__ import annotations
 

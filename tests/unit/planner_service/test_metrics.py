@@ -1,4 +1,4 @@
-"""Each decision is counted, and recorded as a span."""
+"""Each decision is counted."""
 
 from __future__ import annotations
 

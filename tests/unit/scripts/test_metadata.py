@@ -1,4 +1,4 @@
-"""The metadata of the distribution: ranges, extras, and what builds it."""
+"""The metadata of the distribution: ranges and extras."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replays of traces with several classes: shares of the queue, of slots and of blocks, and each class's result."""
+"""Replays of traces with several classes: shares of the queue, of slots and of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service in a separate process: health, reflection, drain, and failures at the start."""
+"""A service in a separate process: health, drain, and failures at the start."""
 
 from __future__ import annotations
 

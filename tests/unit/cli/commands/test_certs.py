@@ -1,4 +1,4 @@
-"""`headrace certs`: what the certificates prove, and what is refused."""
+"""`headrace certs`: what it writes, and that it replaces nothing."""
 
 from __future__ import annotations
 

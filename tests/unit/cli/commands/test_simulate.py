@@ -1,4 +1,4 @@
-"""`headrace simulate`: a table or a document, equal in every process, and what is wrong with the input."""
+"""`headrace simulate`: a table or a document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of libraries, packages, versions and the firewall."""
+"""The checks of packages and versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a deployment: its lock, its state file, and a full disk."""
+"""The folder of a deployment: its lock, its state file, and the causes of ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The online fit: accuracy, outliers, drift, and what other kinds have shown."""
+"""The online fit: drift, and what other kinds have shown."""
 
 from __future__ import annotations
 
