@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -19,7 +18,6 @@ import pytest
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
-from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import (
     HeadraceError,
@@ -28,7 +26,7 @@ from headrace_common.errors import (
     Unauthenticated,
 )
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
-from headrace_common.rpc.server import ClientServices, GrpcServer, InternalTimes
+from headrace_common.rpc.server import GrpcServer, InternalTimes
 from headrace_common.rpc.status import error_from_rpc
 from tests.suite.certificates import Authority
 from tests.waiting import until
@@ -258,18 +256,3 @@ async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go
         await until(on_another_connection, 30, "another connection", 0.1)
         assert not held.done()
         held.cancel()
-
-
-async def test_an_advertised_port_of_zero_is_the_port_of_its_own_listener() -> None:
-    config = ClientFacingConfig(
-        advertise="clients.example:0", internal_advertise="inside.example:0", insecure=True
-    )
-    server = GrpcServer(config, (), ClientServices(()))
-    internal, _, internal_port = (await server.start()).partition(":")
-    facing, _, port = server.client_endpoint.partition(":")
-    assert (internal, facing) == ("inside.example", "clients.example")
-    assert port != internal_port
-    for number in (port, internal_port):
-        with socket.create_connection(("127.0.0.1", int(number)), timeout=5):
-            pass
-    await server.stop(None)
