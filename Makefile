@@ -87,8 +87,9 @@ test-fast: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## the part of m
 	@rm -f build/flaky.md
 	@$(PYTEST) -m '$(FAST_TESTS)' --numprocesses 4 --dist worksteal --second-run $(ARGS)
 
+DEPLOYMENT_TESTS := not vllm and not kube and not core
 test-deployments: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## whole deployments that make test leaves out, attacks and small benches too
-	@$(PYTEST) tests/suite tests/security -m 'not vllm and not kube and not core' --numprocesses 4 --dist worksteal --second-run $(ARGS)
+	@$(PYTEST) tests/suite tests/security -m '$(DEPLOYMENT_TESTS)' --numprocesses 4 --dist worksteal --second-run $(ARGS)
 
 test-all: setup ## everything that make test leaves out, but for hours of load, with a table at the end (ARGS="--from test-kube", "--only docs")
 	@$(BIN)/python scripts/test_all.py $(ARGS)

@@ -33,13 +33,19 @@ LIMITS_S: Final = {
     "test-rdma": 3600,
     "test-rdma-vllm": 3600,
     "test-quickstart": 600,
-    "test-upgrade": 900,
     "test-install": 3600,
     "test-images": 3600,
     "test-kube": 3600,
 }
 """Targets of the Makefile in the order of their runs, with the seconds that each may take."""
-EACH_CHANGE: Final = ("docs", "test-quickstart", "test-upgrade", "test-install", "test-deployments")
+_DEPLOYMENTS: Final = "DEPLOYMENT_TESTS=not vllm and not kube and not core and not in_turn"
+EACH_CHANGE: Final = (
+    ("docs",),
+    ("test-quickstart",),
+    ("test-install", "ARGS=--one"),
+    ("test-deployments", _DEPLOYMENTS),
+)
+"""Targets with variables of make that each change runs. `test-deployments` has the test of `test-upgrade`."""
 _VLLM: Final = "VLLM_TESTS=vllm and not core"
 IN_TURN: Final = (
     ("test-vllm", _VLLM, "ARGS=--part 1/6"),
@@ -49,11 +55,13 @@ IN_TURN: Final = (
     ("test-vllm", _VLLM, "ARGS=--part 3/6"),
     ("test-kube",),
     ("test-vllm", _VLLM, "ARGS=--part 4/6"),
+    ("test-deployments", "DEPLOYMENT_TESTS=in_turn"),
     ("test-vllm", _VLLM, "ARGS=--part 5/6"),
+    ("test-install",),
     ("test-vllm", _VLLM, "ARGS=--part 6/6"),
     ("test-images",),
 )
-"""Targets with variables of make. Each change runs one of them. One that its limit cuts off has not failed."""
+"""Each change runs one of them. One that its limit cuts off has not failed."""
 IN_TURN_LIMIT_S: Final = 900
 _NOT_DONE: Final = "not done in"
 _KILL_S: Final = 30.0
@@ -102,15 +110,15 @@ def run(target: str, limit_s: float, variables: Sequence[str] = ()) -> Result:
 
 def run_each_change(commits: int) -> list[Result]:
     """Runs EACH_CHANGE and the target in turn after so many commits."""
+    chosen = [(LIMITS_S[target], target, given) for target, *given in EACH_CHANGE]
     turn, *variables = IN_TURN[commits % len(IN_TURN)]
-    chosen = [(target, LIMITS_S[target], ()) for target in EACH_CHANGE]
     results = []
-    for target, limit_s, given in (*chosen, (turn, IN_TURN_LIMIT_S, tuple(variables))):
+    for limit_s, target, given in (*chosen, (IN_TURN_LIMIT_S, turn, variables)):
         print("make", target, *given, flush=True)
-        result = run(target, limit_s, given)
+        result = run(target, limit_s, tuple(given))
         if result.result == "failed" and not result.notes[0].startswith(_NOT_DONE):
             print(table([result]), f"make {target}, once more", sep="\n", flush=True)
-            again = run(target, limit_s, given)
+            again = run(target, limit_s, tuple(given))
             result = replace(again, notes=[*again.notes, *(f"at first: {n}" for n in result.notes)])
         results.append(result)
     if results[-1].result == "failed" and results[-1].notes[0].startswith(_NOT_DONE):

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from tests.forked import Forked, fork, import_services
 
 SOCKET_VARIABLE = "HEADRACE_TEST_FORK_SERVER"
 """A program that a test starts uses the fork server of the test by it."""
+TORCHVISION = Path("build/torchvision").resolve()
+"""For models of images on processors: the package index may have none that torch accepts."""
+TORCHVISION_PATH = [] if find_spec("torchvision") else [str(TORCHVISION)]
+"""Of PYTHONPATH, for processes with vLLM."""
 _READ_BYTES = 65536
 _START_TIMEOUT_S = 60.0
 
@@ -239,7 +244,7 @@ class ForkClient:
 async def forking(engine: str = "sim") -> AsyncIterator[Spawn]:
     """Yields a function that starts services as forks of this process's fork server. Kills those left at the end.
 
-    The server for engine vllm has imported vLLM.
+    The server for engine vllm has imported vLLM, which finds torchvision.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(fork_server(engine)))
@@ -260,13 +265,14 @@ def fork_server(engine: str) -> Path:
         return Path(named)
     folder = tempfile.TemporaryDirectory(prefix="headrace-forks-")
     path = Path(folder.name) / "socket"
+    paths = [*filter(None, sys.path), *(TORCHVISION_PATH if engine == "vllm" else [])]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.fork_server", engine, str(listener.fileno())],
             stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.errors import ConfigError
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import PASSED
@@ -163,52 +162,3 @@ def test_a_cpu_needs_neither_marks_nor_fence() -> None:
     assert stream_order.mark() is PASSED
     stream_order.fence()
     transport.close()
-
-
-def test_a_mark_is_an_event_behind_the_kernels_of_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.stream_order import CudaOrder
-
-    events = [object(), object()]
-    devices: list[object] = []
-
-    class Stream:
-        def record_event(self) -> object:
-            return events[len(devices) - 1]
-
-    def current_stream(device: object) -> Stream:
-        devices.append(device)
-        return Stream()
-
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    order = CudaOrder(torch.device("cuda", 1), None)
-    assert [order.mark(), order.mark()] == events
-    assert devices == [torch.device("cuda", 1)] * 2
-
-
-def test_the_fence_flushes_with_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.stream_order import CudaOrder
-
-    calls: list[object] = []
-
-    @contextlib.contextmanager
-    def use(device: object) -> Any:
-        calls.append(device)
-        yield
-        calls.append("left")
-
-    monkeypatch.setattr(torch.cuda, "device", use)
-    device = torch.device("cuda", 1)
-    CudaOrder(device, lambda: calls.append("flushed")).fence()
-    assert calls == [device, "flushed", "left"]
-    CudaOrder(device, None).fence()
-    assert len(calls) == 3
-
-    def fail() -> None:
-        raise TransferFailed("code 700")
-
-    with pytest.raises(TransferFailed):
-        CudaOrder(device, fail).fence()

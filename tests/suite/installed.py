@@ -1,9 +1,9 @@
 """The wheel in environments of its own: all services, the client alone, and a decode worker with HTTP of its own.
 
-    python -m tests.suite.installed [--versions constraints|lowest|newest] [PYTHON...]
+    python -m tests.suite.installed [--versions constraints|lowest|newest] [--one] [PYTHON...]
 
-installs them with each PYTHON from pip's index, and asks one question of each deployment. The output names the
-interpreters that are missing.
+installs them with each PYTHON, or with the first of this machine, from pip's index. Then it asks one question of each
+deployment. The output names the interpreters that are missing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -32,6 +33,15 @@ CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 CLIENT = ("client",)
 SERVICES = ("router", "sim")
+CLIENT_PACKAGES = {
+    "googleapis-common-protos",
+    "grpcio",
+    "grpcio-status",
+    "headrace",
+    "protobuf",
+    "typing-extensions",
+}
+"""What a client needs, and nothing else."""
 WORKER = ("registry", "http", "sim")
 """For a decode worker with HTTP of its own, without a router."""
 INSTALL_TIMEOUT_S = 600.0
@@ -74,6 +84,15 @@ def installed_names(environment: Path) -> set[str]:
     """The distributions in an environment."""
     names = run(environment / "bin" / "python", "-I", "-c", _NAMES).stdout.split()
     return {name.lower().replace("_", "-") for name in names}
+
+
+def is_client_alone(client: Path) -> bool:
+    """Whether an environment has the client and nothing else, and its command names the extra that it lacks."""
+    surplus = installed_names(client) - CLIENT_PACKAGES
+    refused = run(client / "bin" / "headrace", "workers")
+    names_extra = refused.returncode == 2 and "needs the extra cli" in refused.stderr
+    print(f"the client brings {surplus or 'no other package'}: {refused.stderr.strip()}")
+    return not surplus and names_extra
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -196,8 +215,11 @@ def main() -> int:
     parser.add_argument(
         "--versions", choices=("constraints", "lowest", "newest"), default="constraints"
     )
+    parser.add_argument("--one", action="store_true", help="only the first Python found")
     options = parser.parse_args()
     found = [path for name in options.pythons if (path := _interpreter(name))]
+    if options.one:
+        del found[1:]
     if not found:
         print("no Python was tested", file=sys.stderr)
         return 1
@@ -207,14 +229,19 @@ def main() -> int:
         chosen = _version_options(options.versions, Path(name))
         for python in found:
             folder = Path(name) / Path(python).name
-            # From the source archive, so pip builds with the requirements that pyproject.toml states.
-            client = install(folder / "client", archive, CLIENT, chosen, python)
-            services = install(folder / "services", wheel, SERVICES, chosen, python)
+            # The client comes from the source archive, so pip builds with the requirements that pyproject.toml states.
+            wanted = ((archive, CLIENT), (wheel, SERVICES), (wheel, WORKER))
+            with ThreadPoolExecutor() as pool:
+                installing = [
+                    pool.submit(install, folder / "-".join(extras), file, extras, chosen, python)
+                    for file, extras in wanted
+                ]
+            client, services, worker = (one.result() for one in installing)
+            failed = failed or not is_client_alone(client)
             with deployed(services, folder / "logs") as address:
                 done = chat(client, address)
             print(f"{python}, {options.versions}: {done.stdout.strip() or done.stderr.strip()}")
             failed = failed or done.returncode != 0
-            worker = install(folder / "worker", wheel, WORKER, chosen, python)
             reason = ask_worker(worker, folder / "worker-logs")
             print(f"{python}, {options.versions}, a worker's HTTP: {reason}")
             failed = failed or reason != "length"

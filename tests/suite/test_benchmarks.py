@@ -14,6 +14,8 @@ import pytest
 
 from tests.fork_server import SOCKET_VARIABLE, fork_server
 
+pytestmark = pytest.mark.in_turn
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 150.0
 TRACE: Final = "bench/simulation/conversation.jsonl"

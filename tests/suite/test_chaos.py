@@ -43,6 +43,7 @@ async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> 
     assert not report.violations
 
 
+@pytest.mark.in_turn
 async def test_blocks_of_every_tier_are_used_and_conserved(tmp_path: Path) -> None:
     ways = ("DEVICE to HOST", "HOST to DISK", "HOST to DEVICE", "DISK to DEVICE")
     wanted = {"blocks changed on the disk", *(f"blocks from {way}" for way in ways)}
@@ -59,6 +60,7 @@ async def test_blocks_of_every_tier_are_used_and_conserved(tmp_path: Path) -> No
     pytest.fail(f"no run had {', '.join(sorted(wanted))}")
 
 
+@pytest.mark.in_turn
 async def test_a_pool_that_is_killed_frozen_and_restarted_costs_no_answer(tmp_path: Path) -> None:
     def used(report: ChaosReport) -> bool:
         return bool(report.process_faults and report.tier_counts["blocks from the pool"])
@@ -99,6 +101,7 @@ async def test_roles_that_change_each_second_cost_no_answer(tmp_path: Path) -> N
     assert report.outcomes.transferred_tokens
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("safeguard", "requests"),
     [

@@ -222,9 +222,7 @@ async def test_up_warns_and_its_router_is_enough_to_find_the_rest(
     "arguments,remedy",
     [
         (("up", "--engine", "magic"), "choose vllm or sim"),
-        (("up", "--engine", "sim", "--tensor-parallel-size", "x"), "write N"),
         (("up", "--engine", "sim", "--port", "0", "--set", "decode.model=sim:layers=0"), "layers"),
-        (("up", "--engine", "sim", "--port", "0", "--set", "router.nonsense=1"), "nonsense"),
         (("up", "--model", "/nowhere"), "make model"),
     ],
 )

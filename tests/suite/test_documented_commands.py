@@ -149,7 +149,11 @@ async def test_commands_without_a_deployment_run(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "page",
-    [page for page in COMMAND_PAGES if any(block.runs == "up" for block in blocks_of(page))],
+    [
+        pytest.param(page, marks=() if page.name == "quickstart.md" else pytest.mark.in_turn)
+        for page in COMMAND_PAGES
+        if any(block.runs == "up" for block in blocks_of(page))
+    ],
     ids=lambda page: page.name,
 )
 async def test_commands_that_start_a_deployment_run(page: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace_common.latency.parts import Part, Sum, sum_from_proto
@@ -38,7 +37,6 @@ SETTINGS = (
     ("prefill", "model", "sim:layers=4"),
     ("decode", "model", "sim:layers=4,decode_step_s=0.01"),
 )
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def greatest(times: Sum) -> Part:
@@ -90,37 +88,36 @@ async def slow_deployment(folder: Path) -> AsyncIterator[Slow]:
         yield Slow(it, delays)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Slow]:
-    folder = tmp_path_factory.mktemp("slow")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
-        async with slow_deployment(folder) as slow:
-            # The first transfer connects.
-            await slow.sum_of(1)
-            yield slow
-
-
-@pytest.mark.parametrize(
-    "what, delay_s, part, words",
-    [
-        (
-            "link",
-            LINK_DELAY_S,
-            Part.TRANSFER_EXPOSED,
-            rf"link prefill-0/r0 -> decode-0/r{SLOW_RANK} moved at [<0-9.]+ GB/s, median is ",
-        ),
-        (
-            "layer",
-            DELAY_S,
-            Part.PREFILL,
-            f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is ",
-        ),
-        ("tokenizer", DELAY_S, Part.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
-    ],
-    ids=["link", "layer", "tokenizer"],
+SLOW_STEPS = (
+    (
+        "link",
+        LINK_DELAY_S,
+        Part.TRANSFER_EXPOSED,
+        rf"link prefill-0/r0 -> decode-0/r{SLOW_RANK} moved at [<0-9.]+ GB/s, median is ",
+    ),
+    (
+        "layer",
+        DELAY_S,
+        Part.PREFILL,
+        f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is ",
+    ),
+    ("tokenizer", DELAY_S, Part.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
 )
-async def test_a_slow_step_is_the_greatest_part(
+
+
+async def test_a_slow_step_is_the_greatest_part(tmp_path: Path) -> None:
+    """As are a full queue and a decode worker without a slot. One deployment serves all."""
+    async with slow_deployment(tmp_path) as deployed:
+        # The first transfer connects.
+        await deployed.sum_of(1)
+        for what, delay_s, part, words in SLOW_STEPS:
+            await check_slow_step(deployed, what, delay_s, part, words)
+        await check_full_queue(deployed)
+        await check_full_decode_worker(deployed)
+        await check_order_with_a_wrong_clock(deployed)
+
+
+async def check_slow_step(
     deployed: Slow, what: str, delay_s: float, part: Part, words: str
 ) -> None:
     deployed.delays.set(**{what: delay_s})
@@ -136,7 +133,7 @@ async def test_a_slow_step_is_the_greatest_part(
     assert re.search(words, said), said
 
 
-async def test_a_full_queue_is_the_greatest_part(deployed: Slow) -> None:
+async def check_full_queue(deployed: Slow) -> None:
     deployed.delays.set(layer=DELAY_S)
     sums = await asyncio.gather(*(deployed.sum_of(30 + n) for n in range(SLOTS)))
     deployed.delays.set()
@@ -146,7 +143,7 @@ async def test_a_full_queue_is_the_greatest_part(deployed: Slow) -> None:
     assert last[Part.QUEUE] >= 1e6 * DELAY_S
 
 
-async def test_a_decode_worker_without_a_free_slot_is_the_greatest_part(deployed: Slow) -> None:
+async def check_full_decode_worker(deployed: Slow) -> None:
     running = await deployed.it.begun(
         [greedy(prompt_of(60, 40 + n), 40, LOCAL) for n in range(SLOTS)]
     )
@@ -155,7 +152,7 @@ async def test_a_decode_worker_without_a_free_slot_is_the_greatest_part(deployed
     assert greatest(found) is Part.DECODE_WAIT, found
 
 
-async def test_the_trace_of_a_worker_with_a_wrong_clock_is_in_order(deployed: Slow) -> None:
+async def check_order_with_a_wrong_clock(deployed: Slow) -> None:
     await deployed.sum_of(60)
     trace = await deployed.it.trace("slow-60")
     named = {span.name: span for span in trace.spans}

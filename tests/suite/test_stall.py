@@ -66,7 +66,11 @@ async def test_streams_leave_a_decode_worker_with_a_step_that_does_not_end(tmp_p
         delays.set()
         for name in (victim, survivor):
             await it.wait_empty(name)
-        assert await state_of(it, victim) == "serving"
+
+        async def is_shown_as_serving() -> bool:
+            return await state_of(it, victim) == "serving"
+
+        await until(is_shown_as_serving)
 
         # New prompts: a repeated one goes to the worker that has it.
         seeds = itertools.count(51)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from headrace.inference.v1 import inference_pb2
 from headrace_cli.commands.status import page_url
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -38,22 +37,3 @@ async def test_a_browser_shows_workers_links_and_requests(tmp_path: Path) -> Non
         assert f"headrace trace {outcome.trace_id}" in shown
         for title in TILES:
             assert title in shown, title
-
-
-async def test_a_worker_of_both_roles_has_a_cell_in_each(tmp_path: Path) -> None:
-    port = free_port()
-    settings = (("router", "status_listen", f"127.0.0.1:{port}"),)
-    async with suite(
-        tmp_path, settings=settings, prefill_count=0, decode_count=0, worker_count=2
-    ) as it:
-        remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
-        outcome = await it.generate(prompt_of(50, 1), 6, placement=remote)
-        assert (await it.trace(outcome.trace_id)).complete
-        url = page_url(f"127.0.0.1:{port}", Credentials(role=Role.OPERATOR))
-        shown = await browse(url, tmp_path / "profile")
-        for name in ("worker-0", "worker-1"):
-            for role in ("prefill", "decode"):
-                assert f'title="{name} ({role}): ready' in shown
-        # From a cell of prefill to one of decode, which is right of it.
-        (wire,) = re.findall(r'd="M([\d.]+) [\d.]+C[\d. ]+ ([\d.]+) [\d.]+"', shown)
-        assert float(wire[0]) < float(wire[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,9 +44,11 @@ async def answers(
     decode: dict[str, Any] | None = None,
     args: str = "",
     mends_rotation: bool = False,
+    ways: Sequence[str] = (),
+    lengths: Sequence[int] = LENGTHS,
 ) -> Drafted:
     """`prefill`, `decode`: settings of that engine. `args`: further arguments of both engines. `mends_rotation`: see
-    mend_rotation.
+    mend_rotation. `ways`: those of WAYS to compute the answers in, all by default.
     """
     if mends_rotation:
         mend_rotation()
@@ -62,13 +64,13 @@ async def answers(
         layout = pair.decode.descriptor.layout
         groups = [(one.name, len(one.layers), one.head_count) for one in layout.groups]
         found = Drafted(groups=groups, model=layout.model)
-        prompts = [prompt_of(length, seed=4) for length in LENGTHS]
+        prompts = [prompt_of(length, seed=4) for length in lengths]
         steps = record_steps()
-        for way, run in WAYS.items():
+        for way in ways or WAYS:
             for prompt in prompts:
                 await pair.reset()
                 steps.clear()
-                answer = await run(pair, prompt)
+                answer = await WAYS[way](pair, prompt)
                 found.tokens.setdefault(way, []).append(answer.token_ids)
                 # Prefill has one token, and an answer before has fewer.
                 found.steps.setdefault(way, []).append(max(steps.values(), key=sum))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -289,25 +289,27 @@ def engine_settings(model: str) -> dict[str, object]:
     return {"model": model, "num_gpu_blocks_override": 192, "max_model_len": CONTEXT_TOKENS}
 
 
-async def compare(model: str) -> Found:
-    """Starts the engines and has them answer."""
+PARTS: dict[str, Callable[[Cases], Awaitable[None]]] = {
+    "cold": Cases.cold,
+    "warm": Cases.warm,
+    "together": Cases.together,
+    "continued": Cases.continued,
+    "reservations": Cases.reservations,
+    "next_turn": Cases.next_turn,
+    "killed_prefill": Cases.killed_prefill,
+    "preempted": Cases.preempted,
+    "announced": Cases.announced,
+    "refused": Cases.refused,
+}
+
+
+async def compare(model: str, parts: Sequence[str] = tuple(PARTS)) -> Found:
+    """Starts the engines and has them answer. `parts`: the cases, by their names."""
     os.environ["OMP_NUM_THREADS"] = "1"
     counts = EncoderCounts()
     config = engine_settings(model)
     async with running_pair(prefill=config, decode=config) as pair:
         cases = Cases(pair, FAMILIES[Path(model).name], counts)
-        parts: tuple[Callable[[], Awaitable[None]], ...] = (
-            cases.cold,
-            cases.warm,
-            cases.together,
-            cases.continued,
-            cases.reservations,
-            cases.next_turn,
-            cases.killed_prefill,
-            cases.preempted,
-            cases.announced,
-            cases.refused,
-        )
         for part in parts:
-            await part()
+            await PARTS[part](cases)
         return cases.found

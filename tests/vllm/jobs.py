@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_cli.up.topology import ProcessSpec
-from tests.fork_server import forking
+from tests.fork_server import TORCHVISION_PATH, forking
 
 LOG_CHARACTERS_MAX = 8000
 
@@ -30,7 +31,10 @@ def run_job(job: str, **arguments: object) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headrace-job-") as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         command = (sys.executable, "-m", __name__, job, json.dumps(arguments), str(result))
-        spec = ProcessSpec("job", "vllm", command, Path(folder, "port"), log, {})
+        # vLLM inspects models in processes of their own.
+        paths = filter(None, (*TORCHVISION_PATH, os.environ.get("PYTHONPATH")))
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
+        spec = ProcessSpec("job", "vllm", command, Path(folder, "port"), log, environment)
         status = asyncio.run(_run(spec))
         assert status == 0, f"{job}: {log.read_text(errors='replace')[-LOG_CHARACTERS_MAX:]}"
         values: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -33,8 +34,10 @@ class Mode:
     scheduler: list[str] = field(default_factory=list)
 
 
-async def answers(model: str, prefill_args: str, decode_args: str) -> Mode:
-    """All runs, one after the other."""
+async def answers(
+    model: str, prefill_args: str, decode_args: str, runs: Sequence[str] = ()
+) -> Mode:
+    """The named runs of RUNS, or all of them, one after the other."""
     changes: dict[str, object] = {
         "model": model,
         "num_gpu_blocks_override": BLOCK_COUNT,
@@ -43,8 +46,8 @@ async def answers(model: str, prefill_args: str, decode_args: str) -> Mode:
     prefill, decode = ({**changes, "engine_args": one} for one in (prefill_args, decode_args))
     async with running_pair(prefill=prefill, decode=decode) as pair:
         mode = Mode()
-        for name, run in RUNS.items():
-            mode.answers[name] = [answer.token_ids for answer in await run(pair)]
+        for name in runs or RUNS:
+            mode.answers[name] = [answer.token_ids for answer in await RUNS[name](pair)]
             await pair.reset()
         mode.left_blocks = await pair.left_blocks()
         for engine in (pair.prefill, pair.decode):

@@ -105,18 +105,3 @@ async def test_workers_with_unlike_ranks_hand_over_in_both_directions(tmp_path: 
                 assert outcome.last.timing.decode_worker_id == decode
         for worker in ("worker-0", "worker-1"):
             await it.wait_empty(worker, timeout_s=20)
-
-
-async def test_streams_and_prompts_of_a_killed_worker_continue_on_the_other(tmp_path: Path) -> None:
-    asked = [
-        greedy(prompt_of(60 + n, n), 120, ANY, logprobs=1, **(SEEDED if n % 2 else {}))
-        for n in range(6)
-    ]
-    async with suite(tmp_path, **BOTH) as it:
-        undisturbed = [await it.ask(request, 90) for request in asked]
-        running = await it.begun(asked, timeout_s=90, started_tokens=8)
-        victim, survivor = await it.busier("worker-0", "worker-1")
-        it.kill(victim)
-        for result, plain in zip(await asyncio.gather(*running), undisturbed, strict=True):
-            assert_same(result, plain)
-        await it.wait_empty(survivor, timeout_s=20)

@@ -103,30 +103,3 @@ def test_a_step_is_watched_and_a_first_token_beside_it_is_not(
     state = torch.tensor([0.0, 1.0, 0.5]).numpy().tobytes()
     assert worker.headrace_first_token(state, [4, 5], params, allowed, ()) == (2, [], [])
     assert len(seen) == 1
-
-
-def test_quantized_heads_adapters_ranks_and_devices_are_sampled_between_steps(
-    on_last_stage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's kernels for them may not run beside a step."""
-    worlds = [1]
-    monkeypatch.setattr(
-        on_last_stage, "get_world_group", lambda: SimpleNamespace(world_size=worlds[0])
-    )
-    plain = on_last_stage.VocabParallelEmbedding.__new__(on_last_stage.VocabParallelEmbedding)
-    torch.nn.Module.__init__(plain)
-    plain.quant_method = on_last_stage.UnquantizedEmbeddingMethod()
-    worker = on_last_stage.HiddenStates()
-    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
-    runner = worker.model_runner = SimpleNamespace(
-        device=torch.device("cpu"), lora_config=None, get_model=lambda: plain
-    )
-    assert worker.headrace_serve_beside_steps()
-    worlds[0] = 2
-    assert not worker.headrace_serve_beside_steps()
-    worlds[0], runner.lora_config = 1, object()
-    assert not worker.headrace_serve_beside_steps()
-    runner.lora_config, runner.device = None, torch.device("meta")
-    assert not worker.headrace_serve_beside_steps()
-    runner.device, plain.quant_method = torch.device("cpu"), object()
-    assert not worker.headrace_serve_beside_steps()

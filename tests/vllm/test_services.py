@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.v1 import first_token_pb2, inference_pb2
-from headrace_common.latency.parts import Part, sum_from_proto
-from headrace_common.telemetry import schema
-from tests.devices import CPU, DEVICES, require, shared
+from headrace.inference.v1 import inference_pb2
+from tests.devices import DEVICES, require, shared
 from tests.freezing import freeze
 from tests.suite.deployment import Outcome, greedy, suite
 from tests.waiting import until
@@ -104,37 +102,3 @@ async def test_streams_of_a_killed_decode_worker_continue_on_the_other(
             assert_same(result, plain)
         assert max(result.last.timing.attempts for result in disturbed) == 2
         await it.wait_empty(survivor, timeout_s=20)
-
-
-@pytest.mark.vllm
-async def test_the_sums_of_requests_between_uneven_ranks_are_complete(tmp_path: Path) -> None:
-    """20 requests from one rank to two, with the first token made three ways."""
-    policies = (
-        first_token_pb2.FIRST_TOKEN_POLICY_DECODE,
-        first_token_pb2.FIRST_TOKEN_POLICY_PREFILL,
-        first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN,
-    )
-    has_second = 0
-    async with suite(tmp_path, **on(CPU), decode_tensor_parallel=2) as it:
-        for number in range(20):
-            request = greedy(prompt_of(200 + 20 * number, number), 4, REMOTE)
-            request.first_token = policies[number % len(policies)]
-            request.include_latency = True
-            outcome = await it.ask(request, 60)
-            latency = outcome.last.timing.latency
-            first = sum_from_proto(latency.first_token)
-            assert sum(first.parts_us.values()) == first.total_us
-            assert first[Part.PREFILL] > 0, first
-            assert first[Part.UNACCOUNTED] * 50 <= first.total_us, first
-            # Decode's first token may join prefill's in one message. Then no gap lies between them.
-            has_second += latency.HasField("second_token")
-            assert number % len(policies) or not latency.HasField("second_token")
-            second = sum_from_proto(latency.second_token)
-            assert second[Part.UNACCOUNTED] * 50 <= second.total_us, second
-            assert latency.transfer_owner
-            trace = await it.trace(outcome.trace_id)
-            (wait,) = (span for span in trace.spans if span.name == schema.SPAN_DECODE_KV_WAIT)
-            (sent,) = (span for span in trace.spans if span.name == schema.SPAN_PREFILL)
-            payload = schema.ATTRIBUTE_PAYLOAD_BYTES
-            assert wait.attributes[payload] == sent.attributes[payload]
-    assert has_second > 6

@@ -51,6 +51,14 @@ def require_plain_tokens(found: dict[str, Any], model: str, **more: bool) -> Non
     assert found["left_blocks"] == [0, 0]
 
 
+def require_all_accepted(found: dict[str, Any], drafts: int) -> None:
+    """Each step has all drafts. The first one has none, and the last one may have less room."""
+    for way, answers in found["steps"].items():
+        for steps in answers:
+            assert steps[0] == 1, way
+            assert set(steps[1:-1]) == {1 + drafts}, way
+
+
 def require_equal_drafts(found: dict[str, Any], *ways: str) -> None:
     """In these ways, each step has as many tokens as on one engine, so the draft has found the same ones."""
     for way in ways:
@@ -58,10 +66,28 @@ def require_equal_drafts(found: dict[str, Any], *ways: str) -> None:
         assert found["steps"][way] == found["steps"][alone], way
 
 
+@pytest.mark.core
+def test_a_draft_model_continues_after_a_hand_over(run_job: RunJob) -> None:
+    """It drafts what it drafts on one engine. A model that drafts for itself has every draft accepted."""
+    drafts = 3
+    found = run_job(
+        JOB,
+        model="tiny-llama",
+        speculation={"method": "draft_model", "model": MODEL, "num_speculative_tokens": drafts},
+        ways=["alone", "split", "after first"],
+        lengths=LENGTHS[:3],
+    )
+    assert found["tokens"].keys() == {"alone", "split", "after first", TOGETHER}
+    for way, tokens in found["tokens"].items():
+        assert tokens == found["tokens"]["alone"], way
+    require_all_accepted(found, drafts)
+    assert found["left_blocks"] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "args"),
     [
-        pytest.param({}, {}, "", marks=pytest.mark.core),
+        ({}, {}, ""),
         ({}, {}, STEPS_AHEAD),
         ({"tensor_parallel_size": 2}, {}, ""),
     ],
@@ -82,11 +108,7 @@ def test_a_model_that_drafts_for_itself_has_every_draft_accepted(
     require_plain_tokens(found, MODEL)
     assert found["groups"] == [["attention", 4, 4], ["draft-attention", 4, 4]]
     assert ";draft=draft_model:tiny-llama:" in found["model"]
-    for way, answers in found["steps"].items():
-        # The first step has no drafts, and the last one may have less room.
-        for steps in answers:
-            assert steps[0] == 1, way
-            assert set(steps[1:-1]) == {1 + drafts}, way
+    require_all_accepted(found, drafts)
     assert found["prefill_cached"]["prefill has it"] == CACHED_BLOCKS
 
 

@@ -23,6 +23,22 @@ Role = Literal["prefill", "decode", "both"]
 
 
 @pytest.mark.core
+def test_hand_overs_and_aborts_while_steps_are_planned_ahead(run_job: RunJob) -> None:
+    """Both engines plan ahead. Answers of decode alone are the reference."""
+    runs = ["alone", "handed over", "after first tokens", "stopped", "beside aborts"]
+    found = run_job(
+        JOB, model="tiny-llama", prefill_args=STEPS_AHEAD, decode_args=STEPS_AHEAD, runs=runs
+    )
+    assert found["scheduler"] == ["AsyncScheduler", "BudgetAsyncScheduler"]
+    assert found["answers"].keys() == {*runs}
+    assert found["answers"]["handed over"] == found["answers"]["alone"]
+    # Of each sampling: four with a first token of prefill, and two that continue after five tokens.
+    for first in (0, 6):
+        whole, *others = found["answers"]["after first tokens"][first : first + 6]
+        assert others == [whole, whole, whole, whole[5:], whole[5:]]
+    assert found["left_blocks"] == [0, 0]
+
+
 def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> None:
     plain, ahead = (
         run_job(JOB, model="tiny-llama", prefill_args=engine_args, decode_args=engine_args)

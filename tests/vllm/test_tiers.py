@@ -14,10 +14,27 @@ WHOLE = PROMPT_TOKENS - 1
 HALF = 160
 
 
+@pytest.mark.core
+def test_evicted_prompts_return_from_main_memory_and_disk(run_job: RunJob) -> None:
+    found = run_job(
+        "tests.vllm.tiers:conversations",
+        model="tiny-llama-deep",
+        tensor_parallel_size=1,
+        stages=1,
+        host_blocks=20,
+        disk_blocks=100,
+        has_storm=False,
+    )
+    assert found["again"] == found["split"] == found["first"]
+    assert found["cached"] == [WHOLE] * PROMPT_COUNT
+    assert found["received"] == [HALF] * PROMPT_COUNT
+    assert found["blocks"]["DISK"] == 10 * PROMPT_COUNT
+
+
 @pytest.mark.parametrize(
     ("model", "tensor_parallel_size", "stages", "host_blocks", "disk_blocks", "engine_args"),
     [
-        pytest.param("tiny-llama-deep", 1, 1, 20, 100, "", marks=pytest.mark.core),
+        ("tiny-llama-deep", 1, 1, 20, 100, ""),
         ("tiny-llama-deep", 1, 1, 20, 100, STEPS_AHEAD),
         ("tiny-llama", 2, 1, 120, 0, ""),
         ("tiny-llama", 2, 1, 120, 0, STEPS_AHEAD),

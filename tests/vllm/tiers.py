@@ -61,8 +61,9 @@ async def conversations(
     host_blocks: int,
     disk_blocks: int,
     engine_args: str = ENGINE_ARGS,
+    has_storm: bool = True,
 ) -> Result:
-    """Answers prompts in turn, so that each is evicted before it comes again. Then a storm."""
+    """Answers prompts in turn, so that each is evicted before it comes again. Then a storm, if there is a disk."""
     with tempfile.TemporaryDirectory() as folder:
         tiers = TierSettings(host_blocks * GIB_PER_BLOCK, disk_blocks * GIB_PER_BLOCK)
         changes: dict[str, object] = {
@@ -79,7 +80,8 @@ async def conversations(
             result = await _conversations(pair)
             if disk_blocks:
                 result.promised = await _promised(pair)
-                result.storm = dict(await storm(pair, Path(folder)))
+                if has_storm:
+                    result.storm = dict(await storm(pair, Path(folder)))
             else:
                 result.after_low = await _after_low(pair, host_blocks)
             result.load_times = load_times(pair.decode)

@@ -134,21 +134,3 @@ async def test_leaving_an_answer_cancels_it(served: tuple[Router, str]) -> None:
 
     assert await in_thread(endpoint, use) == "e"
     await until(lambda: router.cancelled == 1)
-
-
-async def test_threads_share_a_client(served: tuple[Router, str]) -> None:
-    _, endpoint = served
-
-    def use(client: SyncClient) -> list[str]:
-        found: list[str] = []
-        threads = [
-            threading.Thread(target=lambda n=n: found.append(text_of(client, f"prompt {n}")))
-            for n in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        return sorted(found)
-
-    assert await in_thread(endpoint, use) == [f"prompt {n}" for n in range(8)]

@@ -21,7 +21,6 @@ from headrace_common.errors import (
     NotFound,
     ProtocolViolation,
     StaleIncarnation,
-    TransferFailed,
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
@@ -211,20 +210,6 @@ async def test_a_wrong_hidden_state_fails_only_its_request(
     assert cancelled.cancel.transfer_id == "x1"
 
 
-@pytest.mark.parametrize("due", [True, False])
-async def test_a_hidden_state_is_accepted_once_where_it_is_due(
-    served: Served, rank: PrefillRank, due: bool
-) -> None:
-    if due:
-        call = await reserve_from_hidden_state(served, rank)
-        await give_state(served, rank)
-    else:
-        call = aiter(await served.reserve())
-        await rank.open()
-    send_hidden_state(rank, STATE)
-    assert isinstance(await error_of_next(call), ProtocolViolation)
-
-
 @pytest.mark.parametrize(
     "other, named", [(HiddenFormat("float16", 40), "40 x float16"), (None, "no form")]
 )
@@ -239,34 +224,6 @@ async def test_a_worker_with_other_hidden_states_is_refused_when_it_opens_the_tr
     assert refused.reason == LayoutMismatch.reason
     assert refused.detail.endswith(f"of {named}, and decode of 20 x float32")
     rank.leave()
-
-
-async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
-    served: Served, rank: PrefillRank
-) -> None:
-    call = await reserve_from_hidden_state(served, rank)
-    await give_state(served, rank)
-    served.engine.play(DecodeTokens((5,)))
-    assert list((await anext(call)).tokens.token_ids) == [5]
-    rank.send(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
-    assert isinstance(await error_of_next(call), TransferFailed)
-
-
-async def test_a_token_from_a_hidden_state_that_ends_the_answer_ends_the_transfer(
-    served: Served, rank: PrefillRank
-) -> None:
-    call = await reserve_from_hidden_state(served, rank)
-    await give_state(served, rank)
-    served.engine.play(DecodeTokens((5,)), DecodeEnded(True, 0))
-    events = [event async for event in call]
-    assert list(events[0].tokens.token_ids) == [5]
-    assert events[-1].finished.reason == sampling_pb2.FINISH_REASON_STOP
-    assert events[-1].finished.transferred_tokens == 0
-    cancelled = await rank.receive("cancel")
-    assert cancelled.cancel.transfer_id == "x1"
-    rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
-    await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
-    assert served.engine.arrived_ids == []
 
 
 async def test_an_engine_without_hidden_states_is_refused_by_field(served: Served) -> None:

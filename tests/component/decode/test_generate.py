@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc.aio
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan
 
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
-from headrace.worker.v1 import worker_pb2
-from headrace_common.rpc.status import error_from_rpc
-from headrace_common.telemetry import schema
-from headrace_decode.admission import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.messages import Reservation
 from tests.component.decode.conftest import Served, request
@@ -93,16 +87,6 @@ async def test_a_cancelled_call_stops_the_sender_at_once(served: Served, rank: P
     assert (status.reserved_blocks, status.quarantined_blocks, status.active_transfers) == (0, 0, 0)
 
 
-async def test_a_local_prefill_needs_no_transfer(served: Served) -> None:
-    served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 16))
-    responses = [r async for r in served.generate(request(remote_prefill=False))]
-    assert responses[0].kind == "reserved"
-    assert responses[-1].finished.reason == sampling_pb2.FINISH_REASON_LENGTH
-    assert responses[-1].finished.cached_tokens == 16
-    assert responses[-1].finished.transferred_tokens == 0
-    assert not served.engine.works[0].remote_kv
-
-
 async def test_an_empty_reservation_waits_for_nothing(served: Served) -> None:
     served.engine.play(Reservation("x1", (), 32, 32), DecodeTokens((1,)), DecodeEnded(True, 32))
     responses = [r async for r in served.generate(request())]
@@ -134,57 +118,3 @@ async def test_a_transfer_id_works_once(served: Served) -> None:
     assert [r async for r in served.generate(request(remote_prefill=False))]
     error = await failure_of(served.generate(request()))
     assert error.reason == "DUPLICATE_TRANSFER"
-
-
-async def test_a_full_worker_refuses_until_there_is_room(served: Served) -> None:
-    calls = [await served.reserve(f"y{n}", remote_prefill=False) for n in range(2)]
-    full = await failure_of(served.generate(request("full")))
-    assert (full.reason, "slots" in full.detail) == ("DECODE_FULL", True)
-    assert full.retry_after_s == HINT_S_MIN
-    for call in calls:
-        call.cancel()
-    await until(lambda: served.service.status().reserved_blocks == 0, what="room")
-    # A refused id may be used again, because nothing was spent.
-    await served.reserve("full", remote_prefill=False)
-
-
-async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
-    """The spans of the attempt name the failed step."""
-    call = await served.reserve()
-    served.timers.advance_to(served.timers.time() + 60.0)
-    error = await failure_of(call)
-    assert error.reason == "TRANSFER_TIMEOUT"
-    assert "no prefill rank opened it" in error.detail
-    await until(lambda: served.engine.released_ids == ["x1"], what="release")
-    await until(lambda: len(served.spans.get_finished_spans()) == 4, what="the spans")
-    spans = {span.name: span for span in served.spans.get_finished_spans()}
-    assert set(spans) == {
-        schema.SPAN_DECODE,
-        schema.SPAN_DECODE_RESERVE,
-        schema.SPAN_DECODE_KV_WAIT,
-        schema.SPAN_TRANSFER,
-    }
-    assert states_of(spans[schema.SPAN_TRANSFER]) == ["reserved", "failed", "draining", "free"]
-    assert (
-        spans[schema.SPAN_DECODE_RESERVE].status.is_ok
-        or not spans[schema.SPAN_DECODE_RESERVE].status.description
-    )
-    assert "missing" in (spans[schema.SPAN_DECODE_KV_WAIT].status.description or "")
-    attributes = spans[schema.SPAN_DECODE].attributes or {}
-    assert attributes[schema.ATTRIBUTE_ERROR_REASON] == "TRANSFER_TIMEOUT"
-
-
-def states_of(span: ReadableSpan) -> list[str]:
-    assert {event.name for event in span.events} == {schema.EVENT_TRANSFER_STATE}
-    return [str((e.attributes or {})[schema.ATTRIBUTE_TRANSFER_STATE]) for e in span.events]
-
-
-@pytest.mark.parametrize("interval_ms", [0, 99, 60_001])
-async def test_an_impossible_interval_is_refused_by_name(served: Served, interval_ms: int) -> None:
-    message = worker_pb2.WatchStatusRequest()
-    message.max_interval.FromMilliseconds(interval_ms)
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await served.worker.WatchStatus(message).read()
-    error = error_from_rpc(raised.value)
-    assert error.reason == "INVALID_FIELD"
-    assert "max_interval" in error.detail

@@ -1,4 +1,4 @@
-"""Texts are encoded in turn: short beside long ones, tenants one after another, cancelled ones never."""
+"""Texts are encoded in turn: short beside long ones, tenants one after another."""
 
 from __future__ import annotations
 
@@ -63,23 +63,3 @@ async def test_tenants_take_turns(threads: TextThreads) -> None:
     held.released.set()
     await asyncio.wait_for(asyncio.gather(task, *tasks), _LIMIT_S)
     assert order == ["flood", "other", "flood", "flood", "flood"]
-
-
-async def test_a_text_that_is_cancelled_before_its_turn_is_never_encoded(
-    threads: TextThreads,
-) -> None:
-    held, task = await _hold(threads)
-    ran: list[str] = []
-    # The first waits for its tenant's turn, the second for the thread.
-    waiting = [
-        asyncio.create_task(threads.run(tenant, _LONG, partial(ran.append, tenant)))
-        for tenant in ("first", "second")
-    ]
-    await asyncio.sleep(0)
-    for one in waiting:
-        one.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    held.released.set()
-    assert await task == "held"
-    await asyncio.wait_for(threads.run("third", _LONG, partial(ran.append, "third")), _LIMIT_S)
-    assert ran == ["third"]

@@ -13,7 +13,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.durations import seconds_from_duration
-from headrace_common.errors import RegistryUnavailable, WorkerGone
+from headrace_common.errors import WorkerGone
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_planner.observation import WorkerCounts
@@ -181,35 +181,3 @@ async def test_a_silent_worker_is_named_and_no_load_is_reported(
         await observer.read()
     # The observer asks again.
     await until(lambda: servicer.watches > 1, 20.0, "another watch")
-
-
-async def test_idle_workers_of_a_large_deployment_send_less_often(
-    peer: tuple[Everything, str], observer: Observer
-) -> None:
-    servicer, endpoint = peer
-    router = member("router", ROLES.ROLE_ROUTER, endpoint)
-    workers = [member(f"decode-{number}", ROLES.ROLE_DECODE, endpoint) for number in range(60)]
-    observer.update([router, workers[0]])
-    await until(lambda: complete(observer), 20.0, "a complete reading")
-    observer.update([router, *workers])
-    await until(lambda: complete(observer), 20.0, "a complete reading")
-    assert servicer.intervals_s == [5.0, *[12.0] * 59]
-    # The first one is asked again after its next status.
-    servicer.status = STATES(incarnation="1", state=STATES.STATE_SERVING, total_blocks=9)
-    servicer.more.set()
-    await until(lambda: servicer.intervals_s[60:] == [12.0], 20.0, "another interval")
-    assert await complete(observer)
-
-
-async def test_without_routers_or_registry_there_is_no_load(observer: Observer) -> None:
-    with pytest.raises(RegistryUnavailable):
-        await observer.read()
-    observer.update([])
-    with pytest.raises(WorkerGone, match="no router"):
-        await observer.read()
-    observer.update([member("router-9", ROLES.ROLE_ROUTER, "127.0.0.1:1")])
-    with pytest.raises(WorkerGone, match="router-9 does not report its load"):
-        await observer.read()
-    observer.update([], current=False)
-    with pytest.raises(RegistryUnavailable):
-        await observer.read()

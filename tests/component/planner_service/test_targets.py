@@ -120,16 +120,6 @@ async def test_a_target_that_was_decided_from_other_workers_is_refused(
     assert scaler.running == (4, 8)
 
 
-async def test_a_target_for_workers_of_both_roles_is_carried_out(
-    pair: tuple[FakePlanner, FakeScaler],
-) -> None:
-    planner, scaler = pair
-    scaler.running, scaler.both = (0, 0), 2
-    assert await planner.send("one", (0, 0, 2), (0, 0, 3)) == ""
-    assert (scaler.running, scaler.both) == ((0, 0), 3)
-    assert "from 2 W, and 3 W run here" in await planner.send("two", (0, 0, 2), (0, 0, 1))
-
-
 async def test_a_failure_is_reported_and_the_next_target_is_carried_out(
     pair: tuple[FakePlanner, FakeScaler],
 ) -> None:

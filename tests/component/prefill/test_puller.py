@@ -15,10 +15,9 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.time_model.model import StepTimes, TimeModel
+from headrace_common.time_model.model import TimeModel
 from headrace_engine.steps import Stall
 from headrace_kv.layout import WorkerRef
-from headrace_prefill import pull
 from headrace_prefill.pull import TaskPuller
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
@@ -217,30 +216,6 @@ async def test_a_stalled_engine_ends_its_streams_until_it_steps(
     worker.stalled = None
     worker.steps.set()
     await until(lambda: router.queue.credit == 4, what="credit anew")
-
-
-async def test_a_worker_with_a_long_task_shows_that_it_runs(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
-) -> None:
-    router = routers[0]
-    puller.set_routers([router.member("r0")])
-    await start_task(router.queue, worker)
-    assert router.queue.hellos[0].max_interval.seconds == 2
-    await until(lambda: router.queue.signs_of_life > 1, what="credit of 0 tasks")
-
-
-async def test_the_time_model_is_sent_with_the_end_of_a_task_at_most_twice_a_second(
-    queue: RouterQueue, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pull, "_TIMES_INTERVAL_S", 1_000.0)
-    worker.model = TimeModel(StepTimes(fixed_s=0.25, prompt_steps=7))
-    for name in ("x1", "x2"):
-        queue.send_task(name)
-        await until(lambda name=name: name in worker.running, what="the task")  # type: ignore[misc]
-        worker.running[name].set()
-    await until(lambda: len(queue.done) == 2, what="the ends")
-    assert [done.HasField("time_model") for done in queue.done] == [True, False]
-    assert queue.done[0].time_model.steps.fixed_s == 0.25
 
 
 async def test_tasks_are_pulled_from_a_restarted_router(

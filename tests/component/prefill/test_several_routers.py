@@ -134,25 +134,6 @@ async def test_full_routers_share_the_slots_equally(site: Site) -> None:
     await site.end_all(fewer)
 
 
-async def test_the_tasks_exceed_the_slots_only_for_the_credit_of_an_idle_router(site: Site) -> None:
-    first, second = site.routers
-    first.add(40)
-    await until(lambda: site.running("r0") == _SLOTS, 60.0)
-    second.add(40)
-    await until(lambda: site.running("r1") == _SLOTS // 2, 60.0)
-    most = _SLOTS + _SLOTS // 2
-    while first.ended + second.ended < 40:
-        await until(lambda: len(site.worker.running) >= _SLOTS, 60.0)
-        # New tasks come for free slots only.
-        assert len(site.worker.running) <= most
-        most = max(_SLOTS, most - 1)
-        done = first.ended + second.ended
-        next(iter(site.worker.running.values())).set()
-        await until(lambda: first.ended + second.ended > done, 60.0)  # noqa: B023
-    await site.end_all(first)
-    await site.end_all(second)
-
-
 async def test_the_slots_of_a_router_that_dies_go_to_the_others(site: Site) -> None:
     dying, other = site.routers
     dying.add(12)
@@ -163,17 +144,3 @@ async def test_the_slots_of_a_router_that_dies_go_to_the_others(site: Site) -> N
     await until(lambda: site.running("r1") == _SLOTS, 60.0)
     assert site.running("r0") == 0
     await site.end_all(other)
-
-
-async def test_each_idle_router_has_an_equal_part_of_the_credit_after_work(site: Site) -> None:
-    for _ in range(6):
-        for router in site.routers:
-            router.add(6)
-            await site.end_all(router)
-
-    def settled() -> bool:
-        unused = [load.credits for r in site.routers for load in r.queue.worker_loads().values()]
-        return unused == [_SLOTS // 2, _SLOTS // 2]
-
-    await until(settled, 60.0)
-    assert not site.worker.running

@@ -150,19 +150,6 @@ async def test_start_fails_without_a_registry_at_its_deadline() -> None:
 
 
 @virtually
-async def test_start_waits_for_a_registry() -> None:
-    registry = LocalRegistry()
-    view, membership = RegistryView(registry.channel), Membership(registry.channel, worker())
-    asyncio.get_running_loop().call_later(8.0, registry.start)
-    await asyncio.gather(view.start(10), membership.start(10))
-    await asyncio.sleep(1.0)
-    assert "decode-0" in view.members
-    await membership.stop()
-    await view.stop()
-    await registry.stop()
-
-
-@virtually
 async def test_a_newer_incarnation_displaces_an_older_one_for_good() -> None:
     async with local_registry() as registry:
         older = Membership(registry.channel, worker(generation=1), TTL_S)

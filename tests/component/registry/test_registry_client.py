@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining, InvalidRequest, RegistryUnavailable
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import Membership
@@ -17,16 +15,10 @@ from headrace_common.registry.view import RegistryView
 from tests.component.registry.harness import (
     Registry,
     joined,
-    kv_descriptor,
-    reference,
-    registry_stub,
     viewing,
     worker,
 )
 from tests.waiting import until
-
-# The worker that most tests register.
-REF = (worker().worker_id, worker().incarnation)
 
 
 @pytest.fixture
@@ -62,40 +54,6 @@ async def test_policies_reach_the_view(
         await until(lambda: view.policy == policy, what="the policy")
 
 
-async def test_a_callback_that_fails_does_not_end_the_view(
-    registry: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(_: RegistryView) -> None:
-        raise ValueError("broken callback")
-
-    async with viewing(registry.endpoint, broken) as view, joined(registry.endpoint):
-        await until(lambda: "decode-0" in view.members, what="the member")
-        assert view.connected
-        assert "broken callback" in caplog.text
-
-
-async def test_start_registers_again_when_its_lease_ends_before_the_descriptor_arrives(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert registry.store is not None
-    put, ended = registry.store.put_descriptor, list[str]()
-    end_lease = registry.store.deregister
-
-    async def put_late(lease_id: str, *arguments: Any) -> int:
-        if not ended:
-            ended.append(lease_id)
-            await end_lease(lease_id)
-        return await put(lease_id, *arguments)
-
-    monkeypatch.setattr(registry.store, "put_descriptor", put_late)
-    async with joined(registry.endpoint, worker(), 2.0, kv_descriptor()) as membership:
-        assert membership.registered
-        assert ended
-        async with registry_stub(registry.endpoint) as stub:
-            request = registry_pb2.GetKvDescriptorRequest(member=reference(worker()))
-            assert (await stub.GetKvDescriptor(request)).HasField("descriptor")
-
-
 async def test_a_rejected_record_ends_the_start(registry: Registry) -> None:
     wrong = worker()
     wrong.endpoint = ""
@@ -103,19 +61,6 @@ async def test_a_rejected_record_ends_the_start(registry: Registry) -> None:
     with pytest.raises(InvalidRequest):
         await refused.start(5)
     await refused.stop()
-
-
-async def test_the_cancellation_of_one_caller_does_not_affect_others(
-    registry: Registry, cache: DescriptorCache
-) -> None:
-    async with joined(registry.endpoint, descriptor=kv_descriptor()):
-        first, second = (
-            asyncio.ensure_future(cache.get(*REF, Deadline.after(5))) for _ in range(2)
-        )
-        await asyncio.sleep(0)
-        first.cancel()
-        assert await second == kv_descriptor()
-        assert first.cancelled() or first.done()
 
 
 async def test_a_member_replaces_its_record_and_keeps_it_through_an_outage(

@@ -14,7 +14,7 @@ from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
 from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_frontend.admission.admission import AdmissionPermit
-from headrace_router.placement import Decision, KvAware
+from headrace_router.placement import KvAware
 from headrace_router.workers.table import TimeColumns
 from tests.kit.router import Rig, text_of, with_settings
 from tests.kit.workers import hand_over, reply
@@ -22,7 +22,6 @@ from tests.kit.workers import hand_over, reply
 _WAIT_S = 100.0
 _SHORT_S = 60.0
 _LONG_S = 600.0
-_TTFT_S = 1.0
 
 
 @pytest.fixture
@@ -105,19 +104,6 @@ async def test_a_deadline_that_the_prefill_queue_would_miss_refuses(waiting_rig:
     ).endswith("ok")
 
 
-async def test_where_no_wait_helps_there_is_no_hint(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await rig.add_decode(reply("ok"))
-    # "a prompt" misses seven tokens.
-    slow = TimeModel(StepTimes(fixed_s=2 * _TTFT_S, prompt_steps=9))
-    monkeypatch.setattr(rig.router.queue, "mean_times", lambda *_: slow)
-    error = await rig.error_of(ttft_target=duration_from_seconds(_TTFT_S))
-    assert isinstance(error, FirstTokenLate)
-    assert error.retry_after_s is None
-    assert error.metadata["prefill_s"] == "2.000"
-
-
 async def test_a_request_waits_for_no_slot_that_comes_too_late(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,20 +113,6 @@ async def test_a_request_waits_for_no_slot_that_comes_too_late(
     assert isinstance(error, FirstTokenLate)
     assert error.metadata["slot_wait_s"] == "100.000"
     assert await rig.text(ttft_target=duration_from_seconds(_LONG_S), timeout_s=_LONG_S) == "ok"
-
-
-async def test_a_request_with_a_target_is_placed_once(
-    waiting_rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, choose, placed = waiting_rig, KvAware.choose, []
-
-    def count(*arguments: Any) -> Decision:
-        placed.append(choose(*arguments))
-        return placed[-1]
-
-    monkeypatch.setattr(KvAware, "choose", count)
-    assert await rig.text(ttft_target=duration_from_seconds(_LONG_S), timeout_s=_LONG_S) == "ok"
-    assert len(placed) == 1
 
 
 async def test_the_prediction_of_placement_decides_while_workers_learn(

@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
-from headrace_router.tracing.record import SpanBatch
-from headrace_router.tracing.store import DROPPED_SPAN
 from tests.collector import Collector, collecting
 from tests.kit.router import Rig
 from tests.kit.workers import hand_over, reply
@@ -77,14 +74,3 @@ async def test_depth_limit_and_age_of_the_queues_are_exported(
     await waiting
     await _export(rig)
     assert collector.value(schema.METRIC_QUEUE_DEPTH, **prefill) == 0
-
-
-async def test_dropped_spans_are_counted_by_bound(collected: tuple[Rig, Collector]) -> None:
-    rig, collector = collected
-    trace_id = b"t" * 16
-    rig.router.traces.start_trace(trace_id.hex(), "r1", 1)
-    spans = [Span(trace_id=trace_id, span_id=b"no id")] * 3
-    rig.router.traces.add_batch(SpanBatch("decode", "d0", spans))
-    await asyncio.to_thread(rig.telemetry.metrics.force_flush)
-    bound = {schema.ATTRIBUTE_TRACE_BOUND: DROPPED_SPAN}
-    assert collector.value(schema.METRIC_TRACE_SPANS_DROPPED, **bound) == 3

@@ -1,8 +1,6 @@
-"""Classes of requests over real gRPC and HTTP: grants, the order of prompts, and tickets."""
+"""Classes of requests over real gRPC and HTTP: grants."""
 
 from __future__ import annotations
-
-import asyncio
 
 import pytest
 
@@ -10,8 +8,7 @@ from headrace.inference.v1 import priority_pb2
 from headrace_common.errors import InvalidRequest, PermissionDenied
 from headrace_common.telemetry import schema
 from tests.kit.router import Rig, with_settings
-from tests.kit.workers import hand_over, reply
-from tests.waiting import until
+from tests.kit.workers import reply
 
 _HIGH, _LOW = priority_pb2.PRIORITY_HIGH, priority_pb2.PRIORITY_LOW
 
@@ -45,36 +42,6 @@ async def test_a_class_above_the_granted_one_is_refused_by_name(rig: Rig) -> Non
     del rig.policy.tenant_priorities["chat"]
     again = await rig.error_of(priority=_HIGH, key="chat")
     assert isinstance(again, PermissionDenied)
-
-
-async def test_over_http_the_class_is_the_number_of_vllm(rig: Rig) -> None:
-    decode = await rig.add_decode(reply("ok"))
-    for number, priority in ((0, 0), (1, _LOW)):
-        status, _, body = await rig.post({"prompt": "a prompt", "priority": number})
-        assert (status, body["choices"][0]["text"]) == (200, "ok")
-        assert decode.requests[-1].priority == priority
-    status, _, body = await rig.post({"prompt": "a prompt", "priority": -1})
-    assert (status, body["error"]["code"]) == (403, "permission_denied")
-    status, _, body = await rig.post({"prompt": "a prompt", "priority": 7})
-    assert (status, body["error"]["param"]) == (400, "priority")
-    rig.policy.tenant_priorities["default"] = _HIGH
-    status, _, _ = await rig.post({"prompt": "a prompt", "priority": -1})
-    assert (status, decode.requests[-1].priority) == (200, _HIGH)
-
-
-async def test_prompts_of_a_higher_class_are_computed_first(rig: Rig) -> None:
-    rig.policy.tenant_priorities["default"] = _HIGH
-    await rig.add_decode(reply("ok"))
-    worker = await rig.add_prefill(hand_over, credit=0)
-    classes = {"low": _LOW, "normal": 0, "high": _HIGH}
-    tasks = []
-    for name, priority in classes.items():
-        asking = rig.text(request_id=name, priority=priority, timeout_s=60.0)
-        tasks.append(asyncio.create_task(asking))
-    await until(lambda: rig.router.queue.depth == len(classes))
-    await worker.give_credit(len(classes))
-    assert await asyncio.gather(*tasks) == ["ok"] * 3
-    assert [task.request_id for task in worker.tasks] == ["high", "normal", "low"]
 
 
 async def test_route_needs_the_same_grant(rig: Rig) -> None:

@@ -1,12 +1,11 @@
-"""Prompts of several tenants over gRPC, HTTP and from decode workers: their order, and deadlines over HTTP."""
+"""Deadlines of a tenant over HTTP, beside the prompts of another."""
 
 from __future__ import annotations
 
 import asyncio
 
-from tests.component.router.dispatch.test_own_prompts import enqueue, request_of
 from tests.kit.router import Rig, with_settings
-from tests.kit.workers import hand_over, hang, reply
+from tests.kit.workers import hand_over, reply
 from tests.waiting import until
 
 pytestmark = with_settings(tenants={"batch": "batch", "chat": "chat"})
@@ -35,38 +34,3 @@ async def test_deadlines_of_a_tenant_do_not_delay_another_over_http(rig: Rig) ->
     assert (status, body["choices"][0]["text"]) == (200, "ok")
     assert await asyncio.gather(*asking) == ["ok"] * _LOOPS
     assert "late" in [task.request_id for task in worker.tasks][:2]
-
-
-async def test_a_prompt_of_a_decode_worker_counts_for_the_tenant_of_its_request(rig: Rig) -> None:
-    decode = await rig.add_decode(hang)
-    worker = await rig.add_prefill(hand_over, credit=0)
-    queued = []
-    for number, tenant in enumerate(("batch", "batch", "batch", "chat")):
-        request = request_of(
-            decode, transfer_id=f"own-{number}", request_id=f"{tenant}-{number}", tenant=tenant
-        )
-        queued.append(asyncio.create_task(enqueue(rig, request)))
-        await _until_queued(rig, number + 1)
-    await worker.give_credit(2)
-    await asyncio.gather(*queued)
-    assert [task.request_id for task in worker.tasks][:2] == ["batch-0", "chat-3"]
-
-
-async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(rig: Rig) -> None:
-    await rig.add_decode(reply("ok"))
-    worker = await rig.add_prefill(hand_over, credit=0)
-    answers = []
-    for name, timeout in (("none", {}), ("long", {"timeout_s": 500}), ("short", {"timeout_s": 60})):
-        body = {"prompt": "a prompt", "request_id": name, **timeout}
-        answers.append(asyncio.create_task(rig.post(body, "chat")))
-        await _until_queued(rig, len(answers))
-    await worker.give_credit(1)
-    assert [status for status, _, _ in await asyncio.gather(*answers)] == [200] * 3
-    assert [task.request_id for task in worker.tasks] == ["short", "long", "none"]
-
-
-async def test_a_timeout_that_is_none_is_rejected_by_name(rig: Rig) -> None:
-    for value in (0, -1, 86_401, "soon", True):
-        body = {"prompt": "a prompt", "timeout_s": value}
-        status, _, answer = await rig.post(body, "chat")
-        assert (status, answer["error"]["param"]) == (400, "timeout_s"), value

@@ -162,22 +162,6 @@ async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
         yield Pair(rig, members, serving, hosted)
 
 
-async def test_answers_are_the_same_wherever_prompts_are_computed() -> None:
-    async with running() as pair:
-        for seed, length in enumerate((2, 31, 33, 300)):
-            prompt = prompt_of(length, seed)
-            prefill, decode = await pair.check(greedy(prompt, 8, LOCAL))
-            assert (prefill, decode in NAMES) == ("", True)
-            request = greedy(prompt, 8, REMOTE)
-            # Else the blocks of the first answer are found.
-            request.cache_salt = "remote"
-            assert set(await pair.check(request)) == NAMES
-        asked = [greedy(prompt_of(40 + seed, seed), 6, ANY) for seed in range(24)]
-        found = await asyncio.gather(*map(pair.check, asked))
-        assert {decode for _, decode in found} == NAMES
-        await pair.wait_idle()
-
-
 async def test_a_worker_fetches_what_the_other_one_has_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace_cli.app import app as headrace
 from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
 
 VARIABLES = (
@@ -113,11 +112,6 @@ def test_credentials_of_the_file_go_to_its_deployment_only(
     assert PROD["router"] not in used.values()
 
 
-def test_a_flag_that_repeats_the_files_address_keeps_its_credentials() -> None:
-    used = call("ask", "--registry", PROD["registry"])
-    assert used["HEADRACE_API_KEY_FILE"] == "/prod/key"
-
-
 def test_a_variable_names_another_file(tmp_path: Path) -> None:
     other = tmp_path / "staging.toml"
     other.write_text('router = "10.0.0.7:7050"\ntoken_file = "~/token"\n')
@@ -156,15 +150,6 @@ def test_a_wrong_file_is_explained(text: str, mode: int, words: str) -> None:
     assert words in used["error"]
 
 
-def test_contexts_of_earlier_releases_are_refused_with_the_remedy() -> None:
-    write_file("")
-    config_path().rename(config_path().with_name("contexts.json"))
-    used = call("ask", use=False)
-    assert used["status"] == 2
-    assert "config.toml" in used["error"]
-    assert "HEADRACE_CONFIG" in call("ask", environment={"HEADRACE_CONTEXT": "prod"})["error"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
@@ -183,16 +168,3 @@ def test_a_wrong_address_is_explained_in_one_line(
     assert used["status"] == 2
     assert words in used["error"]
     assert len(used["error"].splitlines()) == 1
-
-
-ADDRESSED = [
-    ("chat", "x"), ("route", "x"), ("workers",), ("reset-cache", "w"), ("drain", "w"), ("trace",),
-    ("policy", "get"), ("policy", "set", "temperature="), ("doctor",),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("command", ADDRESSED, ids=" ".join)
-def test_every_command_that_calls_a_deployment_checks_its_address(command: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(headrace, [*command, "--router", "127.0.0.1:99999"])
-    assert result.exit_code == 2
-    assert "there is no port 99999" in result.stderr

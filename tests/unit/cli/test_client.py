@@ -49,9 +49,3 @@ def test_two_keys_are_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="unset one of them") as refused:
         read_api_key()
     assert "secret" not in refused.value.detail
-
-
-def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FILE, "/nowhere/key")
-    with pytest.raises(ConfigError, match=r"HEADRACE_API_KEY_FILE names /nowhere/key"):
-        read_api_key()

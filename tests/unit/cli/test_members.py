@@ -1,11 +1,10 @@
-"""Members as `headrace workers` shows them: on terminals of any width, in pipes, to programs, with prefix faults."""
+"""Members as `headrace workers` shows them: on terminals, in pipes, to programs, with prefix faults."""
 
 from __future__ import annotations
 
 import io
 import json
 
-import pytest
 from rich.console import Console
 
 from headrace.kv.v1 import layout_pb2
@@ -14,7 +13,6 @@ from headrace.worker.v1 import worker_pb2
 from headrace_cli.members import (
     Row,
     prefix_faults,
-    state_of,
     workers_object,
     workers_view,
 )
@@ -100,14 +98,6 @@ def shown(rows: list[Row], width: int, *, terminal: bool = True) -> str:
     return screen.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 100, 120, 200])
-def test_names_are_whole_on_every_terminal(width: int) -> None:
-    text = shown([router(), worker("prefill-0", Role.ROLE_PREFILL), worker(LONG)], width)
-    assert all(len(line.rstrip()) <= width for line in text.splitlines())
-    for name in ("router-0", "prefill-0", LONG, "serving"):
-        assert name in text
-
-
 def test_a_pipe_gets_every_column_in_one_line_for_each_member() -> None:
     text = shown([worker(LONG), worker("x" * 63)], 1000, terminal=False)
     (line,) = (line for line in text.splitlines() if LONG in line)
@@ -130,13 +120,6 @@ def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
         "decode_ids": ["decode-0"],
         "fields": {"transport": "in_memory != mooncake"},
     }
-
-
-def test_a_stalled_worker_is_shown_with_the_age_of_its_step() -> None:
-    status = worker_pb2.WatchStatusResponse(state=worker_pb2.WatchStatusResponse.STATE_SERVING)
-    assert state_of(status) == "serving"
-    status.stall.age.FromSeconds(12)
-    assert state_of(status) == "stalled 12 s"
 
 
 def test_a_pair_that_hands_over_nothing_any_more_is_named_with_the_reason() -> None:

@@ -30,8 +30,3 @@ def test_a_failed_call_names_what_the_user_of_a_command_can_do(message: str, rem
     line = with_remedy(message)
     assert remedy in line.partition("; ")[2]
     assert "metadata" not in line
-
-
-def test_other_messages_stay_as_they_are() -> None:
-    for message in ("no trace is stored yet", "name a file with one API key and nothing else"):
-        assert with_remedy(message) == message

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
+from headrace.inference.v1 import sampling_pb2, tools_pb2
 from headrace_client import InvalidRequest, Sampling, build_request
 
 
@@ -14,15 +14,6 @@ def test_every_field_of_sampling_can_be_given() -> None:
     known = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
     # The router makes it from bad_words.
     assert set(Sampling.__annotations__) == known - {"bad_token_sequences"}
-
-
-def test_messages_may_be_pairs_or_whole() -> None:
-    whole = inference_pb2.ChatMessage(role="tool", content="4", tool_call_id="c1")
-    tool = tools_pb2.Tool(name="add")
-    chat = build_request(messages=[("user", "2+2?"), whole], tools=[tool]).chat
-    assert [message.role for message in chat.messages] == ["user", "tool"]
-    assert chat.messages[1].tool_call_id == "c1"
-    assert [one.name for one in chat.tools] == ["add"]
 
 
 def test_messages_may_be_those_of_openai() -> None:
@@ -37,11 +28,6 @@ def test_messages_may_be_those_of_openai() -> None:
     assert [message.content for message in chat.messages] == ["a\nb", "", "4"]
     assert chat.messages[1].tool_calls[0] == tools_pb2.ToolCall(id="c1", name="add", arguments="{}")
     assert chat.messages[2].tool_call_id == "c1"
-
-
-def test_a_text_is_one_message_of_the_user() -> None:
-    (message,) = build_request(messages="Hello").chat.messages
-    assert (message.role, message.content) == ("user", "Hello")
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,6 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], problem: str) -> Non
     assert problem in problem_of(**settings)
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.2:7050", "127.0.0.1:7051"])
-def test_addresses_that_do_not_clash_are_accepted(listen: str) -> None:
-    port = "0" if listen.endswith(":0") else "7050"
-    ClientFacingConfig(listen=listen, internal_listen=f"127.0.0.1:{port}")
-
-
 def test_listen_serves_the_internal_certificate_unless_it_has_its_own() -> None:
     assert ClientFacingConfig(**_TLS).listen_tls == TlsFiles(**_TLS)
     config = ClientFacingConfig(**_TLS, **_SERVED, client_certificates=False)

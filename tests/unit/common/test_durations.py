@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from headrace_common.durations import (
     duration_from_ns,
-    duration_from_seconds,
     ns_from_duration,
     seconds_from_duration,
     timestamp_from_unix_ns,
-    timestamp_from_unix_s,
     unix_ns_from_timestamp,
     unix_s_from_timestamp,
 )
@@ -29,12 +27,3 @@ def test_timestamps_keep_nanoseconds(unix_ns: int) -> None:
     timestamp = timestamp_from_unix_ns(unix_ns)
     assert unix_ns_from_timestamp(timestamp) == timestamp.ToNanoseconds() == unix_ns
     assert unix_s_from_timestamp(timestamp) == unix_ns / 10**9
-
-
-def test_negative_durations_become_zero() -> None:
-    assert duration_from_ns(-1) == duration_from_seconds(-0.5) == duration_from_ns(0)
-
-
-def test_seconds_are_rounded_to_nanoseconds() -> None:
-    assert duration_from_seconds(1.25e-9).ToNanoseconds() == 1
-    assert timestamp_from_unix_s(1.5) == timestamp_from_unix_ns(1_500_000_000)

@@ -66,17 +66,6 @@ def test_a_program_names_the_extra_that_it_lacks(
     assert hidden in done.stderr
 
 
-@pytest.mark.parametrize("hidden", ["uvicorn", "tokenizers"])
-def test_a_decode_worker_with_http_names_the_extra_that_it_lacks(hidden: str) -> None:
-    flags = ("--engine=vllm", "--model=/nowhere", "--worker-id=d", "--http-listen=127.0.0.1:0")
-    done = _run(hidden, "headrace_decode", *flags)
-
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "http_listen of a decode worker needs the extra http" in done.stderr
-    assert install_command("http") in done.stderr
-
-
 @pytest.mark.parametrize(
     ("hidden", "topology", "extra"),
     [
@@ -94,39 +83,6 @@ def test_up_names_the_extra_that_it_lacks(
     with pytest.raises(ConfigError, match=f"the extra {extra}") as caught:
         require_extras(topology)
     assert hidden in caught.value.metadata["module"]
-
-
-@pytest.mark.parametrize(
-    ("hidden", "topology"),
-    [
-        ("etcd3", Topology(engine=SIM)),
-        ("vllm", Topology(engine=SIM)),
-    ],
-)
-def test_up_does_without_the_extras_that_it_does_not_use(
-    monkeypatch: pytest.MonkeyPatch, hidden: str, topology: Topology
-) -> None:
-    _hide(monkeypatch, hidden)
-    require_extras(topology)
-
-
-@pytest.mark.parametrize(
-    ("module", "extras"),
-    [
-        ("headrace_cli", ["cli"]),
-        ("headrace_registry", ["cli", "registry"]),
-        ("headrace_planner_service", ["cli", "planner"]),
-        ("headrace_router", ["cli", "registry", "router"]),
-        ("headrace_prefill", ["cli", "worker"]),
-        ("headrace_decode", ["cli", "worker"]),
-    ],
-)
-def test_a_program_starts_with_its_extra_alone(module: str, extras: list[str]) -> None:
-    own = {module for extra in extras for module in MODULES[extra]}
-    others = {module for found in MODULES.values() for module in found} - own
-    done = _run(",".join(sorted(others)), module, "--help")
-
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_client_imports_no_module_of_an_extra() -> None:

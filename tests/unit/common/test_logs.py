@@ -88,12 +88,6 @@ def test_the_known_names_are_bounded() -> None:
     assert names.find(line_about("broken")) == ("", "")
 
 
-def test_a_line_about_no_request_has_no_trace_of_an_empty_name() -> None:
-    names = TraceNames()
-    names.add("", TRACEPARENT)
-    assert names.find(line_about("")) == names.find(record_of("hot")) == ("", "")
-
-
 def test_a_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("test.cause")
     causes = CauseLog(log)
@@ -135,14 +129,6 @@ def test_a_call_that_its_client_ended_is_no_error(
         assert " INFO headrace-kiln kiln-0 grpc._cython.cygrpc: the client ended its call: " in line
         assert "[/kiln/Fire]" in line
         assert line.endswith("SendStatusFromServerOperation")
-
-
-def test_other_errors_of_grpc_keep_their_level_and_traceback() -> None:
-    record = grpc_record(ValueError("a bug"))
-    assert EndedCallFilter().filter(record)
-    line = LineFormatter("headrace-kiln", "kiln-0").format(record)
-    assert " ERROR " in line
-    assert line.endswith("ValueError: a bug")
 
 
 def test_logging_is_set_up_with_the_rule_for_ended_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,16 +201,6 @@ async def test_a_request_ends_the_comparison_after_the_block_in_computation() ->
 
 
 @virtually
-async def test_blocks_that_are_not_cached_any_more_leave_the_pair_due() -> None:
-    bench = Bench()
-    await bench.end_idle(LEARNING)
-    bench.answer = None
-    await bench.end_idle(1)
-    assert bench.outcomes[-1] == "dropped"
-    assert not bench.canary.corrupt_senders.rejected
-
-
-@virtually
 async def test_an_engine_that_fails_rejects_no_worker() -> None:
     bench = Bench(answer=InternalError("the engine has ended"))
     await bench.end_idle(3)
@@ -233,13 +223,3 @@ async def test_the_prefix_cache_is_emptied_once_no_request_holds_it(
     await asyncio.sleep(10.0)
     assert busy.resets < 1000
     assert "reset-cache" in caplog.text
-
-
-@virtually
-async def test_close_ends_a_comparison() -> None:
-    bench = Bench(answer_s=60.0)
-    bench.end()
-    await asyncio.sleep(1.0)
-    await bench.canary.close()
-    assert len(bench.asked) == 1
-    assert not bench.results

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from headrace_common.time_model.model import NO_STEPS, HandoverTimes, TimeModel
 from headrace_planner.goal_decision import (
@@ -65,19 +64,6 @@ def test_a_pool_needs_at_most_the_workers_of_two_pools_and_at_least_their_shares
     assert "1 workers do both" in few.sentence
 
 
-def test_a_pool_without_requests_needs_none_and_a_goal_out_of_reach_is_named() -> None:
-    assert pool(requests(0)).count == 0
-    late = pool(requests(30), settings=PlannerSettings(goals=GoalSettings(ttft_s=0.05)))
-    assert "no number of workers reaches it" in late.sentence
-    assert late.count == 1
-
-
-def test_one_worker_has_the_wait_of_an_m_m_1_queue() -> None:
-    # rho / (1 - rho) x service, with rho = 0.5.
-    assert mean_wait_s(5.0, 0.1, 1) == pytest.approx(0.1)
-    assert mean_wait_s(10.0, 0.1, 1) == math.inf
-
-
 @given(st.floats(0.01, 1000), st.floats(0.001, 5), st.floats(0.001, 5))
 def test_the_fewest_workers_keep_the_wait_and_one_less_does_not(
     rate: float, service_s: float, wait_max_s: float
@@ -127,19 +113,6 @@ def test_decode_workers_have_room_for_the_answers_of_most_moments() -> None:
     assert needed(requests(75), settings=SETTINGS)[1] == 1
 
 
-def test_cached_tokens_are_not_computed() -> None:
-    assert needed(requests(600, prompt_tokens=2000, cached_share=0.5))[0] == 3
-    assert needed(requests(600, prompt_tokens=2000))[0] > 3
-
-
-def test_a_goal_out_of_reach_is_named() -> None:
-    demand = predict_demand(SETTINGS, [interval(requests=requests(30, prompt_tokens=2000))])
-    assert demand is not None
-    prefill, _ = decide_by_goals(SETTINGS, PROFILE, demand)
-    assert "no number of workers" in prefill.sentence
-    assert prefill.count >= 1
-
-
 def test_decode_workers_have_the_answers_that_the_goal_allows() -> None:
     # 2,000 tokens per second with 20 ms are 40 answers, and 13.3 fit a worker.
     assert needed(requests(570), settings=goals(0.02))[1] == 3
@@ -154,19 +127,6 @@ def test_decode_workers_have_the_answers_that_the_goal_allows() -> None:
 
 def goals(itl_s: float) -> PlannerSettings:
     return PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=itl_s, share=0.5))
-
-
-def test_long_contexts_leave_room_for_fewer_answers() -> None:
-    profile = WorkerProfile(steps=replace(PROFILE.steps, s_per_context_token=1e-6))
-    assert profile.answers_within(0.1, 1_000) == pytest.approx(0.09 / 0.00175)
-    assert profile.answers_within(0.1, 4_000) == pytest.approx(0.09 / 0.00475)
-    sized = profile.model_copy(update={"kv_tokens": 20_000, "max_num_seqs": 12})
-    assert sized.answers_within(0.1, 4_000) == 5
-    assert sized.answers_within(0.1, 1_000) == 12
-
-
-def test_without_requests_there_is_no_demand() -> None:
-    assert predict_demand(SETTINGS, [interval()]) is None
 
 
 def test_idle_intervals_lower_the_rate_and_keep_the_lengths() -> None:
@@ -188,20 +148,6 @@ def test_a_profile_has_the_time_of_a_prompt_and_its_hand_over() -> None:
     assert profile.prompt_s(3_000) == pytest.approx(2 * 0.02 + 0.27 + 0.45)
     assert profile.handover_s(1_000) == pytest.approx(0.006)
     assert profile.step_s(4, 1_000) == pytest.approx(0.013)
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"fixed_s": -0.1}, "fixed_s must be a number from 0"),
-        ({"s_per_answer": math.inf}, "s_per_answer must be a number from 0"),
-        ({"answer_steps": 4}, "at least 5 steps"),
-    ],
-)
-def test_impossible_and_unknown_times_are_refused(changed: dict[str, float], words: str) -> None:
-    steps = {**asdict(PROFILE.steps), **changed}
-    with pytest.raises(ValidationError, match=words):
-        WorkerProfile.model_validate({"steps": steps})
 
 
 def model(**parts: Any) -> TimeModel:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from headrace_planner.observation import PlannedRole, WorkerCounts
 from headrace_planner.planner import PlannerState, devices_of, plan, within_budget
@@ -33,19 +31,6 @@ def test_without_a_profile_only_the_load_decides() -> None:
     decision, _ = plan(SETTINGS, interval(requests=requests(10_000)), PlannerState())
     assert decision.target.prefill == 1
     assert decision.target.decode == 2
-
-
-def test_the_history_is_bounded() -> None:
-    settings = PlannerSettings(history_intervals_max=3)
-    state = PlannerState()
-    for _ in range(5):
-        _, state = plan(settings, interval(), state)
-    assert len(state.history) == 3
-
-
-def test_a_budget_that_the_floors_exceed_is_refused() -> None:
-    with pytest.raises(ValidationError, match="raise devices_max"):
-        BudgetSettings(prefill_workers_min=5, decode_workers_min=4, devices_max=8)
 
 
 @st.composite

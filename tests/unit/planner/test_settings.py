@@ -1,4 +1,4 @@
-"""Files of the planner's settings and of profiles: the page's examples, and what is wrong with a file."""
+"""Files of the planner's settings: the page's examples, and what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from headrace_common.errors import ConfigError
 from headrace_planner.settings import (
     PlannerSettings,
     WorkerProfile,
-    read_profile,
     read_settings,
 )
 
@@ -37,17 +36,6 @@ def test_what_is_wrong_with_settings_is_named(tmp_path: Path, content: str, word
     wrong.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(words)):
         read_settings(wrong)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [('{"steps": {"fixed_s": "slow"}}', "steps.fixed_s"), ("{", "no valid JSON")],
-)
-def test_what_is_wrong_with_a_profile_is_named(tmp_path: Path, content: str, words: str) -> None:
-    wrong = tmp_path / "wrong"
-    wrong.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        read_profile(wrong)
 
 
 def test_the_examples_of_the_page_are_valid() -> None:

@@ -5,29 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_planner.observation import PlannedRole, Reason, WorkerCounts
-from headrace_planner.planner import PlannerState, keep_needed, needed_now, plan
+from headrace_planner.observation import PlannedRole, WorkerCounts
+from headrace_planner.planner import PlannerState, keep_needed, plan
 from headrace_planner.settings import BudgetSettings, PlannerSettings
 from tests.unit.planner.samples import PROFILE, interval, requests, sample
 
 SETTINGS = PlannerSettings(shrink_intervals=3, budget=BudgetSettings(devices_max=10))
 
 
-def reason(role: PlannedRole, count: int) -> Reason:
-    return Reason(role, "rule", count, {}, "")
-
-
 def test_the_other_role_gets_the_devices() -> None:
     recent = (WorkerCounts(7, 2),)
     wanted = WorkerCounts(2, 8)
     assert keep_needed(SETTINGS, WorkerCounts(7, 2), wanted, recent) == (wanted, ())
-
-
-def test_needed_are_the_floors_and_what_the_load_does_not_give_up() -> None:
-    up, down = reason(PlannedRole.PREFILL, 4), reason(PlannedRole.DECODE, 1)
-    floors = (reason(PlannedRole.PREFILL, 2), reason(PlannedRole.DECODE, 2))
-    assert needed_now(WorkerCounts(3, 2), (up, down), ()) == WorkerCounts(4, 0)
-    assert needed_now(WorkerCounts(3, 2), (down,), floors) == WorkerCounts(3, 2)
 
 
 @given(st.lists(st.integers(0, 900), min_size=12, max_size=30))

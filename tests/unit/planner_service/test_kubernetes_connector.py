@@ -116,16 +116,6 @@ async def test_an_api_that_is_away_for_a_while_delays_a_change() -> None:
         fake.obey(P)
 
 
-async def test_a_lost_permission_ends_a_change() -> None:
-    fake = api(1, 1)
-    fake.obedient = set()
-    task = asyncio.create_task(scaler(fake).apply(WorkerCounts(1, 1), WorkerCounts(2, 1)))
-    await until(lambda: bool(fake.calls), LIMIT_S)
-    fake.faults = [PermissionDenied("the Role is gone")]
-    with pytest.raises(PermissionDenied):
-        await asyncio.wait_for(task, LIMIT_S)
-
-
 async def test_the_connector_acknowledges_each_target_with_its_failure() -> None:
     fake, board = api(1, 1), TargetBoard("p")
     acknowledged: list[tuple[str, str]] = []

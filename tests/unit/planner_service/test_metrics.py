@@ -1,4 +1,4 @@
-"""Each decision is counted, and recorded as a span."""
+"""Each decision is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_planner.observation import PlannedRole, Reason, ScalingDecision, WorkerCounts
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.steering import DecisionEntry, Outcome, PlannerMetrics
-from tests.ended_spans import ended_spans
 
 REASON = Reason(PlannedRole.DECODE, "load above threshold", 3, {"load": 0.95}, "It is full.")
 DECISION = ScalingDecision(WorkerCounts(1, 2), WorkerCounts(1, 3), (REASON,))
@@ -45,15 +44,3 @@ def test_a_decision_sets_the_numbers_and_counts_its_outcome(telemetry: Telemetry
     assert found[schema.METRIC_PLANNER_TARGET] == {("prefill",): 1, ("decode",): 3}
     assert found[schema.METRIC_PLANNER_DECISIONS] == {("published",): 1, ("incomplete",): 1}
     assert found[schema.METRIC_PLANNER_MISSED_SAMPLES] == {(): 1}
-
-
-def test_a_decision_is_a_trace_of_its_own_over_its_interval(telemetry: Telemetry) -> None:
-    spans = ended_spans(telemetry)
-    PlannerMetrics(telemetry).count_decision(entry(Outcome.ADVISED))
-    (span,) = spans
-    assert span.attributes is not None
-    assert span.name == schema.SPAN_PLANNER_DECISION
-    assert span.attributes[schema.ATTRIBUTE_PLANNER_OUTCOME] == "advised"
-    assert span.attributes[schema.ATTRIBUTE_PLANNER_DECODE] == 2
-    assert span.attributes[schema.ATTRIBUTE_PLANNER_DECODE_TARGET] == 3
-    assert span.attributes[schema.ATTRIBUTE_PLANNER_REASONS] == ("It is full.",)

@@ -110,11 +110,6 @@ def test_requests_are_the_difference_of_two_readings_over_all_routers() -> None:
     assert found.duration_s == pytest.approx(0.7)
 
 
-def test_without_requests_there_are_no_statistics() -> None:
-    assert request_statistics({"a": totals(3)}, {"a": totals(3)}) is None
-    assert request_statistics({}, {}) is None
-
-
 def test_a_router_that_was_not_read_before_counts_from_now_on() -> None:
     assert request_statistics({}, {"new": totals(1_000)}) is None
     found = request_statistics({"a": totals(1)}, {"a": totals(2), "new": totals(1_000)})

@@ -22,8 +22,6 @@ from headrace_planner_service.steering import (
 from tests.unit.planner.samples import interval, sample
 
 QUEUED = interval(sample(prefill=1, queued=5))
-CALM = interval(sample(prefill=1))
-JOINING = interval(sample(prefill=1), sample(prefill=2))
 TIMEOUT_S = 60.0
 
 
@@ -56,13 +54,6 @@ def test_a_planner_that_advises_publishes_nothing() -> None:
         bench.steering.acknowledge("p-1")
     # Nothing is under way, so the next interval has a decision of its own.
     assert bench.steering.end_interval(QUEUED).outcome is Outcome.ADVISED
-
-
-def test_numbers_that_stay_are_a_decision_too() -> None:
-    bench = Bench()
-    assert bench.steering.end_interval(CALM).outcome is Outcome.KEEP
-    assert bench.steering.end_interval(JOINING).outcome is Outcome.CHANGING
-    assert bench.board.target is None
 
 
 def test_nothing_is_decided_until_a_target_is_acknowledged() -> None:
@@ -105,15 +96,6 @@ def test_a_target_without_acknowledgement_expires() -> None:
     assert bench.entry(1).outcome is Outcome.EXPIRED
     with pytest.raises(NotFound, match="p-3"):
         bench.steering.acknowledge("p-1")
-
-
-def test_the_last_decisions_are_kept_and_read_in_pages() -> None:
-    bench = Bench()
-    for _ in range(6):
-        bench.steering.end_interval(CALM)
-    assert [one.number for one in bench.decisions.page(0, 3)] == [6, 5, 4]
-    assert [one.number for one in bench.decisions.page(4, 3)] == [3]
-    assert bench.decisions.set_outcome(1, Outcome.APPLIED) is None
 
 
 STEPS = st.one_of(

@@ -115,18 +115,6 @@ async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
 
 
-async def test_a_task_teaches_how_long_hand_overs_take(telemetry: Telemetry) -> None:
-    worker = worker_of(good, telemetry)
-    for number in range(5):
-        await worker.run(task(f"x{number}"))
-    landed_ns = max(link.landed_unix_ns for link in REPORT.links)
-    lag_s = 1e-9 * max(0, landed_ns - OUTCOME.compute_end_unix_ns)
-    decode_worker_id = task("x").decode_worker_id
-    times = worker.times(decode_worker_id)
-    assert times.handovers.count == times.links[decode_worker_id].count == 5
-    assert times.handover_s(400) == pytest.approx(max(1e-6, lag_s), rel=0.01)
-
-
 async def test_the_start_is_reported_between_getting_a_slot_and_computing(
     telemetry: Telemetry,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Replays of traces with several classes: shares of the queue, of slots and of blocks, and each class's result."""
+"""Replays of traces with several classes: shares of the queue, of slots and of blocks."""
 
 from __future__ import annotations
 
@@ -71,21 +71,3 @@ def replay_first_s(profile: WorkerProfile, settings: dict[str, Any]) -> float:
     ]
     (low,) = (one for one in replay(trace, profile, **settings).classes if one.priority == "low")
     return low.ttft.mean_s
-
-
-def test_low_requests_get_their_share_of_a_queue_that_high_ones_fill() -> None:
-    wide = PROFILE.model_copy(update={"max_num_seqs": 128, "kv_tokens": 1_000_000})
-    trace = [request(number, priority=HIGH, prompt_tokens=100) for number in range(100)]
-    trace += [request(100 + number, priority=LOW, prompt_tokens=100) for number in range(4)]
-    result = by_class(replay(trace, wide))
-    # One low prompt for each 16 high ones: the fourth is the 52nd or so of 104.
-    assert result["low"].ttft.percentiles["p99"] < 0.6 * result["high"].ttft.percentiles["p99"]
-
-
-def test_classes_add_up_to_the_whole() -> None:
-    result = replay(at_once(5), ttft_s=4.0, itl_s=0.05)
-    assert sum(one.requests for one in result.classes) == result.requests
-    assert sum(one.goodput for one in result.classes) == pytest.approx(result.goodput)
-    assert 0 < result.attainment < 1
-    met = sum(one.attainment * one.requests for one in result.classes)
-    assert met == pytest.approx(result.attainment * result.requests)

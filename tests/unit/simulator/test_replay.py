@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from bench.simulation.make_trace import Conversations, conversation_entries
-from bench.simulation.oracle import OracleDecisions
-from headrace_common.errors import ConfigError
 from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings, WorkerProfile
 from headrace_simulator.job import SimulationResult
 from headrace_simulator.replay import simulate
 from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest
-from tests.unit.simulator.samples import PROFILE, SLOW_LINK, request
+from tests.unit.simulator.samples import PROFILE, request
 
 
 def replay(
@@ -48,12 +45,6 @@ def test_a_request_takes_its_prefill_and_its_steps() -> None:
     assert result.e2e.mean_s == pytest.approx(first_s + 10 * 0.02)
 
 
-def test_a_prompt_without_a_whole_block_is_served_like_others() -> None:
-    result = replay(request(prompt_tokens=100), request(1, prompt_tokens=1))
-    assert not result.failures
-    assert result.cached_share == 0.0
-
-
 def test_prompts_wait_for_each_other() -> None:
     one = replay(request(0), request(1)).ttft.percentiles
     assert one["p99"] - one["p50"] == pytest.approx(PROFILE.prompt_s(999))
@@ -62,27 +53,12 @@ def test_prompts_wait_for_each_other() -> None:
     assert two["p99"] == pytest.approx(two["p50"], abs=0.025)
 
 
-def test_a_slow_link_delays_the_first_token() -> None:
-    fast, slow = replay(request()), replay(request(), profile=SLOW_LINK)
-    assert slow.ttft.mean_s - fast.ttft.mean_s == pytest.approx(0.5 + 999 * 1_000 * 2e-6)
-
-
 def test_without_prefill_workers_decode_computes_the_prompt_in_steps_with_its_answers() -> None:
     trace = (request(0, answer_tokens=100), request(1, arrival_s=1.5, prompt_tokens=2000))
     result = replay(*trace, prefill_workers=0, itl_s=1.0)
     assert result.ttft.percentiles["p99"] == pytest.approx(2.0 + 0.04, rel=0.02)
     # The answer has early tokens enough: the prompt is computed in one step.
     assert result.e2e.percentiles["p99"] == pytest.approx(1.0 + 2.0 + 100 * 0.02, rel=0.05)
-
-
-def test_a_prompt_on_a_worker_with_answers_leaves_them_their_pace() -> None:
-    trace = [request(number, answer_tokens=100) for number in range(3)]
-    trace.append(request(3, arrival_s=4.0, prompt_tokens=2000, answer_tokens=2))
-    bound = replay(*trace, prefill_workers=0, itl_s=0.04, ttft_s=60.0)
-    free = replay(*trace, prefill_workers=0, itl_s=1.0, ttft_s=60.0)
-    assert bound.itl_attainment == 1.0
-    assert free.itl.percentiles["p90"] > 0.04
-    assert bound.ttft.percentiles["p99"] > free.ttft.percentiles["p99"]
 
 
 def test_workers_of_both_roles_use_what_fixed_roles_leave_idle() -> None:
@@ -104,30 +80,11 @@ def test_workers_of_both_roles_hand_prompts_over_where_answers_leave_no_time() -
     assert result.attainment == 1.0
 
 
-def test_requests_wait_for_room_in_the_order_of_arrival() -> None:
-    small = PROFILE.model_copy(update={"max_num_seqs": 1})
-    trace = [request(number, arrival_s=0.001 * number) for number in range(4)]
-    result = replay(*trace, profile=small, prefill_workers=4)
-    # Three requests before it, each with its prefill and ten steps, then its own first token.
-    prompt_s = PROFILE.prompt_s(999)
-    last_s = 3 * (prompt_s + 10 * 0.02) + prompt_s + 0.02
-    assert result.ttft.percentiles["p99"] == pytest.approx(last_s, rel=0.01)
-    second_s = 2 * prompt_s + 11 * 0.02
-    assert result.ttft.percentiles["p50"] == pytest.approx(second_s, rel=0.01)
-
-
 def test_a_prompt_that_never_fits_fails_alone() -> None:
     result = replay(request(0, prompt_tokens=40_000), request(1))
     assert result.failures == {"INVALID_FIELD": 1}
     assert (result.requests, result.attainment) == (2, 0.0)
     assert replay(request(0, prompt_tokens=40_000), request(1), ttft_s=2.0).attainment == 0.5
-
-
-def test_goals_count_requests_that_reach_both() -> None:
-    trace = (request(0), request(1, arrival_s=60.0, prompt_tokens=3000))
-    result = replay(*trace, ttft_s=2.0, itl_s=0.05)
-    assert (result.attainment, result.ttft_attainment, result.itl_attainment) == (0.5, 0.5, 1.0)
-    assert result.goodput == pytest.approx(1 / result.duration_s)
 
 
 def test_placement_by_cached_prefixes_computes_less_than_round_robin() -> None:
@@ -151,13 +108,6 @@ def test_equal_runs_have_equal_results(workers: dict[str, Any]) -> None:
     assert not first.failures
 
 
-def test_fixed_workers_cost_their_number_times_the_duration() -> None:
-    result = replay(request(), prefill_workers=2, decode_workers=3)
-    assert result.prefill_worker_hours == pytest.approx(2 * result.duration_s / 3600)
-    assert result.decode_worker_hours == pytest.approx(3 * result.duration_s / 3600)
-    assert result.worker_hours == pytest.approx(5 * result.duration_s / 3600)
-
-
 def scaled(scaling: Scaling) -> dict[str, Any]:
     planner = PlannerSettings(
         goals=GoalSettings(ttft_s=2.0, itl_s=0.05), budget=BudgetSettings(devices_max=12)
@@ -168,23 +118,10 @@ def scaled(scaling: Scaling) -> dict[str, Any]:
     return {"scaling": settings, "ttft_s": 2.0, "itl_s": 0.05}
 
 
-def with_oracle(trace: list[TraceRequest]) -> SimulationResult:
-    settings = SimulationSettings(**scaled(Scaling.FIXED))
-    return simulate(settings, PROFILE, trace, OracleDecisions(settings.scaling, PROFILE, trace))
-
-
 def rising_load() -> list[TraceRequest]:
     """Two minutes with little load, five with much, then five with little."""
     times = [*range(0, 120, 10), *(120 + number / 3 for number in range(900)), *range(420, 720, 10)]
     return [request(number, float(at)) for number, at in enumerate(times)]
-
-
-def test_the_oracle_is_ready_when_the_load_comes() -> None:
-    trace = rising_load()
-    oracle = with_oracle(trace)
-    planner = replay(*trace, **scaled(Scaling.PLANNER))
-    assert oracle.attainment >= planner.attainment
-    assert oracle.changes[0].time_s <= 120.0
 
 
 def test_the_planner_changes_the_number_of_workers_of_both_roles() -> None:
@@ -194,14 +131,3 @@ def test_the_planner_changes_the_number_of_workers_of_both_roles() -> None:
     assert max(change.both_workers for change in result.changes) > 2
     assert result.changes[-1].both_workers < 3
     assert all(not change.prefill_workers + change.decode_workers for change in result.changes)
-
-
-def test_a_profile_without_the_size_of_a_worker_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_tokens"):
-        replay(request(), profile=PROFILE.model_copy(update={"kv_tokens": 0}))
-
-
-def test_a_drained_worker_completes_what_it_has() -> None:
-    result = with_oracle([replace(one, answer_tokens=200) for one in rising_load()])
-    assert not result.failures
-    assert result.requests == len(rising_load())

@@ -42,11 +42,6 @@ def test_a_wrong_line_is_named_with_its_field(text: str, field: str) -> None:
         read_trace([text])
 
 
-def test_a_trace_without_requests_is_wrong() -> None:
-    with pytest.raises(ConfigError, match="no request"):
-        read_trace(["", "\n"])
-
-
 def test_equal_ids_are_equal_tokens_and_blocks_without_ids_are_unlike_all_others() -> None:
     one = request(0, prompt_tokens=3 * BLOCK_TOKENS, ids=(4, 5)).token_words()
     other = request(1, prompt_tokens=3 * BLOCK_TOKENS + 7, ids=(4, 6)).token_words()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -244,36 +242,3 @@ def test_a_long_text_of_long_tokens_is_encoded(
     with pytest.raises(TooManyTokens) as caught:
         codec.encode(text, len(ids) - 1)
     assert caught.value.count == len(ids)
-
-
-def test_the_longest_token_bounds_the_tokens_of_a_text(
-    codecs: dict[str, HuggingFaceCodec], tmp_path: Path
-) -> None:
-    assert codecs["adjacent"].longest_token_bytes == len("<|user|>")
-    # A normalizer may drop bytes.
-    assert _write_model(tmp_path, _TURN, normalizers.NFKC()).longest_token_bytes == 0
-
-
-def test_other_threads_continue_while_a_long_text_is_encoded(
-    codecs: dict[str, HuggingFaceCodec],
-) -> None:
-    codec = codecs["separated"]
-    begun, ended = threading.Event(), threading.Event()
-
-    def encode() -> None:
-        begun.set()
-        with pytest.raises(TooManyTokens):
-            codec.encode("some words " * 200_000, 1_000_000)
-        ended.set()
-
-    # A real thread, because the encoder must release the global interpreter lock.
-    thread = threading.Thread(target=encode)
-    thread.start()
-    assert begun.wait(20)
-    turns = 0
-    while not ended.is_set():
-        time.sleep(0.001)
-        turns += 1
-    thread.join(20)
-    # An encoder that keeps the global interpreter lock leaves one turn, or two.
-    assert turns > 10

@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from headrace_text.chat_template import ChatTemplate
 from headrace_text.codec import ChatMessage
 from headrace_text.hugging_face import HuggingFaceCodec
 from headrace_text.images import (
@@ -22,7 +21,6 @@ from headrace_text.images import (
     ImageRule,
     image_rule,
     image_size,
-    processor_settings,
 )
 from tests.image_models import IMAGE, LLAVA, QWEN, image_file, write_image_model
 
@@ -37,28 +35,6 @@ PROCESSORS: Final[dict[str, dict[str, Any]]] = {
     },
     "small": {"min_pixels": 3_136, "max_pixels": 200_704},
 }
-
-QWEN_TEMPLATE: Final = (
-    "{% set image_count = namespace(value=0) %}{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
-    "{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture "
-    "{{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAVA_TEMPLATE: Final = (
-    "{% for message in messages %}{% if message['role'] != 'system' %}"
-    "{{ message['role'].upper() + ': '}}{% endif %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
-    "{{ '<image>\n' }}{% endfor %}{% if message['role'] != 'assistant' %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{{ content['text'] + ' '}}{% endfor %}{% else %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
 
 
 def rule(config: dict[str, Any], processor: dict[str, Any]) -> ImageRule:
@@ -106,18 +82,6 @@ def test_a_resized_grid_has_the_tokens_of_the_processor(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [(1, 1), (30, 400), (333, 777), (640, 480), (1_024, 1_024)])
-def test_the_processor_makes_a_grid_of_so_many_tokens(
-    qwen_processor: Callable[[dict[str, Any]], Any], size: tuple[int, int]
-) -> None:
-    for settings in PROCESSORS.values():
-        grid = qwen_processor(settings)(Image.new("RGB", size), return_tensors="pt")[
-            "image_grid_thw"
-        ]
-        assert int(grid[0].prod()) // 4 == rule(QWEN, settings).tokens_of(*size)
-
-
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("strategy", ["default", "full"])
 def test_a_fixed_grid_has_the_tokens_of_the_processor(strategy: str) -> None:
     clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
@@ -140,12 +104,6 @@ def test_other_families_are_refused_by_name() -> None:
     assert "with these settings" in str(image_rule(pixtral, {}, str))
     assert "with these settings" in str(image_rule(QWEN, {"do_resize": False}, str))
     assert "no token 258" in str(image_rule(QWEN, {}, lambda token: None))
-
-
-def test_the_settings_of_the_processor_may_be_in_either_file() -> None:
-    assert processor_settings({"patch_size": 14}, {"patch_size": 1}) == {"patch_size": 14}
-    nested = {"image_processor": {"patch_size": 16}}
-    assert processor_settings({"patch_size": 14}, nested) == {"patch_size": 16}
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
@@ -263,25 +221,6 @@ def test_texts_of_placeholders_stay_text_without_a_special_token(tmp_path: Path)
     codec = HuggingFaceCodec(write_image_model(tmp_path, LLAVA, "texts"))
     tokens = codec.encode_chat([ChatMessage("user", "<|image|>")], continue_final_message=False)
     assert IMAGE not in tokens
-
-
-def test_the_templates_of_both_families_are_read_as_they_are() -> None:
-    image = {"type": "image"}
-    values = {
-        "messages": [
-            {"role": "user", "content": [image, {"type": "text", "text": "a"}]},
-            {"role": "user", "content": "b"},
-        ],
-        "tools": None,
-    }
-    qwen = ChatTemplate(QWEN_TEMPLATE, {}, "<|image_pad|>")
-    assert qwen.render(values, continue_final_message=False) == (
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>a<|im_end|>\n"
-        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
-    )
-    llava = ChatTemplate(LLAVA_TEMPLATE, {}, "<image>")
-    rendered = llava.render(values, continue_final_message=False)
-    assert rendered == "USER: <image>\na USER: b ASSISTANT:"
 
 
 def test_images_of_unsupported_families_are_named(tmp_path: Path) -> None:

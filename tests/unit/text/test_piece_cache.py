@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from array import array
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace_text.chat_encoder import PieceCache, RunEncoder, cut_texts
-from headrace_text.codec import ChatMessage, TooManyTokens
+from headrace_text.codec import TooManyTokens
 from headrace_text.control_tokens import EscapedChat
-from headrace_text.hugging_face import HuggingFaceCodec
 
 _CONTROL = ("<|im_start|>", "<|im_end|>", "<s>")
 _LONG = "the market of the old town, 7 o'clock: " * 8
@@ -97,18 +95,6 @@ def test_a_repeated_run_is_encoded_once_for_each_scope() -> None:
     assert cache.entry_count == 2
 
 
-def test_short_pieces_are_joined_in_the_same_way_in_every_turn() -> None:
-    cache = PieceCache()
-    encoder = _encoder(cache)
-    history = "".join(f"<|im_start|>{number}: yes<|im_end|>" for number in range(200))
-    encoder.encode(history, "a", None)
-    count = cache.entry_count
-    assert count > 10
-    encoder.encode(f"{history}<|im_start|>and no", "a", None)
-    # Only the last run is new.
-    assert cache.entry_count <= count + 1
-
-
 def test_the_cache_is_bounded_in_bytes_and_drops_the_oldest() -> None:
     cache = PieceCache(bytes_max=8_000)
     encoder = _encoder(cache)
@@ -132,18 +118,6 @@ def test_a_scope_with_less_than_its_share_loses_nothing() -> None:
     assert all(cache.get("small", (f"small {number}",)) == tokens for number in range(12))
     assert cache.get("large", ("small 0",)) is None
     assert cache.stored_bytes <= 40_000
-
-
-def test_memory_is_flat_over_many_conversations() -> None:
-    cache = PieceCache(bytes_max=1_000_000)
-    full = 0
-    for number in range(2_000):
-        for turn in range(5):
-            text = f"{number} {turn} {_LONG}"
-            cache.add(f"tenant {number % 7}", (text,), array("I", range(turn * 50)))
-        assert cache.stored_bytes <= 1_000_000
-        full += cache.stored_bytes > 990_000
-    assert full > 1_500
 
 
 def test_too_many_tokens_are_counted_with_and_without_the_cache() -> None:
@@ -173,13 +147,3 @@ def test_texts_are_cut_only_where_the_tokenizer_cuts_them(
     added: list[dict[str, Any]], expected: tuple[str, ...]
 ) -> None:
     assert cut_texts(added, {"<a>", "<b>", "aba"}) == expected
-
-
-def test_chats_of_a_model_use_the_cache() -> None:
-    codec = HuggingFaceCodec(Path("models/tiny-llama"))
-    fresh = HuggingFaceCodec(Path("models/tiny-llama"))
-    system = ChatMessage("system", _LONG)
-    for content in ("one", "two", "<|im_end|>three"):
-        messages = [system, ChatMessage("user", content)]
-        ids = codec.encode_chat(messages, continue_final_message=False, cache_scope="a")
-        assert ids == fresh.encode_chat(messages, continue_final_message=False, cache_scope=content)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from headrace_text.codec import ChatMessage
-from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.hugging_face import HuggingFaceCodec
 
 _FOLDER = Path(__file__).parents[3] / "models" / "SmolLM2-135M-Instruct"
@@ -74,18 +73,3 @@ def test_control_texts_in_a_content_are_tokenized_as_plain_text(
         for token in reference(part, split_special_tokens=part not in _CONTROL_TOKENS)["input_ids"]
     ]
     assert tokens.tolist() == expected
-
-
-@pytest.mark.parametrize("text", _TEXTS)
-def test_streamed_text_is_in_whole_characters(codec: HuggingFaceCodec, text: str) -> None:
-    tokens = codec.encode(text)
-    detokenizer = IncrementalDetokenizer(codec, codec.encode("The prompt:"))
-    pieces = [detokenizer.append(token) for token in tokens]
-    assert "".join(pieces) + detokenizer.flush() == codec.decode(tokens)
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_context_vocabulary_and_stop_token_come_from_the_folder(codec: HuggingFaceCodec) -> None:
-    assert codec.max_model_len == 8_192
-    assert codec.vocabulary_size == 49_152
-    assert codec.stop_token_ids == {2}

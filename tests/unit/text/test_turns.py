@@ -40,14 +40,6 @@ _FAMILIES: Final = {
     "{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    # A date, tools in the first user message, trimmed texts.
-    "llama3": "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday Date: "
-    "{{ strftime_now('%d %b %Y') }}\n\n{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}"
-    "{% set messages = messages[1:] %}{% endif %}<|eot_id|>"
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{% if loop.first and tools %}{% for t in tools %}{{ t | tojson(indent=4) }}\n\n{% endfor %}{% endif %}"
-    "{{ m.content | trim }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
     # The system message and the tools are in the last user message.
     "mistral": _LAST_USER + "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
     "{% if loop.index0 == ns.last %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
@@ -55,24 +47,6 @@ _FAMILIES: Final = {
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{% if m.tool_calls %}[TOOL_CALLS]"
     "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endif %} {{ m.content | trim }}{{ eos_token }}"
     "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}",
-    # Each turn begins anew, and the system message is in the first one.
-    "llama2": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] "
-    "{% if messages[0].role == 'system' and loop.index0 == 1 %}<<SYS>>\n{{ messages[0].content }}\n"
-    "<</SYS>>\n\n{% endif %}"
-    "{{ m.content.strip() }} [/INST]{% elif m.role != 'system' %} {{ m.content.strip() }} {{ eos_token }}"
-    "{% endif %}{% endfor %}",
-    # Other names of roles, a system message before the first text.
-    "gemma": "{{ bos_token }}{% for m in messages %}{% if m.role != 'system' %}<start_of_turn>"
-    "{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{% if loop.index0 == 1 and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
-    "{{ m.content | trim }}<end_of_turn>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    # Reasoning in the content is dropped everywhere.
-    "deepseek": "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
-    "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1] }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n```json\n{{ c.function.arguments | tojson }}"
-    "\n```{% endfor %}{{ eos_token }}{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
     # Channels: reasoning stays until the next final answer.
     "harmony": "<|start|>system<|message|>Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>"
     "{% if tools %}<|start|>developer<|message|># Tools\n{% for t in tools %}{{ t.function.name }}: "
@@ -84,63 +58,15 @@ _FAMILIES: Final = {
     "{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-    "phi": "{% for m in messages %}<|{{ m.role }}|>{% if tools and loop.first %}<|tool|>{{ tools | tojson }}<|/tool|>"
-    "{% endif %}{{ m.content }}<|end|>{% endfor %}{{ '<|assistant|>' if add_generation_prompt else eos_token }}",
-    # Results of tools after the last question are documents of it.
-    "command": _LAST_USER + "{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>"
-    "{% if m.role == 'tool' and loop.index0 < ns.last %}old{% endif %}{{ m.role }}: {{ m.content }}"
-    "<|END_OF_TURN_TOKEN|>{% endfor %}{% for t in tools or [] %}<|START_OF_TURN_TOKEN|>{{ t | tojson }}"
-    "<|END_OF_TURN_TOKEN|>{% endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "granite": "<|start_of_role|>system<|end_of_role|>{{ strftime_now('%B %d, %Y') }}. {{ messages | length }} "
     "messages.<|end_of_text|>\n{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
     "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
-    # A mark behind the last question only.
-    "glm": _LAST_USER
-    + "[gMASK]<sop>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
-    "{{ '/nothink' if loop.index0 == ns.last }}{% elif m.role == 'tool' %}<|observation|>\n<tool_response>"
-    "{{ m.content }}</tool_response>{% elif m.role == 'assistant' %}<|assistant|>\n<think>"
-    "{{ m.reasoning_content if loop.index0 > ns.last }}</think>{{ m.content.strip() }}{% else %}<|{{ m.role }}|>\n"
-    "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
 }
 _SPECIAL: Final = (
-    *(
-        "<s>",
-        "</s>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-    ),
-    *(
-        "[INST]",
-        "[/INST]",
-        "[AVAILABLE_TOOLS]",
-        "[/AVAILABLE_TOOLS]",
-        "[TOOL_CALLS]",
-        "[TOOL_RESULTS]",
-    ),
-    *(
-        "[/TOOL_RESULTS]",
-        "<start_of_turn>",
-        "<end_of_turn>",
-        "<|User|>",
-        "<|Assistant|>",
-        "<|start|>",
-        "<|end|>",
-    ),
-    *(
-        "<|message|>",
-        "<|channel|>",
-        "<|return|>",
-        "<|user|>",
-        "<|assistant|>",
-        "<|tool|>",
-        "<|/tool|>",
-    ),
-    *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|start_of_role|>"),
-    *("<|end_of_role|>", "<|end_of_text|>", "[gMASK]", "<sop>", "<|observation|>"),
-)
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|start|>", "<|end|>",
+    "<|message|>", "<|channel|>", "<|return|>", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>",
+)  # fmt: skip
 _PLAIN: Final = (
     "<think>",
     "</think>",

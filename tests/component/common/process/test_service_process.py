@@ -1,4 +1,4 @@
-"""A service in a separate process: health, reflection, drain, and failures at the start."""
+"""A service in a separate process: health, drain, and failures at the start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.errors import Draining
@@ -26,7 +24,6 @@ from headrace_common.rpc.status import error_from_rpc
 from tests.rpc_errors import error_of
 from tests.waiting import PATIENCE_S, until
 
-SERVICE = "headrace.inference.v1.InferenceService"
 SCRIPT = Path(__file__).with_name("kiln_service.py")
 Process = asyncio.subprocess.Process
 
@@ -60,35 +57,6 @@ async def running(*flags: str) -> AsyncIterator[tuple[Process, str]]:
 async def outcome(process: Process) -> tuple[int | None, str, str]:
     out, err = await asyncio.wait_for(process.communicate(), 30)
     return process.returncode, out.decode(), err.decode()
-
-
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_describes_the_contract(version: str) -> None:
-    service = f"grpc.reflection.{version}.ServerReflection"
-    async with running() as (_, endpoint), open_channel(endpoint) as channel:
-        # The messages of both versions are the same.
-        reflect = channel.stream_stream(
-            f"/{service}/ServerReflectionInfo",
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )
-        requests = [
-            reflection_pb2.ServerReflectionRequest(list_services=""),
-            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
-            reflection_pb2.ServerReflectionRequest(file_containing_symbol=service),
-        ]
-        responses = [r async for r in reflect(iter(requests), timeout=10)]
-        names = {service.name for service in responses[0].list_services_response.service}
-        assert {SERVICE, service, "grpc.health.v1.Health"} <= names
-        files = [
-            FileDescriptorProto.FromString(data)
-            for response in responses[1:]
-            for data in response.file_descriptor_response.file_descriptor_proto
-        ]
-        assert {file.package for file in files} >= {
-            "headrace.inference.v1",
-            service.rpartition(".")[0],
-        }
 
 
 async def test_sigterm_lets_streams_end_and_rejects_new_rpcs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -15,12 +14,10 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
-from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import (
     HeadraceError,
@@ -29,7 +26,7 @@ from headrace_common.errors import (
     Unauthenticated,
 )
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
-from headrace_common.rpc.server import ClientServices, GrpcServer, InternalTimes
+from headrace_common.rpc.server import GrpcServer, InternalTimes
 from headrace_common.rpc.status import error_from_rpc
 from tests.suite.certificates import Authority
 from tests.waiting import until
@@ -259,33 +256,3 @@ async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go
         await until(on_another_connection, 30, "another connection", 0.1)
         assert not held.done()
         held.cancel()
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
-async def test_both_listeners_take_free_ports_of_their_own(host: str) -> None:
-    config = ClientFacingConfig(listen=f"{host}:0", internal_listen=f"{host}:0")
-    server = GrpcServer(config, (), ClientServices(()))
-    endpoints = (await server.start(), server.client_endpoint)
-    assert len({*endpoints}) == 2
-    for endpoint in endpoints:
-        assert endpoint.startswith(f"{host}:")
-        async with open_channel(endpoint) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    await server.stop(None)
-
-
-async def test_an_advertised_port_of_zero_is_the_port_of_its_own_listener() -> None:
-    config = ClientFacingConfig(
-        advertise="clients.example:0", internal_advertise="inside.example:0", insecure=True
-    )
-    server = GrpcServer(config, (), ClientServices(()))
-    internal, _, internal_port = (await server.start()).partition(":")
-    facing, _, port = server.client_endpoint.partition(":")
-    assert (internal, facing) == ("inside.example", "clients.example")
-    assert port != internal_port
-    for number in (port, internal_port):
-        with socket.create_connection(("127.0.0.1", int(number)), timeout=5):
-            pass
-    await server.stop(None)

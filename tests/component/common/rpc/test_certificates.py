@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -16,9 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_common import reloading
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.tls import tls_identity
 from headrace_common.client_config import ClientFacingConfig
-from headrace_common.errors import ConfigError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
 from headrace_common.rpc.server import ClientServices, GrpcServer
@@ -131,26 +128,3 @@ async def test_new_calls_of_a_channel_present_the_new_certificate(authority: Aut
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert server.seen.serials[-1] == serial_in(client)
     assert watch.done()
-
-
-def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
-    files = Authority(tmp_path / "authority").sign("client")
-    for field, path in asdict(files).items():
-        content = Path(path).read_bytes()
-        Path(path).write_text("nonsense")
-        with pytest.raises(ConfigError, match=f"{field} .* is not valid"):
-            open_channel("127.0.0.1:1", files)
-        Path(path).write_bytes(content)
-
-
-def test_files_are_checked_without_cryptography(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = Authority(tmp_path / "authority").sign("client")
-    other = Authority(tmp_path / "other").sign("client")
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    tls_identity(files).current()
-    wrong = [replace(files, **{field: __file__}) for field in asdict(files)]
-    for each in [*wrong, replace(files, tls_key_file=other.tls_key_file)]:
-        with pytest.raises(ConfigError, match=r"_file .*: not valid \("):
-            tls_identity(each).current()

@@ -121,21 +121,6 @@ async def test_every_error_class_round_trips(
     assert error.retry_after_s == raised.retry_after_s
 
 
-@pytest.mark.parametrize("size", [10, 100_000])
-async def test_streams_fail_with_the_same_errors(
-    served: tuple[Failing, grpc.aio.Channel], size: int
-) -> None:
-    failing, channel = served
-    failing.error = WorkerGone("ä" * size, metadata={"worker_id": "decode-0"})
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    responses = aiter(stub.Generate(inference_pb2.GenerateRequest()))
-    first = await anext(responses)
-    error = await error_of(WorkerGone, anext(responses))
-    assert first.text == "first"
-    assert error.detail[:10] == "ä" * 10
-    assert error.metadata == {"worker_id": "decode-0"}
-
-
 async def test_a_bug_becomes_internal_and_its_id_is_logged(
     served: tuple[Failing, grpc.aio.Channel], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace_common.access.table import ROLES, Listener
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError
 from headrace_common.process import probe
 from headrace_common.rpc.server import GrpcServer
 from tests.ports import free_port
@@ -87,14 +86,6 @@ async def test_it_serves_nothing_else_and_refuses_a_large_check_unparsed() -> No
             assert refused.value.code() is code, method
 
 
-async def test_a_taken_port_is_named() -> None:
-    async with started() as (_, endpoint):
-        second = GrpcServer(ServiceConfig(health_listen=endpoint), ())
-        with pytest.raises(ConfigError, match="set health_listen"):
-            await second.start()
-        await second.stop(None)
-
-
 async def test_the_probe_exits_as_the_service_is(capfd: pytest.CaptureFixture[str]) -> None:
     async with started() as (server, endpoint):
         asked = ["--timeout-s", "10", endpoint]
@@ -105,22 +96,3 @@ async def test_the_probe_exits_as_the_service_is(capfd: pytest.CaptureFixture[st
         assert await asyncio.to_thread(probe.main, [*asked, "--service", "live"]) == 0
     assert await asyncio.to_thread(probe.main, asked) == 1
     assert f"headrace-probe: {endpoint} reports UNAVAILABLE" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words, problem",
-    [
-        (["7059"], "as host:port"),
-        (["127.0.0.1:0"], "as host:port"),
-        (["http://127.0.0.1:7059"], "as host:port"),
-        (["--timeout-s", "0"], "seconds above 0"),
-        (["--timeout-s", "61"], "seconds above 0"),
-    ],
-)
-def test_a_wrong_argument_of_the_probe_is_named(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        probe.main(words)
-    assert ended.value.code == 2
-    assert problem in capsys.readouterr().err

@@ -44,13 +44,14 @@ LAYOUT = KvLayout.attention(
 )
 SENT = 7
 """The value of every byte that is sent."""
+FREEZE = "cgroup.freeze"
 TIMEOUT_S = 120.0
 WOKEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the sender does. It joins the control group `cgroup`, if there is one, and writes `frozen` to `switch`.
+    """What the sender does. It joins the control group `cgroup`, if there is one, and freezes it.
 
     Without a control group it stops itself by SIGSTOP. Unless `guarded`, it has no kill timer.
     """
@@ -61,14 +62,12 @@ class Order:
     descriptor: str
     guarded: bool
     cgroup: str = ""
-    switch: str = ""
-    frozen: str = ""
 
 
 def freeze(order: Order) -> None:
     """Freezes this process. Returns when it has been woken."""
     if order.cgroup:
-        Path(order.cgroup, order.switch).write_text(order.frozen, encoding="utf-8")
+        Path(order.cgroup, FREEZE).write_text("1", encoding="utf-8")
     else:
         # To this thread, which then stops before its next instruction.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)

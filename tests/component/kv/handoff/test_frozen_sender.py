@@ -38,7 +38,7 @@ from headrace_kv.transport import guard
 from headrace_kv.transport.base import session_of
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.guard import open_listeners, own_tcp_sockets
-from tests.component.kv.handoff.frozen_sender import BLOCKS, LAYOUT, SENT, TOKENS, Order
+from tests.component.kv.handoff.frozen_sender import BLOCKS, FREEZE, LAYOUT, SENT, TOKENS, Order
 from tests.waiting import until
 
 DECODE = WorkerRef("decode-0", "1")
@@ -84,7 +84,7 @@ SIGNAL = Freezer(lambda order: order, _stopped, _continue)
 
 
 @contextmanager
-def control_groups(root: Path, switch: str, frozen: str, thawed: str) -> Iterator[Freezer]:
+def control_groups(root: Path) -> Iterator[Freezer]:
     """A control group for each sender, or a skipped test where the machine allows none."""
     made: list[Path] = []
 
@@ -92,23 +92,20 @@ def control_groups(root: Path, switch: str, frozen: str, thawed: str) -> Iterato
         folder = root / f"headrace-test-{os.getpid()}-{order.name}"
         folder.mkdir()
         made.append(folder)
-        return replace(order, cgroup=str(folder), switch=switch, frozen=frozen)
+        return replace(order, cgroup=str(folder))
 
     def is_frozen(order: Order, pid: int) -> bool:
-        folder = Path(order.cgroup)
-        if switch == "freezer.state":
-            return (folder / switch).read_text(encoding="utf-8").strip() == frozen
-        return "frozen 1" in (folder / "cgroup.events").read_text(encoding="utf-8")
+        return "frozen 1" in Path(order.cgroup, "cgroup.events").read_text(encoding="utf-8")
 
     def wake(order: Order, pid: int) -> None:
-        Path(order.cgroup, switch).write_text(thawed, encoding="utf-8")
+        Path(order.cgroup, FREEZE).write_text("0", encoding="utf-8")
 
     probe = root / f"headrace-test-{os.getpid()}"
     try:
         probe.mkdir()
     except OSError as error:
         pytest.skip(f"no control group can be made in {root}: {error}")
-    usable = (probe / switch).exists()
+    usable = (probe / FREEZE).exists()
     probe.rmdir()
     if not usable:
         pytest.skip(f"{root} cannot freeze processes")
@@ -116,7 +113,7 @@ def control_groups(root: Path, switch: str, frozen: str, thawed: str) -> Iterato
         yield Freezer(order_in_group, is_frozen, wake)
     finally:
         for folder in made:
-            (folder / switch).write_text(thawed, encoding="utf-8")
+            (folder / FREEZE).write_text("0", encoding="utf-8")
             folder.rmdir()
 
 
@@ -266,11 +263,5 @@ async def test_a_stopped_sender_ends_before_it_can_write_late() -> None:
 async def test_a_sender_in_a_frozen_cgroup_ends_before_it_can_write_late() -> None:
     root = Path("/sys/fs/cgroup")
     unified = root / "unified" if (root / "unified").is_dir() else root
-    with control_groups(unified, "cgroup.freeze", "1", "0") as freezer:
-        await freeze_and_wake(freezer)
-
-
-async def test_a_sender_in_a_frozen_cgroup_of_version_1_ends_before_it_can_write_late() -> None:
-    root = Path("/sys/fs/cgroup/freezer")
-    with control_groups(root, "freezer.state", "FROZEN", "THAWED") as freezer:
+    with control_groups(unified) as freezer:
         await freeze_and_wake(freezer)

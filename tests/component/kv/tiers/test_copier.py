@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.layout import CacheGroup, KvLayout, Part, RankMemory
+from headrace_kv.layout import KvLayout, RankMemory
 from headrace_kv.prefix.events import Tier
 from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.tiers.copier import DiskStorage, TierCopier
@@ -242,22 +242,3 @@ def test_the_file_has_no_name_and_a_folder_without_room_is_named(tmp_path: Path)
         DiskStorage(tmp_path / "missing", 4096, 2)
     with pytest.raises(ConfigError, match="make room there"):
         DiskStorage(tmp_path, 1 << 40, 1 << 20)
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_more_main_memory_than_there_is_is_refused(pooled: bool) -> None:
-    layout = layout_of()
-    placed = place_regions(layout, 0, (BLOCKS,), HEAD_OUTER)
-    memory = RankMemory(0, "", "", 0, placed.arena_bytes, placed.regions)
-    with pytest.raises(ConfigError, match="lower kv_host_gib"):
-        TierCopier(layout, memory, host_blocks=1 << 40, pooled=pooled)
-
-
-def test_models_with_several_caches_are_refused(tmp_path: Path) -> None:
-    attention = layout_of().groups[0]
-    state = CacheGroup("state", (LAYERS,), "state", 1, 0, (Part("conv", "float16", 8),))
-    layout = KvLayout("m", 1, (attention, state))
-    placed = place_regions(layout, 0, (2, 1))
-    memory = RankMemory(0, "", "", 0, placed.arena_bytes, placed.regions)
-    with pytest.raises(ConfigError, match="only KV of attention layers"):
-        TierCopier(layout, memory, host_blocks=1)

@@ -13,7 +13,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, RegistryUnavailable
 from tests.component.registry.harness import ETCD, EtcdServer, running_cluster, worker
 from tests.ports import free_port
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.etcd,
@@ -60,28 +60,6 @@ async def test_a_lost_endpoint_is_replaced_by_the_next(
         if how == "pause":
             used.resume()
         await store.close()
-
-
-async def test_the_watch_leaves_an_endpoint_together_with_the_calls(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    # Both endpoints work, so nothing but the failed call ends the watch.
-    port = shared_etcd.port
-    store = shared_etcd.store(etcd_prefix, store=f"etcd://127.0.0.1:{port},localhost:{port}")
-    await store.start()
-    connection = store._connection
-    await until(lambda: connection._watch is not None, PATIENCE_S, "the watch")
-    first = connection.endpoint
-    connection._leave(first, "as a test wants it")
-    await until(
-        lambda: connection._watch is not None and connection._watch.endpoint is not first,
-        5,
-        "the watch at the other endpoint",
-    )
-    assert connection.endpoint is not first
-    await store.register(worker(), 30)
-    assert set(store.members) == {"decode-0"}
-    await store.close()
 
 
 async def test_refusals_use_no_other_endpoint(shared_etcd: EtcdServer, etcd_prefix: str) -> None:

@@ -191,21 +191,6 @@ async def test_the_deadline_error_names_the_awaited_event(
     assert rig.router.queue.depth == 0
 
 
-async def test_missing_keys_are_reported_when_no_time_is_left_for_a_retry(rig: Rig) -> None:
-    async def incomplete(worker: FakeDecode, request: Any) -> Any:
-        yield reserved(request)
-        raise TransferTimeout("missing (0, 0, 3)")
-
-    decode = await rig.add_decode(incomplete)
-    await rig.add_prefill(stall)
-    error = await rig.error_of(timeout_s=1.0)
-    assert isinstance(error, TransferTimeout)
-    assert "missing (0, 0, 3)" in error.detail
-    assert len(decode.requests) == 1
-    assert isinstance(await rig.error_of(timeout_s=10.0), TransferTimeout)
-    assert len(decode.requests) > 2
-
-
 async def test_a_prompt_without_its_reservation_leaves_the_queue_before_it_is_computed(
     rig: Rig,
 ) -> None:
@@ -258,19 +243,3 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
     assert await rig.text() == "ok"
     assert [request.remote_prefill for request in decode.requests] == [True, True, False]
     waiting.cancel()
-
-
-async def test_models_are_listed_with_their_workers(rig: Rig) -> None:
-    empty = await rig.models()
-    assert not empty.models
-    await rig.add_decode(hang)
-    await rig.add_decode(hang)
-    rig.decodes[1].change_member(max_model_len=512)
-    rig.refresh()
-    await rig.add_prefill(stall)
-    listed = await rig.models()
-    assert list(listed.models) == [
-        inference_pb2.Model(
-            name="sim", max_model_len=512, prefill_worker_count=1, decode_worker_count=2
-        )
-    ]

@@ -15,7 +15,6 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ProtocolViolation
-from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.decode_link.link import DecodeLink, DecodeLinks
@@ -101,22 +100,6 @@ async def test_a_full_or_old_link_is_replaced_and_ends_with_its_last_request(
     assert [await kind_of(one), await kind_of(two)] == ["reserved"] * 2
     assert aged.count == 2
     await aged.close()
-
-
-async def test_a_worker_joins_tokens_for_as_long_as_the_router_does(
-    worker: FakeDecode, channel: grpc.aio.Channel
-) -> None:
-    load = LoopLoad()
-    links = DecodeLinks(lambda: channel, load)
-    call = opened_on(links)
-    assert await kind_of(call) == "reserved"
-    assert worker.token_intervals_us == [2_000]
-    load.gap_s = 0.025
-    (link,) = worker._open_links
-    await link.send(1, decode_pb2.Tokens(token_ids=[7]))
-    assert await kind_of(call) == "tokens"
-    await until(lambda: worker.token_intervals_us == [2_000, 25_000], what="the longer interval")
-    await links.close()
 
 
 async def test_a_worker_that_breaks_the_protocol_loses_its_link(

@@ -127,19 +127,6 @@ async def test_a_response_leaves_a_stalled_worker_and_later_ones_avoid_it(rig: R
     assert len(stalling.requests) == 2
 
 
-async def test_a_response_stays_on_a_stalled_worker_until_another_can_have_it(rig: Rig) -> None:
-    stalling = await rig.add_decode(recite(9, stall))
-    asking = asyncio.create_task(rig.ask(sampling=sampling()))
-    await until(lambda: bool(stalling.stall))
-    await until(lambda: not rig.router.workers.table("sim").reachable.any())
-    await let_a_wrong_step_show()
-    assert not stalling.cancelled
-    await rig.add_decode(recite(99))
-    responses = await asking
-    assert text_of(responses) == TEXT
-    assert responses[-1].timing.attempts == 2
-
-
 async def test_a_response_leaves_a_worker_that_only_its_connection_shows_to_live(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

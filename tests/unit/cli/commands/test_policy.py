@@ -35,12 +35,6 @@ def test_programs_get_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert "far_weight" not in printed["policy"]
 
 
-def test_a_target_is_given_in_seconds() -> None:
-    policy = _changed("tpot_target=0.05s", "ttft_target=2")
-    assert (policy.tpot_target.nanos, policy.ttft_target.seconds) == (50_000_000, 2)
-    assert not _changed("tpot_target=0.05s", "tpot_target=").HasField("tpot_target")
-
-
 def test_a_map_is_changed_by_entry() -> None:
     policy = _changed("tenant_weights.batch=0.5", "tenant_weights.chat=3", "tenant_weights.batch=")
     assert dict(policy.tenant_weights) == {"chat": 3.0}

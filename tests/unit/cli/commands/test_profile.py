@@ -12,7 +12,6 @@ from headrace.worker.v1 import time_model_pb2, worker_pb2
 from headrace_cli.app import app
 from headrace_cli.commands import profile
 from headrace_cli.commands.profile import profile_of
-from headrace_common.errors import ConfigError
 from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_planner.settings import WorkerProfile
 
@@ -66,11 +65,6 @@ def test_two_pools_and_workers_of_both_roles_have_a_profile() -> None:
     )
     assert both.steps.fixed_s == pytest.approx(0.02)
     assert "the mean of 2 workers, from 9 steps with prompts" in both.measured
-
-
-def test_workers_that_have_learned_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="send at least 5 prompts"):
-        profile_of([member(PREFILL), member(DECODE)], [status(prompts=9), status(answers=4)])
 
 
 def deployment(monkeypatch: pytest.MonkeyPatch, *members: registry_pb2.Member) -> None:

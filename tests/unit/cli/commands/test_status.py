@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from headrace_cli.commands.status import page_url
-from headrace_common.access.credentials import Credentials, TlsFiles
-from headrace_common.errors import ConfigError
+from headrace_common.access.credentials import Credentials
 
 
 def test_the_token_is_in_the_part_that_browsers_do_not_send(tmp_path: Path) -> None:
@@ -17,10 +14,3 @@ def test_the_token_is_in_the_part_that_browsers_do_not_send(tmp_path: Path) -> N
     assert page_url("host:7057", Credentials(token_file=str(token))) == (
         "http://host:7057/#token=abc.def.ghi"
     )
-
-
-def test_tls_and_a_wrong_address() -> None:
-    tls = TlsFiles(tls_authority_file="authority.pem")
-    assert page_url("host:7057", Credentials(tls)) == "https://host:7057/"
-    with pytest.raises(ConfigError, match="no address of a status page"):
-        page_url("http://host", Credentials())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
@@ -27,34 +26,3 @@ def test_a_created_token_proves_its_role(tmp_path: Path) -> None:
     caller = verifier.verify(token.read_text().strip())
     assert caller == Caller(frozenset({Role.DECODE}), "decode-0")
     assert [path.stat().st_mode & 0o077 for path in (private_key, token)] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("keygen", "{folder}"), "exists"),
-        (("create", "router", "--key", "{folder}/none", "--output", "{folder}/t"), "cannot read"),
-        (
-            ("create", "router", "--key", f"{{folder}}/{PUBLIC_KEYS_FILE}", "--output", "t"),
-            "not a private key",
-        ),
-        (
-            (
-                "create",
-                "router",
-                "--name",
-                "A B",
-                "--key",
-                f"{{folder}}/{PRIVATE_KEY_FILE}",
-                "--output",
-                "t",
-            ),
-            "worker id",
-        ),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
-    run("keygen", str(tmp_path))
-    status, error = run(*(text.format(folder=tmp_path) for text in arguments))
-    assert status == 2
-    assert problem in error

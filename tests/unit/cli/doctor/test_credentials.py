@@ -69,19 +69,6 @@ def test_a_token_must_be_private_valid_and_an_operators(
     assert worst == ([] if verdict is Verdict.OK else [finding])
 
 
-def test_files_that_hold_nothing_are_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "operator.token"
-    assert {one.verdict for one in found(monkeypatch, path)} == {Verdict.ERROR}
-    path.write_text("no token")
-    path.chmod(0o600)
-    assert found(monkeypatch, path)[-1].verdict is Verdict.ERROR
-    monkeypatch.setenv("HEADRACE_TLS_KEY_FILE", str(path))
-    (finding,) = check_credentials()
-    assert "not set" in finding.detail
-
-
 def test_certificates_that_expire_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

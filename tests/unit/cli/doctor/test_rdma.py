@@ -69,14 +69,6 @@ def test_a_port_that_others_cannot_reach_is_named(
     assert finding.remedy
 
 
-def test_infiniband_needs_no_gid_of_roce(host: Path) -> None:
-    write(host / "infiniband" / "mlx5_0" / "ports" / "1" / "link_layer", "InfiniBand")
-    write(
-        host / "infiniband" / "mlx5_0" / "ports" / "1" / "gid_attrs" / "types" / "1", "IB/RoCE v1"
-    )
-    assert found("RDMA mlx5_0/1").verdict is Verdict.OK
-
-
 def test_device_files_that_are_missing_or_closed_are_an_error(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,21 +88,3 @@ def test_a_limit_on_locked_memory_matters_with_an_adapter_only(
     assert (finding.verdict, "8,192 KiB" in finding.detail) == (Verdict.WARNING, True)
     (host / "infiniband").rename(host / "other")
     assert found("locked memory").verdict is Verdict.OK
-
-
-@pytest.mark.parametrize("setting", ["always [madvise] never", "always madvise [never]"])
-def test_small_pages_are_named(host: Path, setting: str) -> None:
-    write(host / "huge", setting)
-    finding = found("huge pages")
-    assert finding.verdict is Verdict.WARNING
-    assert setting.partition("[")[2].partition("]")[0] in finding.detail
-    (host / "huge").unlink()
-    assert found("huge pages").verdict is Verdict.OK
-
-
-def test_with_an_nvidia_driver_the_module_of_peer_memory_is_looked_for(host: Path) -> None:
-    assert "GPUDirect RDMA" not in {one.subject for one in check_rdma()}
-    write(host / "nvidia", "NVRM version")
-    assert found("GPUDirect RDMA").verdict is Verdict.WARNING
-    (host / "nvidia_peermem").mkdir()
-    assert found("GPUDirect RDMA").verdict is Verdict.OK

@@ -1,4 +1,4 @@
-"""The checks of libraries, packages, versions and the firewall."""
+"""The checks of packages and versions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ from headrace_cli.members import UNKNOWN_VERSION
 def found(subject: str, verdict: Verdict | None = None) -> Finding:
     findings = [one for one in check_software() if one.subject == subject]
     return next(one for one in findings if verdict is None or one.verdict is verdict)
-
-
-def test_a_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_LIBRARIES", (("libabsent.so.9", "libabsent9"),))
-    finding = found("libraries")
-    assert finding.verdict is Verdict.WARNING
-    assert "libabsent.so.9" in finding.detail
-    assert finding.remedy.endswith("libabsent9")
-    monkeypatch.setattr(checks, "_LIBRARIES", (("libc.so.6", "libc6"),))
-    assert found("libraries").verdict is Verdict.OK
 
 
 def test_two_builds_of_mooncake_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

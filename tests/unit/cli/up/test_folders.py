@@ -1,4 +1,4 @@
-"""The folder of a deployment: its lock, its state file, and a full disk."""
+"""The folder of a deployment: its lock, its state file, and the causes of ends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from headrace_cli.state import LOCK_FILE, UpState, find_planner, locked, read_state, write_state
+from headrace_cli.state import UpState, find_planner, locked, read_state, write_state
 from headrace_cli.up.supervisor import (
     EXIT_MISCONFIGURED,
     Child,
-    disk_note,
-    spawn_program,
     unexpected_end,
 )
 from headrace_cli.up.topology import ProcessSpec
@@ -47,21 +45,6 @@ def test_a_second_deployment_is_refused_and_names_the_first(tmp_path: Path) -> N
         pass
 
 
-def test_a_lock_that_cannot_be_written_names_the_cause(tmp_path: Path) -> None:
-    (tmp_path / LOCK_FILE).symlink_to("/dev/full")
-    with (
-        pytest.raises(ConfigError, match=r"cannot write .*up\.lock: "),
-        locked(tmp_path, "127.0.0.1:7050"),
-    ):
-        raise AssertionError
-
-
-def test_a_state_file_on_a_full_disk_names_the_cause(tmp_path: Path) -> None:
-    (tmp_path / "up.json").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"cannot write .*up\.json: No space left on device"):
-        write_state(tmp_path, UpState("127.0.0.1:1", "127.0.0.1:2", 1))
-
-
 def test_a_process_that_ends_on_a_full_disk_names_the_cause(
     ended: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,17 +69,6 @@ def test_the_cause_of_an_engine_is_in_the_error(ended: Child) -> None:
         "headrace-decode: vLLM cannot serve models/m: Available memory is less than requested memory for kv "
         "(500.0 GiB)."
     )
-
-
-def test_a_disk_that_cannot_be_asked_is_not_called_full(tmp_path: Path) -> None:
-    assert disk_note(tmp_path / "absent") == ""
-
-
-async def test_a_log_that_cannot_be_made_names_the_cause(ended: Child) -> None:
-    ended.spec.log_file.unlink()
-    ended.spec.log_file.mkdir()
-    with pytest.raises(ConfigError, match=r"decode-0\.log: Is a directory"):
-        await spawn_program(ended.spec)
 
 
 def test_the_registry_of_a_deployment_here_is_not_that_of_a_router_elsewhere(

@@ -69,16 +69,6 @@ async def test_a_killed_worker_starts_again_after_a_delay_and_says_so(bench: Ben
     assert await bench.supervisor.stop() == []
 
 
-async def test_old_restarts_do_not_count(bench: Bench) -> None:
-    await bench.start()
-    for at_s in (0.0, 1_000.0, 2_000.0, 3_000.0):
-        bench.end(KILLED)
-        await bench.step_at(at_s)
-        await bench.step_at(at_s + 1.0)
-    assert len(bench.started) == 5
-    assert all("(restart 1 of 2)" in line for line in bench.shown())
-
-
 async def test_a_drained_worker_stays_away(bench: Bench) -> None:
     await bench.start()
     bench.end(0)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace_cli.up import supervisor
-from headrace_cli.up.keeping import NO_RESTARTS, Restarts, Scaler, drain_timeout_s
-from headrace_cli.up.topology import Topology
+from headrace_cli.up.keeping import NO_RESTARTS, Restarts, Scaler
 from headrace_common.errors import ConfigError, DeadlineExceeded, WorkerGone
 from tests.unit.cli.up.fake_processes import FakeProcess, FakeSupervisor
 from tests.waiting import until
@@ -106,31 +105,3 @@ async def test_a_worker_that_does_not_drain_is_named(bench: Bench) -> None:
     with pytest.raises(WorkerGone, match="decode-1 ended with 3"):
         await bench.scaler.apply(1, 1)
     assert bench.running() == ["decode-0", "prefill-0"]
-
-
-async def test_a_worker_that_starts_again_counts_and_is_not_drained(bench: Bench) -> None:
-    await bench.scaler.apply(1, 2)
-    bench.processes["decode-0"].returncode = -9
-    for child in bench.supervisor.unexpected_ends():
-        child.mark_replaced()
-    await bench.scaler.apply(1, 2)
-    assert bench.running() == ["decode-1", "prefill-0"]
-    await bench.scaler.apply(1, 1)
-    assert bench.running() == ["prefill-0"]
-    assert not bench.processes["decode-0"].signals
-
-
-async def test_an_end_before_a_worker_serves_concerns_its_target_only(bench: Bench) -> None:
-    bench.bad["decode-1"] = FakeProcess(serves=False)
-    applying = asyncio.create_task(bench.scaler.apply(1, 2))
-    await until(lambda: "decode-1" in bench.processes, LIMIT_S, "a start")
-    bench.processes["decode-1"].returncode = 1
-    assert bench.supervisor.unexpected_ends() == []
-    with pytest.raises(WorkerGone, match="decode-1 ended with 1"):
-        await applying
-
-
-def test_a_drain_may_take_the_grace_of_its_service() -> None:
-    topology = Topology(engine="sim", settings=(("decode", "drain_grace_s", "100"),))
-    assert drain_timeout_s(topology, "decode") > 100
-    assert 20 < drain_timeout_s(topology, "prefill") < 100

@@ -19,10 +19,8 @@ from headrace_cli.up.topology import (
     http_port_of,
     named_model,
     parse_devices,
-    parse_setting,
     planner_spec,
     pool_spec,
-    registry_spec,
     router_spec,
     worker_specs,
 )
@@ -64,12 +62,6 @@ def test_workers_of_both_roles_are_started_beside_or_in_place_of_the_others() ->
     assert [spec.name for spec in worker_specs(alone, FOLDER, "r")] == ["prefill-0", "decode-0"]
 
 
-def test_real_engines_never_share_a_process() -> None:
-    specs = worker_specs(Topology(model="m", decode_count=9), FOLDER, "127.0.0.1:7001")
-    assert len(specs) == 10
-    assert not any(flag(spec, "workers-per-process") for spec in specs)
-
-
 def test_a_setting_replaces_the_flag_of_its_service_only() -> None:
     topology = Topology(
         engine="sim",
@@ -95,11 +87,6 @@ def test_http_is_off_unless_a_port_or_a_setting_names_its_address() -> None:
         )
 
 
-def test_the_store_goes_to_the_registry() -> None:
-    topology = Topology(engine="sim", store="etcd://127.0.0.1:2379")
-    assert flag(registry_spec(topology, FOLDER), "store") == ["--store=etcd://127.0.0.1:2379"]
-
-
 def test_a_store_of_blocks_is_known_to_every_worker_and_gives_it_main_memory() -> None:
     topology = Topology(engine="sim", pool_gib=1.5, settings=(("prefill", "kv_host_gib", "3"),))
     pool = pool_spec(topology, FOLDER, "127.0.0.1:9")
@@ -123,19 +110,6 @@ def test_a_planner_publishes_for_the_served_model_and_takes_settings() -> None:
     assert flag(spec, "internal-listen") == ["--internal-listen=127.0.0.1:9"]
     assert flag(spec, "mode") == ["--mode=advise"]
     assert flag(spec, "interval-s") == ["--interval-s=5"]
-
-
-def test_many_workers_share_a_process() -> None:
-    topology = Topology(engine="sim", prefill_count=10, decode_count=20)
-    prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
-    assert (prefill.worker_count, decode.worker_count) == (10, 20)
-    assert flag(decode, "workers-per-process") == ["--workers-per-process=20"]
-
-
-@pytest.mark.parametrize("text", ["", "decode", "decode.x", "x.y=1", "decode.=1", "=1"])
-def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"SERVICE\.FIELD=VALUE"):
-        parse_setting(text)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +207,3 @@ def test_wrong_devices_are_refused_by_the_name_of_the_option(
     with pytest.raises(ConfigError) as caught:
         check_topology(Topology(**given))
     assert remedy in caught.value.detail
-
-
-def test_malformed_devices_are_refused() -> None:
-    with pytest.raises(ConfigError, match="such as 0,1"):
-        parse_devices("0,,1")

@@ -10,15 +10,12 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.trace import chosen_names
 from headrace_cli.waterfall import (
     clamp_width,
-    conclusion,
     draw_comparison,
     draw_layers,
     draw_trace,
 )
-from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.model import LayerWrite, Link, PartTime, Step, TraceView
 from headrace_common.trace_view.reading import read_trace
@@ -162,24 +159,6 @@ def test_every_line_fits_whatever_the_trace_says(first_seed: int) -> None:
         for line in lines:
             assert len(line.plain) <= clamp_width(width), (seed, line.plain)
             assert "\n" not in line.plain
-
-
-def test_a_comparison_names_the_part_that_made_the_difference() -> None:
-    fast = view({"queue": 10, "prefill": 30})
-    slow = view({"queue": 500, "prefill": 20})
-    assert conclusion(fast, slow) == "B is 480 ms slower: queue 490 ms"
-    assert conclusion(slow, fast) == "B is 480 ms faster: queue 490 ms"
-    assert conclusion(fast, fast) == "both took the same time"
-    rows = [line.plain for line in draw_comparison(fast, slow, width=80)]
-    assert rows[-3].split() == ["queue", "10.00", "ms", "500", "ms", "+490", "ms"]
-
-
-def test_the_words_choose_one_trace_or_two() -> None:
-    assert chosen_names(["last"]) == ["last"]
-    assert chosen_names(["compare", "a", "b"]) == ["a", "b"]
-    for words in (["a", "b"], ["compare"], ["compare", "a"], ["compare", "a", "b", "c"]):
-        with pytest.raises(ConfigError, match="name one trace, or two after compare"):
-            chosen_names(words)
 
 
 @pytest.mark.parametrize("name", RECORDED)

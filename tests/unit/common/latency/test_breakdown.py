@@ -7,9 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.inference.v1 import latency_pb2
-from headrace_common.latency.breakdown import Breakdown, Owner, break_down, breakdown_to_proto
-from headrace_common.latency.parts import Part, Sum
+from headrace_common.latency.breakdown import break_down
+from headrace_common.latency.parts import Sum
 from headrace_common.latency.steps import (
     AttemptSteps,
     DecodeSteps,
@@ -61,28 +60,6 @@ def test_a_first_token_from_hidden_state() -> None:
     assert found.exposed_us == 20
 
 
-def test_attempts_that_failed_are_a_part() -> None:
-    failed = AttemptSteps(40, 45, remote=True)
-    attempt = replace(REMOTE, route_start=48, start=50)
-    found = break_down(request(failed, attempt), 1_000)
-    assert parts(found.first)["retry"] == 8
-    assert Part.UNACCOUNTED not in found.first.parts_us
-
-
-def test_clocks_that_are_wrong_keep_the_sum() -> None:
-    attempt = replace(REMOTE, prefill=replace(PREFILL, compute_end=500))
-    found = break_down(request(attempt), 1_000)
-    assert parts(found.first)["prefill"] == 270
-    assert found.exposed_us == 0
-
-
-def test_without_reports_of_the_workers_the_rest_is_unaccounted() -> None:
-    attempt = replace(REMOTE, decode=None, prefill=None)
-    found = break_down(request(attempt), 1_000)
-    assert parts(found.first)["unaccounted"] == 350
-    assert found.owner is Owner.NONE
-
-
 @given(st.data())
 def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
     times = st.none() | st.integers(-200, 1_200)
@@ -121,14 +98,3 @@ def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
             assert all(duration > 0 for duration in one.parts_us.values())
     assert found.exposed_us >= 0
     assert found.hidden_us >= 0
-
-
-def test_the_message() -> None:
-    second = Sum(7, {Part.TRANSFER_EXPOSED: 7})
-    message = breakdown_to_proto(
-        Breakdown(Sum(3, {Part.QUEUE: 3}), second, Owner.SECOND_TOKEN, 5, 6)
-    )
-    assert message.transfer_owner == latency_pb2.TRANSFER_OWNER_SECOND_TOKEN
-    assert (message.transfer_exposed_us, message.transfer_hidden_us) == (7, 5)
-    assert (message.second_token.total_us, message.clock_error_us) == (7, 6)
-    assert not breakdown_to_proto(Breakdown(second)).HasField("second_token")

@@ -73,20 +73,6 @@ def test_a_layer_that_was_not_moved_names_its_wait() -> None:
     )
 
 
-def test_one_link_alone_has_its_size_and_speed() -> None:
-    assert verdict(view("transfer exposed", (link(0, 1),))) == (
-        "80 % transfer exposed: link p/r0 -> d/r1 moved 1.9 MiB in 1.00 ms, 2 GB/s"
-    )
-
-
-def test_a_slow_layer_is_named_with_the_median() -> None:
-    ready = (0, 2, 4, 64, 66, 68)
-    slow = link(0, 1, tuple(write(layer, at) for layer, at in enumerate(ready)))
-    assert verdict(view("prefill", (slow,))) == (
-        "80 % prefill: layer 3 took 60.00 ms on prefill-1, median is 2.00 ms"
-    )
-
-
 def test_a_failure_comes_first_and_nothing_is_invented() -> None:
     empty = TraceView("t", "r", 0, False, 0, 0, (), (), (), error="QUEUE_FULL")
     assert verdict(empty) == "failed: QUEUE_FULL; no times have arrived"

@@ -12,7 +12,6 @@ import pytest
 from headrace.inference.v1 import latency_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import TransferFailed
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clocks import ClockPair
 from headrace_common.latency.parts import Part
@@ -136,31 +135,6 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
     }
     assert (found.owner, found.hidden_us) == (Owner.FIRST_TOKEN, 300)
     assert found.clock_error_us == 20 + 3
-
-
-async def test_a_prefill_that_fails_is_a_retry(clock: list[int]) -> None:
-    timeline = OwnTimeline(100_000, UNIX_NS)
-    clock[0] = 140
-    timeline.tokenized((110_000, 130_000))
-    timeline.slot_wanted()
-    clock[0] = 150
-    attempt = admitted(timeline, times(150, reserved=20))
-
-    async def fail() -> prefill_pb2.EnqueueResponse:
-        raise TransferFailed("lost")
-
-    task = asyncio.create_task(fail())
-    attempt.asked(task)
-    await asyncio.wait({task})
-    admitted(timeline, times(400, reserved=10, step_start=20, first_token=90))
-    respond(timeline, 490)
-    reported: list[Breakdown] = []
-    timeline.when_reported(lambda: reported.append(timeline.break_down()))
-    (found,) = reported
-    parts = parts_of(found)
-    assert parts["retry"] == 400 - 150
-    assert parts["prefill"] == 70
-    assert "queue" not in parts
 
 
 def test_a_request_without_a_token_waited_for_room(clock: list[int]) -> None:

@@ -46,16 +46,6 @@ def test_what_may_differ_is_no_fault() -> None:
     assert pair_faults([side("p")], [side("d", other)]) == []
 
 
-def test_block_sizes_of_a_window_must_be_equal() -> None:
-    def windowed(block_tokens: int, window_tokens: int) -> KvLayout:
-        layout = of_blocks(block_tokens, "token_outer")
-        return replace(layout, groups=(replace(layout.groups[0], window_tokens=window_tokens),))
-
-    assert pair_faults([side("p", windowed(16, 64))], [side("d", windowed(16, 64))]) == []
-    (fault,) = pair_faults([side("p", windowed(16, 64))], [side("d", windowed(32, 128))])
-    assert set(fault.fields) == {"attention.block_tokens", "attention.window_tokens"}
-
-
 def test_the_identity_of_the_weights_is_named() -> None:
     (fault,) = pair_faults([side("p")], [side("d", replace(LAYOUT, model="m:2"))])
     assert fault.fields == {"model": "m:1 != m:2"}
@@ -89,21 +79,6 @@ def test_the_block_size_is_named_where_tokens_are_not_addressable() -> None:
     prefill, decode = side("p", of_blocks(16, "x")), side("d", of_blocks(32, "x"))
     (fault,) = pair_faults([prefill], [decode])
     assert fault.fields == {"attention.block_tokens": "16 != 32"}
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "differ"),
-    [
-        ("mooncake", "in_memory", True),
-        ("mooncake", "mooncake", False),
-        ("", "in_memory", False),
-        ("mooncake", "", False),
-    ],
-)
-def test_transports_without_a_common_one_are_named(prefill: str, decode: str, differ: bool) -> None:
-    faults = pair_faults([side("p", transport=prefill)], [side("d", transport=decode)])
-    expected = [{"transport": f"{prefill} != {decode}"}] if differ else []
-    assert [fault.fields for fault in faults] == expected
 
 
 def test_workers_that_are_alike_share_a_fault() -> None:

@@ -78,16 +78,6 @@ def test_without_a_share_or_tiers_nothing_is_promised() -> None:
     assert promises.counts().promises == 0
 
 
-def test_the_tier_of_a_promise_is_its_slowest() -> None:
-    rig = Rig(host=4, disk=40, share=1.0)
-    rig.store(1, 2)
-    rig.press(count=4)
-    kept = rig.promises.keep(KeepTerms("r", "a", 60.0), [1, 2])
-    assert kept == Kept(2 * BLOCK, Tier.DISK, 60.0)
-    rig.press()
-    assert rig.found(1, 2) == 2
-
-
 def test_a_promise_with_lost_blocks_is_broken_and_others_are_not() -> None:
     rig = Rig()
     rig.keep("short", 1, 2)

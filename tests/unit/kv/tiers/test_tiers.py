@@ -68,26 +68,6 @@ def test_the_last_block_of_a_prompt_that_came_again_is_evicted_first() -> None:
     assert len(tiers.hold([1, 2, 3])) == 2
 
 
-def test_blocks_take_their_class_to_the_next_tier() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 1, Tier.DISK: 2}), Memories()
-    stored(tiers, memories, 1)
-    stored(tiers, memories, 2, priority=Priority.LOW)
-    stored(tiers, memories, 3)
-    assert memories.announced[Tier.DISK] == {1, 2}
-    stored(tiers, memories, 4)
-    assert memories.announced[Tier.DISK] == {1, 3}
-
-
-def test_a_block_that_a_higher_request_uses_gets_its_class() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
-    stored(tiers, memories, 1, priority=Priority.LOW)
-    stored(tiers, memories, 2)
-    tiers.release(tiers.hold([1], Priority.HIGH))
-    stored(tiers, memories, 3)
-    assert 1 in tiers
-    assert 2 not in tiers
-
-
 class TiersMachine(RuleBasedStateMachine):
     """Random stores, holds, loads and losses. Each block contains the prefix that it was stored for."""
 

@@ -11,9 +11,6 @@ from headrace_kv.transport.guard import (
     address_of_peer,
     networks_of,
     parse_networks,
-    plain_address,
-    source_address,
-    with_ipv4_loopback,
 )
 
 
@@ -44,18 +41,6 @@ def test_a_wrong_network_is_rejected_with_the_remedy(text: str) -> None:
 def test_the_address_of_a_grpc_peer(peer: str, address: str | None) -> None:
     found = address_of_peer(peer)
     assert (found if found is None else str(found)) == address
-
-
-def test_the_loopback_addresses_belong_to_one_host() -> None:
-    six, four, other = map(ipaddress.ip_address, ("::1", "127.0.0.1", "10.0.0.7"))
-    assert with_ipv4_loopback({six}) == {six, four}
-    assert with_ipv4_loopback({other}) == {other}
-    assert plain_address(ipaddress.ip_address("::ffff:127.0.0.1")) == four
-
-
-def test_the_source_address_of_connections() -> None:
-    assert str(source_address("127.0.0.1")) == "127.0.0.1"
-    assert source_address("host.invalid") is None
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace_text.parsing.registry import (
     REASONING_PARSERS,
     AnswerParser,
     new_reasoning_parser,
-    new_tool_call_parser,
 )
-from tests.unit.text.parsing.test_tool_calls import divided, parse
+from tests.unit.text.parsing.test_tool_calls import parse
 
 
 def new_parser(name: str, constrained: bool = False, **variables: Any) -> AnswerParser:
@@ -46,13 +43,3 @@ def test_a_constrained_answer_begins_with_its_content() -> None:
     assert parse(new_parser("qwen3", constrained=True), ['{"a": 1}']) == ("", '{"a": 1}', [])
     text = '<think>why</think>{"a": 1}'
     assert parse(new_parser("qwen3", constrained=True), [text]) == ("why", '{"a": 1}', [])
-
-
-@given(st.lists(st.integers(0, 200), max_size=8))
-def test_calls_follow_reasoning(cuts: list[int]) -> None:
-    parser = AnswerParser(
-        new_reasoning_parser("qwen3", {}, constrained=False), new_tool_call_parser("hermes", {})
-    )
-    text = '<think>\nI call <tool_call>.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    expected = ("\nI call <tool_call>.\n", "", [("f", '{"a": 1}')])
-    assert parse(parser, divided(text, cuts)) == expected
