@@ -1,7 +1,7 @@
 """Goodput of engines at the pace of GPUs: Headrace, vLLM's own pairs, and plain vLLM, one way after the other.
 
     python -m bench.goodput [--ways plain-least,mooncake-3-1,pools-3-1,both] [--rates 2.75,3.5 | --search 1,6]
-        [--accelerator 70b-4xh100] [--slowness 4] [--engines 4] [--step 2048] [--load plain] [--seconds 30] [--seeds 0]
+        [--accelerator 70b-4xh100] [--slowness 4] [--engines 4] [--load plain] [--seconds 30] [--seeds 0]
         [--keep FILE] [--output bench/results]
 
 Engines are real ones, whose steps and writes take as long as those of an accelerator (bench/gpu_pace). The ways are in
@@ -93,9 +93,11 @@ class Bench:
     async def way(self, way: str) -> list[Block]:
         """All blocks of a way."""
         arguments = self._arguments
-        engines = Engines(paced_model(), arguments.engines, arguments.step, self._folder / way)
+        kind, _, step = way.partition("@")
+        step_tokens = int(step or arguments.step)
+        engines = Engines(paced_model(), arguments.engines, step_tokens, self._folder / way)
         async with AsyncExitStack() as stack:
-            ask = await engines.start(stack, way)
+            ask = await engines.start(stack, kind)
             before = BEFORE[arguments.before](_WARM_RATE * arguments.engines)
             await send(ask, with_factors(before, FACTORS[1]), arguments.drain, self.alone.times)
             if arguments.search:
@@ -224,7 +226,9 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=ACCELERATORS, default="70b-4xh100")
     parser.add_argument("--slowness", type=float, default=4.0)
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--step", type=int, default=2048, help="tokens of a step")
+    parser.add_argument(
+        "--step", type=int, default=2048, help="tokens of a step; WAY@512 has another"
+    )
     parser.add_argument("--before", choices=BEFORE, default="mixed", help="what a way gets first")
     parser.add_argument("--load", choices=LOADS, default="plain")
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a block")
