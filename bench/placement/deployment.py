@@ -118,7 +118,7 @@ async def wait_joined(router: Router, prefill_count: int, decode_count: int) -> 
     """Waits until the router uses these numbers of workers."""
     for _ in range(600):
         table = router.workers.table("sim")
-        pulling = router.queue.worker_counts().get("sim", 0)
+        pulling = router.queue.workers.counts().get("sim", 0)
         if pulling == prefill_count and len(table) == decode_count and table.reachable.all():
             return
         await asyncio.sleep(0.05)

@@ -165,7 +165,7 @@ class Router:
             self.status = StatusApp(status, Authorizer.from_config(config), adapters)
         self._followers: tuple[Callable[[Collection[registry_pb2.Member]], None], ...] = (
             self.workers.update,
-            self.queue.update_adapters,
+            self.queue.workers.update_adapters,
             lambda _: self.queue.restrict(self.workers.decode_only),
             self.prefixes.update,
             self._pairing.update,

@@ -102,7 +102,7 @@ async def site() -> AsyncIterator[Site]:
         stack.push_async_callback(site.puller.close)
         site.puller.set_routers([router.member for router in site.routers])
         for router in site.routers:
-            await until(lambda: bool(router.queue.worker_loads()))  # noqa: B023
+            await until(lambda: bool(router.queue.workers.loads()))  # noqa: B023
         yield site
 
 
@@ -172,7 +172,7 @@ async def test_each_idle_router_has_an_equal_part_of_the_credit_after_work(site:
             await site.end_all(router)
 
     def settled() -> bool:
-        unused = [load.credits for r in site.routers for load in r.queue.worker_loads().values()]
+        unused = [load.credits for r in site.routers for load in r.queue.workers.loads().values()]
         return unused == [_SLOTS // 2, _SLOTS // 2]
 
     await until(settled, 60.0)
