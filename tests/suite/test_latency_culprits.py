@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.latency.parts import Part, Sum, sum_from_proto
+from headrace_common.latency.parts import Sum, TimePart, sum_from_proto
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
@@ -59,7 +59,7 @@ class Slow:
         outcome = await self.it.ask(request)
         found = sum_from_proto(outcome.last.timing.latency.first_token)
         assert sum(found.parts_us.values()) == found.total_us
-        assert found[Part.UNACCOUNTED] * 50 <= found.total_us
+        assert found[TimePart.UNACCOUNTED] * 50 <= found.total_us
         return found
 
     async def found(self, seed: int) -> tuple[Sum, str]:
@@ -101,21 +101,21 @@ async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sl
         (
             "link",
             LINK_DELAY_S,
-            Part.TRANSFER_EXPOSED,
+            TimePart.TRANSFER_EXPOSED,
             rf"link prefill-0/r0 -> decode-0/r{SLOW_RANK} moved at [<0-9.]+ GB/s, median is ",
         ),
         (
             "layer",
             DELAY_S,
-            Part.PREFILL,
+            TimePart.PREFILL,
             f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is ",
         ),
-        ("tokenizer", DELAY_S, Part.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
+        ("tokenizer", DELAY_S, TimePart.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
     ],
     ids=["link", "layer", "tokenizer"],
 )
 async def test_a_slow_step_is_the_greatest_part(
-    deployed: Slow, what: str, delay_s: float, part: Part, words: str
+    deployed: Slow, what: str, delay_s: float, part: TimePart, words: str
 ) -> None:
     deployed.delays.set(**{what: delay_s})
     found, said = await deployed.found(100 + part)
@@ -135,9 +135,9 @@ async def test_a_full_queue_is_the_greatest_part(deployed: Slow) -> None:
     sums = await asyncio.gather(*(deployed.sum_of(30 + n) for n in range(SLOTS)))
     deployed.delays.set()
     last = max(sums, key=lambda one: one.total_us)
-    assert last.greatest is Part.QUEUE, last
+    assert last.greatest is TimePart.QUEUE, last
     # The prefill worker computes one prompt after the other.
-    assert last[Part.QUEUE] >= 1e6 * DELAY_S
+    assert last[TimePart.QUEUE] >= 1e6 * DELAY_S
 
 
 async def test_a_decode_worker_without_a_free_slot_is_the_greatest_part(deployed: Slow) -> None:
@@ -146,7 +146,7 @@ async def test_a_decode_worker_without_a_free_slot_is_the_greatest_part(deployed
     )
     found = await deployed.sum_of(50)
     await asyncio.gather(*running)
-    assert found.greatest is Part.DECODE_WAIT, found
+    assert found.greatest is TimePart.DECODE_WAIT, found
 
 
 async def test_the_trace_of_a_worker_with_a_wrong_clock_is_in_order(deployed: Slow) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2
-from headrace_common.latency.parts import Part, sum_from_proto
+from headrace_common.latency.parts import TimePart, sum_from_proto
 from headrace_common.telemetry import schema
 from tests.devices import CPU, DEVICES, require, shared
 from tests.freezing import freeze
@@ -124,13 +124,13 @@ async def test_the_sums_of_requests_between_uneven_ranks_are_complete(tmp_path: 
             latency = outcome.last.timing.latency
             first = sum_from_proto(latency.first_token)
             assert sum(first.parts_us.values()) == first.total_us
-            assert first[Part.PREFILL] > 0, first
-            assert first[Part.UNACCOUNTED] * 50 <= first.total_us, first
+            assert first[TimePart.PREFILL] > 0, first
+            assert first[TimePart.UNACCOUNTED] * 50 <= first.total_us, first
             # Decode's first token may join prefill's in one message. Then no gap lies between them.
             has_second += latency.HasField("second_token")
             assert number % len(policies) or not latency.HasField("second_token")
             second = sum_from_proto(latency.second_token)
-            assert second[Part.UNACCOUNTED] * 50 <= second.total_us, second
+            assert second[TimePart.UNACCOUNTED] * 50 <= second.total_us, second
             assert latency.transfer_owner
             trace = await it.trace(outcome.trace_id)
             (wait,) = (span for span in trace.spans if span.name == schema.SPAN_DECODE_KV_WAIT)

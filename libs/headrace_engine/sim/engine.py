@@ -49,7 +49,7 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import HIDDEN_FORMAT
 from headrace_engine.sim.model.settings import plan_shape
-from headrace_engine.sim.outgoing import Outgoing
+from headrace_engine.sim.outgoing import SenderReports
 from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import (
@@ -134,7 +134,7 @@ class SimEngine(Engine):
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
-        self._outgoing: dict[str, Outgoing] = {}
+        self._outgoing: dict[str, SenderReports] = {}
         self._copiers: list[TierCopier] = []
         self._host_memories: list[RankMemory] = []
         self._task: asyncio.Task[None] | None = None
@@ -284,7 +284,7 @@ class SimEngine(Engine):
         if work.cached_only:
             await self._requests.wait_loaded(work.target.deadline_s)
         self._open_senders()
-        outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
+        outgoing = SenderReports(work.target, len(self._ranks), self._ranks.stop)
         first_token = None
         if work.sampling is not None and on_first_token is not None:
             first_token = FirstTokenRequest(self._seeded(work.sampling), on_first_token)

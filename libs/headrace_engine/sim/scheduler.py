@@ -28,7 +28,7 @@ from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.sequence import Sequence, Wait
 from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, plan_step, step_of
-from headrace_engine.step_budget import Answers, Prompt, prompt_budget
+from headrace_engine.step_budget import Answers, NextPrompt, prompt_budget
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_kv.messages import Reservation
 
@@ -299,7 +299,7 @@ class Scheduler:
             sum(one.start for one in answers),
             [one.due_token(now_s) for one in bounded],
         )
-        waiting = [Prompt(one.bounds, one.pending, one.computed) for one in prompts]
+        waiting = [NextPrompt(one.bounds, one.pending, one.computed) for one in prompts]
         return prompt_budget(now_s, self.meter.times, due, waiting)
 
     def _admit(self) -> None:

@@ -32,7 +32,7 @@ from headrace_engine.sim.events import DecodeEventQueue
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
-from headrace_engine.sim.outgoing import Outgoing
+from headrace_engine.sim.outgoing import SenderReports
 from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, DueToken, TokenBounds
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.images import hashed_token_ids
@@ -49,7 +49,7 @@ class Wait(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class DecodeTerms:
     """What only a decode request has."""
 
     sampling: Sampling
@@ -91,8 +91,8 @@ class Sequence:
     params: SendParams | ReceiveParams | None = None
     priority: Priority = Priority.NORMAL
     bounds: TokenBounds = NO_BOUNDS
-    outgoing: Outgoing | None = None
-    generation: Generation | None = None
+    outgoing: SenderReports | None = None
+    generation: DecodeTerms | None = None
     first_token: FirstTokenRequest | None = None
     prefix: RemotePrefix | None = None
     cached_only: bool = False
@@ -289,7 +289,7 @@ class Sequence:
 def prefill_sequence(
     work: PrefillWork,
     model: SimModel,
-    outgoing: Outgoing,
+    outgoing: SenderReports,
     block_tokens: int,
     first_token: FirstTokenRequest | None = None,
     *,
@@ -329,7 +329,7 @@ def decode_sequence(
     block_tokens: int,
     keep: Callable[[Sequence], Kept | None] = lambda sequence: None,
 ) -> Sequence:
-    """A prompt that is answered. The last token of the answer needs no KV. `keep`: see Generation."""
+    """A prompt that is answered. The last token of the answer needs no KV. `keep`: see DecodeTerms."""
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
     hashes, hash_sum = _hash_prompt(work, total - 1, model)
     tokens = list(work.token_ids)
@@ -343,7 +343,7 @@ def decode_sequence(
         names=BlockNames(tokens, hashes, block_tokens, work.cache_salt, work.images),
         priority=work.priority,
         bounds=work.bounds,
-        generation=Generation(
+        generation=DecodeTerms(
             sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling), keep
         ),
         awaits_first_token=work.awaits_first_token,

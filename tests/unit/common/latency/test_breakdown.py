@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.inference.v1 import latency_pb2
 from headrace_common.latency.breakdown import Breakdown, Owner, break_down, breakdown_to_proto
-from headrace_common.latency.parts import Part, Sum
+from headrace_common.latency.parts import Sum, TimePart
 from headrace_common.latency.steps import (
     AttemptSteps,
     DecodeSteps,
@@ -66,7 +66,7 @@ def test_attempts_that_failed_are_a_part() -> None:
     attempt = replace(REMOTE, route_start=48, start=50)
     found = break_down(request(failed, attempt), 1_000)
     assert parts(found.first)["retry"] == 8
-    assert Part.UNACCOUNTED not in found.first.parts_us
+    assert TimePart.UNACCOUNTED not in found.first.parts_us
 
 
 def test_clocks_that_are_wrong_keep_the_sum() -> None:
@@ -124,9 +124,9 @@ def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
 
 
 def test_the_message() -> None:
-    second = Sum(7, {Part.TRANSFER_EXPOSED: 7})
+    second = Sum(7, {TimePart.TRANSFER_EXPOSED: 7})
     message = breakdown_to_proto(
-        Breakdown(Sum(3, {Part.QUEUE: 3}), second, Owner.SECOND_TOKEN, 5, 6)
+        Breakdown(Sum(3, {TimePart.QUEUE: 3}), second, Owner.SECOND_TOKEN, 5, 6)
     )
     assert message.transfer_owner == latency_pb2.TRANSFER_OWNER_SECOND_TOKEN
     assert (message.transfer_exposed_us, message.transfer_hidden_us) == (7, 5)

@@ -15,7 +15,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clocks import ClockPair
-from headrace_common.latency.parts import Part
+from headrace_common.latency.parts import TimePart
 from headrace_decode.http import attempt_timeline as attempt_timeline_module
 from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.timestamps import RequestTimestamps
@@ -102,7 +102,7 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
     respond(timeline, 960)
     reported: list[Breakdown] = []
     timeline.when_reported(lambda: reported.append(timeline.break_down()))
-    assert timeline.break_down().first[Part.QUEUE] == 0
+    assert timeline.break_down().first[TimePart.QUEUE] == 0
     assert not reported
     clock[0] = 950
     steps = latency_pb2.TaskSteps(
