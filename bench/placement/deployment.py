@@ -76,7 +76,7 @@ async def router_of(
     registry: str, placement: Placement, router_id: str = "router-0", **more: str
 ) -> AsyncIterator[tuple[Router, str]]:
     """A router in this process, assembled as by its own main. `more` are further settings."""
-    settings: dict[str, Any] = {"model": "sim", "registry": registry, "trace_count": 4_096, **more}
+    settings: dict[str, Any] = {"model": "sim", "registry": registry, **more}
     config = RouterConfig(**settings)
     async with AsyncExitStack() as stack:
         telemetry = init_telemetry("router", router_id, config)

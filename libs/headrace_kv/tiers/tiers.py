@@ -31,7 +31,7 @@ class TierSettings:
 
     With `sends_from_host`, a prefill worker sends cached blocks straight from main memory.
 
-    Promises hold at most `promised_share` of the blocks of each tier.
+    Promises to clients hold at most `promised_share` of the blocks of each tier.
     """
 
     host_gib: float = 0.0

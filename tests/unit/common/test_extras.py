@@ -68,7 +68,7 @@ def test_a_program_names_the_extra_that_it_lacks(
 
 @pytest.mark.parametrize("hidden", ["uvicorn", "tokenizers"])
 def test_a_decode_worker_with_http_names_the_extra_that_it_lacks(hidden: str) -> None:
-    flags = ("--engine=vllm", "--model=/nowhere", "--worker-id=d", "--http-listen=127.0.0.1:0")
+    flags = ("--model=/nowhere", "--worker-id=d", "--http-listen=127.0.0.1:0")
     done = _run(hidden, "headrace_decode", *flags)
 
     assert done.returncode == 2

@@ -20,7 +20,6 @@ def test_a_loan_is_quarantined_for_longer_than_a_late_write_may_take(
     config = DecodeConfig.model_validate(
         {
             "model": "sim",
-            "engine": "sim",
             "worker_id": "decode-0",
             "lease_ttl_s": lease_s,
             "quarantine_s": quarantine_s,

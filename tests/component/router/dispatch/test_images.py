@@ -84,7 +84,6 @@ async def test_prefixes_are_looked_up_by_the_content_of_images(rig: Rig) -> None
     assert (await rig.route(text="a")).worker_id == "d0"
 
 
-@with_settings(images_mib=1)
 async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
     """Images beyond the bound by themselves are admitted alone."""
     started = asyncio.Event()
@@ -93,6 +92,7 @@ async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
         started.set()
         await asyncio.Event().wait()
 
+    rig.router.admission._images.pool.capacity = 2**20
     await rig.add_decode(recite(1, wait))
     large = image_file(form="JPEG", comment=b"x" * 60_000) + bytes(2**21)
     first = asyncio.create_task(ask(rig, [large], prefill_placement=0))

@@ -6,7 +6,7 @@ import pytest
 from opentelemetry import context as otel_context
 from opentelemetry.trace import get_current_span
 
-from headrace_common.config import ServiceConfig, TracesSampler
+from headrace_common.config import ServiceConfig
 from headrace_common.rpc.trace_context import context_from_traceparent, traceparent
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from tests.ended_spans import ended_spans
@@ -14,8 +14,9 @@ from tests.ended_spans import ended_spans
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
 
 
-def tracing(name: TracesSampler) -> Telemetry:
-    return init_telemetry("router", "r", ServiceConfig(traces_sampler=name, traces_sampler_arg=0))
+def tracing(name: str) -> Telemetry:
+    share = "=0" if name.endswith("ratio") else ""
+    return init_telemetry("router", "r", ServiceConfig(traces_sampler=name + share))
 
 
 def test_spans_of_a_trace_that_is_not_sampled_are_dropped() -> None:

@@ -34,6 +34,10 @@ class FakeResponse:
     second_token_unix_ns: int = 0
 
     @property
+    def times(self) -> FakeResponse:
+        return self
+
+    @property
     def first_token_unix_ns(self) -> int:
         return UNIX_NS + 1_000 * self.first_us
 
