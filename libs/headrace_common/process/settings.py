@@ -93,7 +93,7 @@ REMOVED: Final = {
     "images_mib": f"{_VALUE} 1,024 MiB",
     "conversations_keep_s": f"{_VALUE} 3,600 s; conversations_mib bounds them too, and 0 keeps none",
     "trace_count": f"{_VALUE} 1,024 requests",
-    "http_advertise": "it is gone: set internal_advertise, whose host reaches http_listen too",
+    "http_advertise": "it is gone: set internal_advertise; http_listen on 0.0.0.0 is reached at its host",
     "kv_promised_share": f"{_VALUE} 0.5",
     "member_ttl_s": "it is gone: set lease_ttl_s; the registry removes a silent worker after twice as long",
     "request_timeout_s": "it is gone: set default_deadline_s, as on routers",

@@ -30,7 +30,7 @@ _REMEDIES: Final = {
     "slots": "add decode workers, or set the router's admission_wait_s to 0 to wait until the deadline",
 }
 """What an operator can do, by the name of the resource."""
-IMAGE_BYTES: Final = 1024**3
+IMAGES_MIB: Final = 1_024
 """Of images in requests that have not ended, before more are rejected."""
 _RETRY_MIN_S: Final = 0.05
 _RETRY_MAX_S: Final = 60.0
@@ -182,7 +182,7 @@ class AdmissionLimits:
     max_num_seqs: int
     max_queued_tokens: int
     wait_s: float
-    image_bytes: int = IMAGE_BYTES
+    image_bytes: int = IMAGES_MIB * 1024**2
 
 
 class AdmissionPermit:

@@ -77,7 +77,6 @@ class ResponseTimes:
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
         self.first_message_unix_ns = 0
-        """When the message with the first token was made."""
 
     def now_unix_ns(self) -> int:
         """The time now."""
@@ -86,6 +85,10 @@ class ResponseTimes:
     def monotonic_us(self, unix_ns: int) -> int:
         """Microseconds of the monotonic clock at a time of this response."""
         return (unix_ns - self._start_unix_ns + self._start_ns) // 1_000
+
+    def first_message_made(self) -> None:
+        """The message with the first token is made."""
+        self.first_message_unix_ns = self.now_unix_ns()
 
     def tokens_arrived(self, now_ns: int) -> None:
         """A batch of tokens has arrived at this time of the monotonic clock."""
@@ -341,7 +344,7 @@ class ResponseStream:
         if not self._sent_first_message:
             message.trace_id = self.trace_id
             self._sent_first_message = True
-            self.times.first_message_unix_ns = self.times.now_unix_ns()
+            self.times.first_message_made()
             self._on_first_message()
         return message
 

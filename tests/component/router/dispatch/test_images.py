@@ -18,7 +18,7 @@ from headrace.inference.v1 import image_pb2, inference_pb2
 from headrace_kv.prefix.images import hashed_token_ids
 from headrace_text.hugging_face import HuggingFaceCodec
 from tests.image_models import image_file, write_image_model
-from tests.kit.router import Rig, text_of, with_settings
+from tests.kit.router import Rig, text_of
 from tests.kit.workers import TEXT, FakeDecode, fail, hand_over, recite, reply, sampling
 from tests.waiting import until
 
