@@ -73,28 +73,18 @@ def test_a_member_has_its_place() -> None:
 
 def test_blocks_on_disk_have_a_folder() -> None:
     alone = WorkerConfig.model_validate(
-        {
-            "worker_id": "w",
-            "model": "m",
-            "kv_host_gib": 1,
-            "kv_disk_gib": 2,
-            "kv_disk_folder": "/nvme",
-        }
+        {"worker_id": "w", "model": "m", "kv_host_gib": 1, "kv_disk_gib": 2, "kv_disk_folder": "/n"}
     )
     ref = WorkerRef("w", "1")
     tiers = engine_config(alone, role="decode", ref=ref).tiers
-    assert tiers == TierSettings(1, 2, "/nvme", pool_timeout_s=2)
+    assert tiers == TierSettings(1, 2, "/n", pool_timeout_s=2)
 
 
 def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() -> None:
     worker = WorkerConfig.model_validate(
-        {
-            "worker_id": "w",
-            "model": "sim",
-            "kv_host_gib": 1,
-            "kv_pool_address": "10.0.0.1:2",
-            "kv_fetch_timeout_s": 3,
-        }
+        FLEET
+        | {"workers_per_process": 1, "kv_host_gib": 1, "kv_pool_address": "10.0.0.1:2"}
+        | {"kv_fetch_timeout_s": 3}
     )
     ref = WorkerRef("w", "1")
     prefill = engine_config(worker, role="prefill", ref=ref).tiers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,7 +121,11 @@ async def test_a_slow_client_blocks_the_producer(monkeypatch: pytest.MonkeyPatch
 
 
 class _FixedLoad(LoopLoad):
-    """A gap between messages that the test sets."""
+    """A gap between messages that the test sets, and none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gap_s = 0.0
 
     def update(self, now_s: float) -> None:
         pass
@@ -144,23 +149,15 @@ class _Sent:
         return self._takes_text
 
 
-def _not_needed() -> None:
-    raise AssertionError("no reader is needed")
-
-
 def _ids(text: str) -> decode_pb2.Tokens:
     return decode_pb2.Tokens(token_ids=text.encode())
 
 
 async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response("END", load=load)
-    sent = _Sent()
-    stream.use_outlet(sent, _not_needed)
-    await stream.add_tokens(_ids("a"))
-    await stream.add_tokens(_ids("bE"))
-    await stream.add_tokens(_ids("NDx"))
+    stream, sent = _response("END", load=_FixedLoad()), _Sent()
+    stream.use_outlet(sent, Mock(side_effect=AssertionError))
+    for text in ("a", "bE", "NDx"):
+        await stream.add_tokens(_ids(text))
     _finish(stream, _STOP)
     last = await stream.next_message()
     assert last is not None
@@ -171,48 +168,32 @@ async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
 
 @pytest.mark.parametrize("takes_text", [True, False])
 async def test_a_token_without_text_is_dropped_only_where_text_is_enough(takes_text: bool) -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent = _Sent(takes_text=takes_text)
-    stream.use_outlet(sent, _not_needed)
+    stream, sent = _response(load=_FixedLoad()), _Sent(takes_text=takes_text)
+    stream.use_outlet(sent, Mock(side_effect=AssertionError))
     half, rest = "é".encode()[:1], "é".encode()[1:]
     for token_ids in (b"a", half, rest):
         await stream.add_tokens(decode_pb2.Tokens(token_ids=token_ids))
-    assert [list(one.token_ids) for one in sent.messages] == (
-        [[97]] if takes_text else [[97], [half[0]], [rest[0]]]
-    )
-    assert sent.texts == (["", "é"] if takes_text else [])
+    later = [list(one.token_ids) for one in sent.messages][1:]
+    assert (later, sent.texts) == (([], ["", "é"]) if takes_text else ([[half[0]], [rest[0]]], []))
 
 
 async def test_a_client_that_takes_no_message_gets_all_later_ones_from_a_reader_in_order() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent = _Sent()
-    needed = 0
-
-    def count() -> None:
-        nonlocal needed
-        needed += 1
-
-    stream.use_outlet(sent, count)
+    stream, sent, need_reader = _response(load=_FixedLoad()), _Sent(), Mock()
+    stream.use_outlet(sent, need_reader)
     await stream.add_tokens(_ids("a"))
-    assert needed == 0
+    need_reader.assert_not_called()
     sent.writable = False
     await stream.add_tokens(_ids("b"))
-    assert needed == 1
     sent.writable = True
     await stream.add_tokens(_ids("c"))
     message = await stream.next_message()
     assert message is not None
     assert (message.text, sent.texts, [one.text for one in sent.messages]) == ("bc", [], ["a"])
-    assert needed == 1
+    need_reader.assert_called_once_with()
 
 
 async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
     load = _FixedLoad()
-    load.gap_s = 0.0
     stream = _response(load=load)
 
     class Broken(_Sent):
