@@ -104,7 +104,7 @@ async def deployed(
         for service, count in of_role.items():
             for number in range(processes):
                 name = f"{service}-{number}"
-                flag = f"--member-ttl-s={ttl_s}"
+                flag = f"--lease-ttl-s={ttl_s / 2:g}"
                 child = await start_workers(
                     services, service, count // processes, here, flag, name=name
                 )

@@ -78,7 +78,7 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
         )
         await until_listening(picker, router, folder / "router.log")
         await services.start(
-            *("decode", "--worker-id=decode", "--engine=sim", f"--registry={here}"),
+            *("decode", "--worker-id=decode", f"--registry={here}"),
             *("--model=sim:verify=off", "--served-model=sim", "--http-listen=127.0.0.1:0"),
             *("--internal-listen=127.0.0.1:0", "--max-num-seqs=8192"),
             *("--num-gpu-blocks-override=65536", "--max-num-batched-tokens=65536"),

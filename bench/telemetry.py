@@ -120,7 +120,7 @@ async def deployed(
         router, endpoint = await services.start_router(f"--registry={here}", f"--model={_MODEL}")
         ids: dict[str, tuple[int, ...]] = {"router": (router.pid,)}
         model = (f"--model={sim}", "--served-model=sim")
-        engine = (f"--registry={here}", "--engine=sim", *model)
+        engine = (f"--registry={here}", *model)
         room = ("--num-gpu-blocks-override=16384", "--max-num-batched-tokens=8192", *flags)
         more = (f"--max-num-seqs={max(64, streams)}", "--internal-listen=127.0.0.1:0")
         prefill = await services.start("prefill", "--worker-id=prefill-0", *engine, *room, *more)

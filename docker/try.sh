@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs compose.yaml with docker or podman, asks the router one question, and checks that every container is confined: docker/try.sh
-#   HEADRACE_ENGINE=sim HEADRACE_MODEL=sim docker/try.sh     without a real model
+#   HEADRACE_MODEL=sim docker/try.sh     without a real model
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . docker/tools.sh

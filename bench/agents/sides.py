@@ -58,7 +58,7 @@ async def headrace(stack: AsyncExitStack, folder: Path, model: str) -> Side:
     )
     for name in ("prefill-0", *(f"decode-{number}" for number in range(_DECODES))):
         await services.start(
-            *(name.partition("-")[0], f"--worker-id={name}", f"--registry={here}", "--engine=sim"),
+            *(name.partition("-")[0], f"--worker-id={name}", f"--registry={here}"),
             *(f"--model={_SIM}", "--served-model=sim", "--internal-listen=127.0.0.1:0"),
             *(f"--num-gpu-blocks-override={_BLOCKS}", f"--block-size={_BLOCK_TOKENS}"),
             "--max-num-batched-tokens=16384",

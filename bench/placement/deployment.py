@@ -76,7 +76,7 @@ async def router_of(
     registry: str, placement: Placement, router_id: str = "router-0", **more: str
 ) -> AsyncIterator[tuple[Router, str]]:
     """A router in this process, assembled as by its own main. `more` are further settings."""
-    settings: dict[str, Any] = {"model": "sim", "registry": registry, "trace_count": 4_096, **more}
+    settings: dict[str, Any] = {"model": "sim", "registry": registry, **more}
     config = RouterConfig(**settings)
     async with AsyncExitStack() as stack:
         telemetry = init_telemetry("router", router_id, config)
@@ -118,7 +118,7 @@ async def wait_joined(router: Router, prefill_count: int, decode_count: int) -> 
     """Waits until the router uses these numbers of workers."""
     for _ in range(600):
         table = router.workers.table("sim")
-        pulling = router.queue.worker_counts().get("sim", 0)
+        pulling = router.queue.workers.counts().get("sim", 0)
         if pulling == prefill_count and len(table) == decode_count and table.reachable.all():
             return
         await asyncio.sleep(0.05)

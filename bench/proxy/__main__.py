@@ -161,7 +161,7 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
         _, here = await services.start_registry()
         await services.start(
             *("decode", f"--internal-listen=127.0.0.1:{decode}"),
-            *(f"--registry={here}", "--worker-id=decode-0", "--engine=sim", f"--model={model}"),
+            *(f"--registry={here}", "--worker-id=decode-0", f"--model={model}"),
             *("--served-model=sim", "--max-num-seqs=256", "--num-gpu-blocks-override=4096"),
             port=decode,
         )

@@ -210,7 +210,7 @@ async def headrace(folder: Path, sim: str, gap_ms: int) -> AsyncIterator[list[Si
     door = free_port()
     model = f"sim:vocabulary=49152,context=8192,decode_step_s={gap_ms / 1e3}"
     engine = (
-        *("--engine=sim", f"--model={model}{',' if sim else ''}{sim}"),
+        f"--model={model}{',' if sim else ''}{sim}",
         *("--served-model=sim", "--max-num-seqs=256", "--num-gpu-blocks-override=16384"),
         *("--max-num-batched-tokens=8192", "--internal-listen=127.0.0.1:0"),
     )

@@ -151,7 +151,7 @@ async def headrace_fleet(folder: Path, prefills: int, decodes: int) -> AsyncIter
         workers = [
             await services.start(
                 *(role, f"--worker-id={role}", f"--workers-per-process={count}"),
-                *(f"--registry={here}", "--engine=sim", f"--model={model}", "--served-model=sim"),
+                *(f"--registry={here}", f"--model={model}", "--served-model=sim"),
                 "--internal-listen=127.0.0.1:0",
             )
             for role, count in (("prefill", prefills), ("decode", decodes))

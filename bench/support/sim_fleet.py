@@ -23,7 +23,7 @@ async def start_workers(
     return await services.start(
         *(role, f"--worker-id={name or role}", f"--workers-per-process={count}"),
         *(f"--registry={registry}", *flags),
-        *("--engine=sim", f"--model={_MODEL}", f"--served-model={SERVED_MODEL}"),
+        *(f"--model={_MODEL}", f"--served-model={SERVED_MODEL}"),
         "--internal-listen=127.0.0.1:0",
         name=name,
     )

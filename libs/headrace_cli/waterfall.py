@@ -13,7 +13,7 @@ from typing import Final
 
 from rich.text import Text
 
-from headrace_common.trace_view.model import UNDRAWN_STEPS, Link, PartTime, Step, TraceView
+from headrace_common.trace_view.model import UNDRAWN_STEPS, Link, PartTime, TraceStep, TraceView
 from headrace_common.trace_view.verdict import (
     format_bytes,
     format_gb_s,
@@ -237,7 +237,7 @@ def _notes(view: TraceView) -> str:
     return "; ".join(notes)
 
 
-def _step_lines(step: Step, scale: Scale, width: int, marks: Charset) -> list[Text]:
+def _step_lines(step: TraceStep, scale: Scale, width: int, marks: Charset) -> list[Text]:
     starts_later = step.start_ns >= scale.end_ns
     if step.name in UNDRAWN_STEPS or (starts_later and not step.error):
         return []

@@ -13,7 +13,7 @@ The client retries a request that the router rejects with a retry delay. Service
 """
 
 from headrace_client.client import Client, SyncClient, rpc_errors
-from headrace_client.requests import Message, Sampling, build_request
+from headrace_client.requests import Message, SamplingFields, build_request
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import (
     Cancelled,
@@ -45,7 +45,7 @@ __all__ = [
     "NotFound",
     "PermissionDenied",
     "QueueFull",
-    "Sampling",
+    "SamplingFields",
     "SyncClient",
     "TlsFiles",
     "Unauthenticated",

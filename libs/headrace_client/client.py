@@ -19,7 +19,7 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, WorkerGone
-from headrace_common.latency.parts import Part, Sum, sum_from_proto, sum_to_proto
+from headrace_common.latency.parts import Sum, TimePart, sum_from_proto, sum_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 
@@ -35,7 +35,7 @@ def complete_latency(
     parts = dict(known.parts_us)
     missing_us = max(0, measured_us - known.total_us)
     retry_us = min(missing_us, retry_us)
-    for part, more_us in ((Part.RETRY, retry_us), (Part.NETWORK, missing_us - retry_us)):
+    for part, more_us in ((TimePart.RETRY, retry_us), (TimePart.NETWORK, missing_us - retry_us)):
         if more_us:
             parts[part] = parts.get(part, 0) + more_us
     latency.first_token.CopyFrom(sum_to_proto(Sum(known.total_us + missing_us, parts)))

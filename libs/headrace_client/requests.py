@@ -21,7 +21,7 @@ _MESSAGE_REMEDY = (
 )
 
 
-class Sampling(TypedDict, total=False):
+class SamplingFields(TypedDict, total=False):
     """Fields of SamplingParams, which describes them. None and absent mean its defaults."""
 
     max_tokens: int | None
@@ -47,7 +47,7 @@ class Sampling(TypedDict, total=False):
     structured_outputs: sampling_pb2.StructuredOutputs
 
 
-class RequestFields(Sampling, total=False):
+class RequestFields(SamplingFields, total=False):
     """What build_request takes beside the prompt."""
 
     messages: Messages
@@ -77,7 +77,7 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
     tpot_target_s: float | None = None,
     keep_s: float | None = None,
     priority: priority_pb2.Priority.ValueType = priority_pb2.PRIORITY_UNSPECIFIED,
-    **sampling: Unpack[Sampling],
+    **sampling: Unpack[SamplingFields],
 ) -> inference_pb2.GenerateRequest:
     """A request with one prompt: plain text, messages oldest first, or token ids. `tools` go with messages.
 

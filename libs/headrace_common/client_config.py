@@ -72,7 +72,8 @@ class ClientAccessConfig(ServiceConfig):
     max_concurrent_requests: PositiveCount = Field(
         default=1_024,
         description="Requests in flight before new ones are rejected. A client listener has 4,096 connections, or four "
-        "times as many, and one caller 2,048 calls in flight, or twice as many. Raise it for workers with more slots.",
+        "times as many, and one caller 2,048 calls in flight, or twice as many. 4,194,304 prompt tokens may wait for "
+        "their prefill, or 4,096 for each of these requests. Raise it for workers with more slots.",
     )
 
     @property

@@ -83,6 +83,31 @@ def _check_optional_worker_id(text: str) -> str:
     return _check_worker_id(text) if text else text
 
 
+def parse_sampler(text: str) -> tuple[str, float]:
+    """Splits "SAMPLER" or "SAMPLER=SHARE" into the sampler and its share of all traces. Raises ValueError."""
+    name, equals, share = text.partition("=")
+    kind = name.removeprefix("parentbased_")
+    if kind not in _SAMPLERS:
+        raise ValueError(f"use one of {', '.join(_SAMPLERS)}, also with parentbased_ before it")
+    if kind != "traceidratio":
+        # The standard ignores the share of others, too.
+        return name, float(kind == "always_on")
+    try:
+        number = float(share) if equals else _SAMPLED_SHARE
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise ValueError(f"write a share of 0 to 1, such as {name}=0.05")
+    return name, number
+
+
+def _check_sampler(text: str) -> str:
+    parse_sampler(text)
+    return text
+
+
+TracesSampler = Annotated[str, AfterValidator(_check_sampler)]
+"""A sampler of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
 HostPort = Annotated[str, AfterValidator(_check_host_port)]
 """An address to listen on. Port 0 means any free port."""
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
@@ -95,15 +120,8 @@ PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[int, Field(gt=0)]
 NonNegativeCount = Annotated[int, Field(ge=0)]
-TracesSampler = Literal[
-    "always_on",
-    "always_off",
-    "traceidratio",
-    "parentbased_always_on",
-    "parentbased_always_off",
-    "parentbased_traceidratio",
-]
-"""The values of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
+_SAMPLERS = ("always_on", "always_off", "traceidratio")
+_SAMPLED_SHARE = 0.05
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -143,13 +161,9 @@ class ServiceConfig(BaseModel):
     )
     traces_sampler: TracesSampler = Field(
         default="parentbased_traceidratio",
-        description="Requests that get spans besides the slow and the failed ones, by the names of OpenTelemetry's "
-        "standard. The variable OTEL_TRACES_SAMPLER sets it too.",
-    )
-    traces_sampler_arg: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
-        default=0.05,
-        description="Share of traces that the samplers with traceidratio record. The variable OTEL_TRACES_SAMPLER_ARG "
-        "sets it too.",
+        description="Requests that get spans besides the slow and the failed ones: a sampler of OpenTelemetry's "
+        "standard, and with traceidratio the share of the traces, as parentbased_traceidratio=0.05, which is the share "
+        "without one. The variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG set it too.",
     )
     metrics_listen: OptionalHostPort = Field(
         default="",

@@ -79,7 +79,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class NextPrompt:
     """The prompt that is computed next, with its tokens that are not computed and those before them."""
 
     bounds: TokenBounds
@@ -88,7 +88,7 @@ class Prompt:
 
 
 def prompt_budget(
-    now_s: float, times: StepTimes, answers: Answers | None, prompts: Iterable[Prompt]
+    now_s: float, times: StepTimes, answers: Answers | None, prompts: Iterable[NextPrompt]
 ) -> int | None:
     """Prompt tokens of the next step. None where nothing bounds them, or the time of steps is unknown."""
     first = next(iter(prompts), None)
@@ -114,7 +114,7 @@ def _latest_s(token: DueToken, lag: float, step_s: float) -> float:
     return token.due_s + min(lag * token.tpot_s, gained_s)
 
 
-def _urgency(prompt: Prompt, now_s: float, token_s: float) -> float:
+def _urgency(prompt: NextPrompt, now_s: float, token_s: float) -> float:
     """From 0 to 1: how much a prompt needs the time of others to keep its bound."""
     bounds = prompt.bounds
     if not bounds.first_due_s or not bounds.first_s:

@@ -11,14 +11,13 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeAlias
 
 from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.limits import ANSWERS_MAX
-from headrace_frontend.request.response_stream import MessageOutlet, ResponseStream, TextOutlet
+from headrace_frontend.request.response_stream import Outlet, ResponseStream
 from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
 
@@ -33,14 +32,6 @@ _SHARED_TOKENS_MIN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Outlets:
-    """Ways to send to the client at once. See MessageOutlet and TextOutlet."""
-
-    text: TextOutlet
-    message: MessageOutlet
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """One answer to run. `on_response` gets its empty response."""
 
@@ -48,7 +39,7 @@ class Answer:
     prepare: PrepareAnswer
     write: ResponseWriter
     on_response: Callable[[ResponseStream], None] = lambda response: None
-    outlets: Outlets | None = None
+    outlet: Outlet | None = None
 
 
 def answer_count(request: inference_pb2.GenerateRequest) -> int:
@@ -184,55 +175,48 @@ async def write_response(
     response: ResponseStream,
     produce: Callable[[], Awaitable[None]],
     write: ResponseWriter,
-    on_message: Callable[[], None] = lambda: None,
-    outlets: Outlets | None = None,
+    outlet: Outlet | None = None,
 ) -> None:
-    """Writes a response to the client while `produce` fills it. Raises the error of `produce`.
+    """Writes a response to the client while `produce` fills it in this task. Raises the error of `produce`.
 
-    `on_message` is called before each message. With `outlets`, this task fills the response, and no other is needed
-    while the client takes all messages at once.
+    A reader in a task of its own writes the messages. With `outlet`, the response sends itself, and the reader starts
+    when the client does not take a message at once.
     """
-    if outlets is not None:
-        await _write_at_once(response, produce, write, on_message, outlets)
-        return
-
-    async def fill() -> None:
+    reader, task = _Reader(response, write), asyncio.current_task()
+    assert task is not None, "a response is written in a task"
+    if outlet is None:
+        reader.start()
+    else:
+        response.use_outlet(outlet, reader.start)
+    try:
         try:
             await produce()
+        except asyncio.CancelledError:
+            if not reader.failed:
+                raise
+            task.uncancel()
         # `next_message` raises it again.
         except Exception as error:  # noqa: BLE001
             response.fail(error)
-
-    producer = asyncio.create_task(fill())
-    try:
-        await _write_rest(response, write, on_message)
+        await reader.finish()
     finally:
-        producer.cancel()
-        await asyncio.wait({producer})
+        response.stop_sending()
+        await reader.close()
 
 
-async def _write_rest(
-    response: ResponseStream, write: ResponseWriter, on_message: Callable[[], None]
-) -> None:
-    while (message := await response.next_message()) is not None:
-        on_message()
-        await write(message)
+class _Reader:
+    """Writes the messages that a response does not send itself."""
 
-
-class _LateWriter:
-    """Writes what a response does not send itself. Its task starts when the client refuses a message."""
-
-    def __init__(
-        self, response: ResponseStream, write: ResponseWriter, on_message: Callable[[], None]
-    ) -> None:
-        self._write_all = partial(_write_rest, response, write, on_message)
+    def __init__(self, response: ResponseStream, write: ResponseWriter) -> None:
+        self._response = response
+        self._write = write
         self._producer = asyncio.current_task()
         self._task: asyncio.Task[None] | None = None
         self.failed = False
         """Whether it has cancelled the task that made it: nothing else would make room for more tokens."""
 
     def start(self) -> None:
-        """The client has refused a message."""
+        """From now on, a task writes all messages."""
         self._task = asyncio.create_task(self._write_all())
         self._task.add_done_callback(self._end)
 
@@ -248,43 +232,15 @@ class _LateWriter:
             self._task.cancel()
             await asyncio.wait({self._task})
 
+    async def _write_all(self) -> None:
+        while (message := await self._response.next_message()) is not None:
+            await self._write(message)
+
     def _end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None or self._producer is None:
             return
         self.failed = True
         self._producer.cancel()
-
-
-async def _write_at_once(
-    response: ResponseStream,
-    produce: Callable[[], Awaitable[None]],
-    write: ResponseWriter,
-    on_message: Callable[[], None],
-    outlets: Outlets,
-) -> None:
-    """The response sends itself, while `produce` runs in this task."""
-    writer, task = _LateWriter(response, write, on_message), asyncio.current_task()
-    assert task is not None, "a response is written in a task"
-
-    def send(message: inference_pb2.GenerateResponse) -> bool:
-        on_message()
-        return outlets.message(message)
-
-    response.use_outlets(outlets.text, send, writer.start)
-    try:
-        try:
-            await produce()
-        except asyncio.CancelledError:
-            if not writer.failed:
-                raise
-            task.uncancel()
-        # `next_message` raises it again.
-        except Exception as error:  # noqa: BLE001
-            response.fail(error)
-        await writer.finish()
-    finally:
-        response.stop_sending()
-        await writer.close()
 
 
 def request_id_of(request: inference_pb2.GenerateRequest) -> str:

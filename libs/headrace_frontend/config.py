@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -14,7 +14,6 @@ from headrace_common.config import (
     NonNegativeCount,
     NonNegativeSeconds,
     OptionalHostPort,
-    PositiveCount,
     PositiveSeconds,
     split_list,
 )
@@ -62,6 +61,11 @@ ImageHostList = Annotated[
 ]
 
 
+# More where max_concurrent_requests asks for it.
+QUEUED_TOKENS: Final = 4_194_304
+QUEUED_TOKENS_PER_REQUEST: Final = 4_096
+
+
 class FrontendConfig(ClientAccessConfig):
     """The settings of the OpenAI HTTP API, and the bounds on clients' requests."""
 
@@ -91,10 +95,9 @@ class FrontendConfig(ClientAccessConfig):
         description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
         "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
     )
-    max_queued_tokens: PositiveCount = Field(
-        default=4_194_304,
-        description="Prompt tokens of requests without a first token, before more are rejected. Raise it where more "
-        "long prompts arrive together.",
+    default_deadline_s: PositiveSeconds = Field(
+        default=600.0,
+        description="Deadline in seconds of a request if its client sets none. Raise it for answers that take longer.",
     )
     admission_wait_s: NonNegativeSeconds = Field(
         default=0.0,
@@ -113,20 +116,18 @@ class FrontendConfig(ClientAccessConfig):
         description="Hosts from which images in requests may be fetched: HOST or HOST:PORT, separated by commas. "
         "A name must have a public address; list others as an address. Empty: none, and clients send data: URLs.",
     )
-    images_mib: PositiveCount = Field(
-        default=1_024,
-        description="MiB of images in requests that have not ended, before more are rejected.",
-    )
 
     conversations_mib: NonNegativeCount = Field(
         default=256,
         description="MiB of main memory for conversations that clients continue by the id of an answer "
-        "(previous_response_id, resume). Without room, the tenant with the most loses its oldest. 0: none is kept, and "
-        "clients send whole conversations.",
+        "(previous_response_id, resume), for an hour after its last use. Without room, the tenant with the most loses "
+        "its oldest. 0: none is kept, and clients send whole conversations.",
     )
-    conversations_keep_s: PositiveSeconds = Field(
-        default=3_600.0, description="Seconds for which a conversation is kept after its last use."
-    )
+
+    @property
+    def queued_tokens_max(self) -> int:
+        """Prompt tokens of requests without a first token, before more are rejected."""
+        return max(QUEUED_TOKENS, QUEUED_TOKENS_PER_REQUEST * self.max_concurrent_requests)
 
     @property
     def clients_prove_themselves(self) -> bool:

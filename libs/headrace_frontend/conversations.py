@@ -18,6 +18,8 @@ RESPONSE_ID_CHARACTERS_MAX: Final = 256
 _ID_BYTES: Final = 500
 _CONVERSATION_BYTES: Final = 1_000
 _EXPIRY_INTERVAL_S: Final = 1.0
+CONVERSATION_KEEP_S: Final = 3_600.0
+"""After its last use."""
 
 FindElsewhere: TypeAlias = Callable[[str, str], Awaitable[bytes | None]]
 """Asks other processes for the messages of a tenant's conversation up to an answer."""
@@ -222,7 +224,7 @@ def new_conversation_store(
 ) -> ConversationStore:
     """The store that the settings describe."""
     return ConversationStore(
-        config.conversations_mib * 1024**2, config.conversations_keep_s, find_elsewhere
+        config.conversations_mib * 1024**2, CONVERSATION_KEEP_S, find_elsewhere
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace_common.time_model.model import TimeModel
-from headrace_engine.step_budget import AnswerPace, Answers, Prompt, TokenBounds, prompt_budget
+from headrace_engine.step_budget import AnswerPace, Answers, NextPrompt, TokenBounds, prompt_budget
 from headrace_planner.settings import WorkerProfile
 from headrace_simulator.job import Job
 
@@ -181,7 +181,7 @@ class SimulatedEngine:
         ]
         answers = Answers(self._running, self._context_tokens, due)
         prompts = (
-            Prompt(one.bounds, one.missing_tokens, one.prior_tokens) for one in self._prompts
+            NextPrompt(one.bounds, one.missing_tokens, one.prior_tokens) for one in self._prompts
         )
         paced = prompt_budget(now_s, self._times.steps, answers, prompts)
         return most if paced is None else min(most, paced)

@@ -242,7 +242,7 @@ class SimulatedRouter:
         return Candidates(
             decode=self._table,
             cached_tokens=cached,
-            prefill=self.queue.pulling_workers(),
+            prefill=self.queue.workers.pulling(),
             queue_wait_s=self.queue.wait_s(MODEL, job.priority),
             prefill_times=self.queue.mean_times(MODEL),
         )
@@ -280,5 +280,5 @@ class SimulatedRouter:
         """The prompt tokens that each prefill worker has cached."""
         if not self._is_aware:
             return {}
-        refs = self.queue.pulling_workers().get(fingerprint(self.layout), frozenset())
+        refs = self.queue.workers.pulling().get(fingerprint(self.layout), frozenset())
         return self._cached.cached_refs(MODEL, job.token_words, "", refs)

@@ -127,7 +127,6 @@ class ChaosPlan:
     layer_s: float = 0.0
     lease_ttl_s: float = 1.5
     quarantine_s: float = 12.0
-    member_ttl_s: float = 3.0
     drain_grace_s: float = 5.0
     worker_wait_s: float = 10.0
     store_timeout_s: float = 2.0

@@ -58,7 +58,6 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
     both = {
         "block_size": str(plan.block_size),
         "num_gpu_blocks_override": str(plan.block_count),
-        "member_ttl_s": str(plan.member_ttl_s),
         "drain_grace_s": str(plan.drain_grace_s),
         "lease_ttl_s": str(plan.lease_ttl_s),
         "quarantine_s": str(plan.quarantine_s),

@@ -40,7 +40,6 @@ WORKERS: Final = {
         tag="sim",
         lock="sim",
         flags=(
-            "--engine=sim",
             f"--model=sim:decode_step_s={DECODE_STEP_S}",
             "--served-model=sim",
         ),
@@ -57,7 +56,7 @@ WORKERS: Final = {
     "vllm": Workers(
         tag="dev",
         lock="worker",
-        flags=("--engine=vllm", "--model=/models/tiny-llama", "--kv-cache-gib=0.25"),
+        flags=("--model=/models/tiny-llama", "--kv-cache-gib=0.25"),
         model="/models/tiny-llama",
         volumes={TINY_MODEL: "/models/tiny-llama"},
         environment=("OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind"),

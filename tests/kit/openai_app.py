@@ -16,7 +16,7 @@ from headrace.inference.v1 import inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
-from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
+from headrace_frontend.answers import ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
@@ -24,6 +24,7 @@ from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.openai.intake import OpenAiParts
 from headrace_frontend.promises import no_promise
 from headrace_frontend.request.preparation import RequestPreparer, Result, TextThreads
+from headrace_frontend.request.response_stream import Outlet
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.tenants import Tenants
@@ -78,7 +79,7 @@ class Runner:
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
-        outlets: Outlets | None = None,
+        outlet: Outlet | None = None,
     ) -> None:
         self.contexts.append(trace.get_current_span().get_span_context())
         attributes: dict[str, Any] = {}

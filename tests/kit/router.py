@@ -155,7 +155,7 @@ class Rig:
     def pulling(self) -> set[str]:
         """Ids of the prefill workers to which the queue may send tasks."""
         return {
-            ref.worker_id for refs in self.router.queue.pulling_workers().values() for ref in refs
+            ref.worker_id for refs in self.router.queue.workers.pulling().values() for ref in refs
         }
 
     async def ask(

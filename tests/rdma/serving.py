@@ -91,7 +91,6 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
         "internal-listen": f"{site.here}:0",
         "registry": site.registry,
         "worker-id": worker_id,
-        "engine": "sim",
         "model": group.prefill_model if role == "prefill" else group.model,
         "served-model": group.layout,
         "tensor-parallel-size": ranks,
@@ -101,10 +100,8 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
         # Two chunks of the prompt.
         "max-num-batched-tokens": 160,
         # Under emulation on a busy machine, every heartbeat is late.
-        "member-ttl-s": 120,
+        "lease-ttl-s": 60,
     }
-    if role == "decode":
-        flags["lease-ttl-s"] = 60
     return start_service(role, worker_id, [f"--{name}={value}" for name, value in flags.items()])
 
 

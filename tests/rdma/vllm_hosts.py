@@ -58,7 +58,6 @@ def start_worker(role: str, site: Site) -> Forked:
         "internal-listen": f"{site.here}:0",
         "registry": site.registry,
         "worker-id": PREFILL if role == "prefill" else DECODE,
-        "engine": "vllm",
         "model": MODEL,
         "served-model": NAME,
         "dtype": "float32",
@@ -66,10 +65,8 @@ def start_worker(role: str, site: Site) -> Forked:
         "num-gpu-blocks-override": 128,
         "max-num-seqs": 4,
         # Emulated heartbeats are late.
-        "member-ttl-s": 120,
+        "lease-ttl-s": 60,
     }
-    if role == "decode":
-        flags["lease-ttl-s"] = 60
     words = [f"--{name}={value}" for name, value in flags.items()]
     return start_program(role, PREFILL if role == "prefill" else DECODE, words)
 

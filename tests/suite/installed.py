@@ -156,7 +156,7 @@ def ask_worker(environment: Path, logs: Path) -> str:
 
         start("registry", f"--internal-listen={registry}")
         start(
-            *("decode", f"--registry={registry}", "--engine=sim", "--worker-id=decode-0"),
+            *("decode", f"--registry={registry}", "--model=sim", "--worker-id=decode-0"),
             *(f"--http-listen={door}", "--internal-listen=127.0.0.1:0"),
         )
         body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5})

@@ -25,7 +25,7 @@ NOT_PERMITTED: Final = 3
 """Exit status where namespaces are not permitted."""
 _INSIDE: Final = "HEADRACE_TEST_IN_NAMESPACES"
 _NAMESPACES: Final = ("unshare", "--map-root-user", "--net", "--mount")
-_ENVIRONMENT: Final = {"ENGINE": "sim", "MODEL": "sim", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT: Final = {"MODEL": "sim", "OMP_NUM_THREADS": "1"}
 _MEMBERS: Final = ("prefill-0", "decode-0", "router")
 _WORKERS: Final = "headrace workers"
 _KV: Final = "headrace trace | grep"

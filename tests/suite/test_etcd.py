@@ -20,8 +20,8 @@ MEMBER_TTL_S = 3.0
 AWAY_S = 7.0
 SETTINGS = (
     ("decode", "model", "sim:decode_step_s=0.02"),
-    ("prefill", "member_ttl_s", str(MEMBER_TTL_S)),
-    ("decode", "member_ttl_s", str(MEMBER_TTL_S)),
+    ("prefill", "lease_ttl_s", str(MEMBER_TTL_S / 2)),
+    ("decode", "lease_ttl_s", str(MEMBER_TTL_S / 2)),
 )
 
 

@@ -21,7 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace_client import Client
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.parts import Part, Sum, sum_from_proto
+from headrace_common.latency.parts import Sum, TimePart, sum_from_proto
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import PART_ATTRIBUTES
 from tests.collector import SpanReceiver, receiving_spans
@@ -219,9 +219,9 @@ def check_sums(measured: Sequence[Measured]) -> None:
     """
     for one in measured:
         assert sum(one.latency.parts_us.values()) == one.latency.total_us
-        assert one.latency[Part.PREFILL] > 0, one
+        assert one.latency[TimePart.PREFILL] > 0, one
         assert LAYERS_US <= one.latency.total_us <= one.ttft_us, one
-    shares = [one.latency[Part.UNACCOUNTED] / one.latency.total_us for one in measured]
+    shares = [one.latency[TimePart.UNACCOUNTED] / one.latency.total_us for one in measured]
     assert statistics.median(shares) <= 0.02, shares
 
 

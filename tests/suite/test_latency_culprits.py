@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2
-from headrace_common.latency.parts import Part, Sum, sum_from_proto
+from headrace_common.latency.parts import Sum, TimePart, sum_from_proto
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
@@ -39,7 +39,7 @@ SETTINGS = (
 )
 
 
-def greatest(times: Sum) -> Part:
+def greatest(times: Sum) -> TimePart:
     """The part with the most time."""
     return max(times.parts_us, key=times.parts_us.__getitem__)
 
@@ -63,7 +63,7 @@ class Slow:
         outcome = await self.it.ask(request)
         found = sum_from_proto(outcome.last.timing.latency.first_token)
         assert sum(found.parts_us.values()) == found.total_us
-        assert found[Part.UNACCOUNTED] * 50 <= found.total_us
+        assert found[TimePart.UNACCOUNTED] * 50 <= found.total_us
         return found
 
     async def found(self, seed: int) -> tuple[Sum, str]:
@@ -92,16 +92,16 @@ SLOW_STEPS = (
     (
         "link",
         LINK_DELAY_S,
-        Part.TRANSFER_EXPOSED,
+        TimePart.TRANSFER_EXPOSED,
         rf"link prefill-0/r0 -> decode-0/r{SLOW_RANK} moved at [<0-9.]+ GB/s, median is ",
     ),
     (
         "layer",
         DELAY_S,
-        Part.PREFILL,
+        TimePart.PREFILL,
         f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is ",
     ),
-    ("tokenizer", DELAY_S, Part.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
+    ("tokenizer", DELAY_S, TimePart.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
 )
 
 
@@ -118,7 +118,7 @@ async def test_a_slow_step_is_the_greatest_part(tmp_path: Path) -> None:
 
 
 async def check_slow_step(
-    deployed: Slow, what: str, delay_s: float, part: Part, words: str
+    deployed: Slow, what: str, delay_s: float, part: TimePart, words: str
 ) -> None:
     deployed.delays.set(**{what: delay_s})
     found, said = await deployed.found(100 + part)
@@ -138,9 +138,9 @@ async def check_full_queue(deployed: Slow) -> None:
     sums = await asyncio.gather(*(deployed.sum_of(30 + n) for n in range(SLOTS)))
     deployed.delays.set()
     last = max(sums, key=lambda one: one.total_us)
-    assert greatest(last) is Part.QUEUE, last
+    assert greatest(last) is TimePart.QUEUE, last
     # The prefill worker computes one prompt after the other.
-    assert last[Part.QUEUE] >= 1e6 * DELAY_S
+    assert last[TimePart.QUEUE] >= 1e6 * DELAY_S
 
 
 async def check_full_decode_worker(deployed: Slow) -> None:
@@ -149,7 +149,7 @@ async def check_full_decode_worker(deployed: Slow) -> None:
     )
     found = await deployed.sum_of(50)
     await asyncio.gather(*running)
-    assert greatest(found) is Part.DECODE_WAIT, found
+    assert greatest(found) is TimePart.DECODE_WAIT, found
 
 
 async def check_order_with_a_wrong_clock(deployed: Slow) -> None:

@@ -248,7 +248,7 @@ async def test_workers_that_restart_on_their_addresses_delay_no_request(
     timeouts = tuple(
         (role, name, "300")
         for role in ("prefill", "decode")
-        for name in ("lease_ttl_s", "quarantine_s", "member_ttl_s")
+        for name in ("lease_ttl_s", "quarantine_s")
     )
     settings = (SLOW_DECODE, *timeouts)
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:

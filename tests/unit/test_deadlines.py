@@ -76,8 +76,8 @@ def test_a_caller_without_a_deadline_gets_the_default() -> None:
         ),
         (
             DecodeConfig,
-            ["--worker-id=d", "--lease-ttl-s=20", "--request-timeout-s=10"],
-            "lease_ttl_s is 20 and must be below request_timeout_s, which is 10; quarantine_s is 15",
+            ["--worker-id=d", "--model=sim", "--lease-ttl-s=20", "--default-deadline-s=10"],
+            "lease_ttl_s is 20 and must be below default_deadline_s, which is 10; quarantine_s is 15",
         ),
         (
             RegistryConfig,

@@ -101,7 +101,7 @@ class Rig:
 
 def rig(rank_count: int = 1) -> Rig:
     from headrace_engine.vllm import offload_connector
-    from headrace_engine.vllm.scheduler.connector_scheduler import PoolBlocks
+    from headrace_engine.vllm.scheduler.connector_scheduler import VllmPoolBlocks
 
     ours, theirs, pool = Child(), Child(), Pool()
 
@@ -121,7 +121,7 @@ def rig(rank_count: int = 1) -> Rig:
             return ours
 
     connector = Joined()
-    connector._holds.bind(PoolBlocks(cast("Any", pool)))
+    connector._holds.bind(VllmPoolBlocks(cast("Any", pool)))
     assert isinstance(connector._holds, BlockHolds)
     return Rig(connector, ours, theirs, pool)
 

@@ -54,7 +54,7 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAnswer:
+class CompleteAnswer:
     """A complete answer. `last` is the last response, which has the counts and times."""
 
     text: str
@@ -121,7 +121,7 @@ async def ask(
     options: ChatOptions,
     *,
     show: bool = True,
-) -> ChatAnswer:
+) -> CompleteAnswer:
     """Sends a conversation. With `show`, writes the answer to stdout as it arrives.
 
     Raises InternalError when the answer ends without a finish reason.
@@ -149,12 +149,12 @@ async def ask(
         sys.stdout.flush()
     if not last.finish_reason:
         raise InternalError("the answer ended without a finish reason")
-    return ChatAnswer("".join(text), trace_id, last)
+    return CompleteAnswer("".join(text), trace_id, last)
 
 
 async def chat_once(
     router: RouterClient, prompt: str, options: ChatOptions, *, show: bool = True
-) -> ChatAnswer:
+) -> CompleteAnswer:
     """Runs one prompt."""
     return await ask(router, [*_opening(options), ("user", prompt)], options, show=show)
 
@@ -183,12 +183,12 @@ def converse(endpoint: str, options: ChatOptions) -> None:
 
 async def _ask_once(
     endpoint: str, messages: list[tuple[str, str]], options: ChatOptions
-) -> ChatAnswer:
+) -> CompleteAnswer:
     async with open_router(endpoint) as router:
         return await ask(router, messages, options)
 
 
-def summary(answer: ChatAnswer) -> str:
+def summary(answer: CompleteAnswer) -> str:
     """The counts and times of an answer in one line."""
     usage, timing = answer.last.usage, answer.last.timing
     first_ms = 1e3 * seconds_from_duration(timing.time_to_first_token)
@@ -202,7 +202,7 @@ def summary(answer: ChatAnswer) -> str:
     )
 
 
-def latency_lines(answer: ChatAnswer) -> list[str]:
+def latency_lines(answer: CompleteAnswer) -> list[str]:
     """The parts of the times to the first tokens, one a line."""
     latency = answer.last.timing.latency
     lines: list[str] = []
@@ -219,7 +219,7 @@ def latency_lines(answer: ChatAnswer) -> list[str]:
     return lines
 
 
-def chat_object(answer: ChatAnswer) -> dict[str, Any]:
+def chat_object(answer: CompleteAnswer) -> dict[str, Any]:
     """The last message of an answer for programs, with the whole text."""
     last = message_object(answer.last)
     return last | {"text": answer.text, "trace_id": answer.trace_id}

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from headrace_cli.client import open_router, open_router_internally
-from headrace_cli.commands.chat import ChatAnswer, ChatOptions, chat_once, summary
+from headrace_cli.commands.chat import ChatOptions, CompleteAnswer, chat_once, summary
 from headrace_cli.commands.trace import show_trace
 from headrace_cli.options import (
     DEFAULT_MODEL,
@@ -244,7 +244,7 @@ async def _ask_and_show(
         _check(answer, topology, writes, complete=trace.complete)
 
 
-def _check(answer: ChatAnswer, topology: Topology, write_count: int, *, complete: bool) -> None:
+def _check(answer: CompleteAnswer, topology: Topology, write_count: int, *, complete: bool) -> None:
     """Raises InternalError when the demo did not show what it should."""
     if answer.last.usage.completion_tokens < 1:
         raise InternalError("the answer is empty")

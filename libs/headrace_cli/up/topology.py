@@ -329,7 +329,6 @@ def worker_spec(
         "--internal-listen=127.0.0.1:0",
         f"--registry={registry}",
         f"--worker-id={name}",
-        f"--engine={topology.engine}",
         f"--model={topology.model or SIM}",
         f"--served-model={topology.model_name}",
         f"--tensor-parallel-size={ranks[service]}",

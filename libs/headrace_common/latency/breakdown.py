@@ -10,8 +10,8 @@ from typing import Any
 from headrace.inference.v1 import latency_pb2
 from headrace_common.latency.parts import (
     Claim,
-    Part,
     Sum,
+    TimePart,
     divide,
     sum_from_proto,
     sum_to_proto,
@@ -50,7 +50,7 @@ class Breakdown:
         owner = self.second if self.owner == Owner.SECOND_TOKEN else self.first
         if owner is None or self.owner == Owner.NONE:
             return 0
-        return owner[Part.TRANSFER_EXPOSED]
+        return owner[TimePart.TRANSFER_EXPOSED]
 
 
 def break_down(steps: RequestSteps, end_us: int) -> Breakdown:
@@ -121,25 +121,27 @@ def _first_token_claims(
     steps: RequestSteps, attempt: AttemptSteps | None, at: int, sent: int
 ) -> Iterator[Claim]:
     yield from _router_claims(steps, attempt)
-    yield Claim(Part.NETWORK, at, sent)
+    yield Claim(TimePart.NETWORK, at, sent)
     if attempt is None:
-        yield Claim(Part.ADMISSION, steps.arrival, sent)
+        yield Claim(TimePart.ADMISSION, steps.arrival, sent)
         return
     yield from _prefill_claims(attempt)
     decode = attempt.decode
     if attempt.first_token_by == FirstTokenBy.PREFILL:
         if attempt.prefill is not None:
-            yield Claim(Part.NETWORK, attempt.prefill.sent, at)
+            yield Claim(TimePart.NETWORK, attempt.prefill.sent, at)
             # A task that was cancelled reports only when it made the token.
-            yield Claim(Part.PREFILL, attempt.prefill.received, attempt.prefill.sent)
+            yield Claim(TimePart.PREFILL, attempt.prefill.received, attempt.prefill.sent)
     elif attempt.first_token_by == FirstTokenBy.HIDDEN:
         if decode is not None:
-            yield Claim(Part.TRANSFER_EXPOSED, _compute_end(attempt), decode.hidden_state_arrived)
-            yield Claim(Part.FIRST_STEP, decode.hidden_state_arrived, decode.sampled)
-            yield Claim(Part.NETWORK, decode.sampled, at)
+            yield Claim(
+                TimePart.TRANSFER_EXPOSED, _compute_end(attempt), decode.hidden_state_arrived
+            )
+            yield Claim(TimePart.FIRST_STEP, decode.hidden_state_arrived, decode.sampled)
+            yield Claim(TimePart.NETWORK, decode.sampled, at)
     elif decode is not None:
         if decode.kv_arrived is not None:
-            yield Claim(Part.TRANSFER_EXPOSED, _compute_end(attempt), decode.kv_arrived)
+            yield Claim(TimePart.TRANSFER_EXPOSED, _compute_end(attempt), decode.kv_arrived)
         ready = decode.kv_arrived or decode.reserved or decode.received
         yield from _step_claims(decode, ready, at, local=not attempt.remote)
 
@@ -148,17 +150,17 @@ def _second_token_claims(
     first: AttemptSteps, later: AttemptSteps, at: int, second_at: int
 ) -> Iterator[Claim]:
     if later is not first:
-        yield Claim(Part.RETRY, at, later.route_start)
+        yield Claim(TimePart.RETRY, at, later.route_start)
         yield from _placement_claims(later)
     yield from _prefill_claims(later)
     decode = later.decode
     if decode is None:
         return
-    yield Claim(Part.TRANSFER_EXPOSED, _compute_end(later), decode.kv_arrived)
+    yield Claim(TimePart.TRANSFER_EXPOSED, _compute_end(later), decode.kv_arrived)
     times = (decode.kv_arrived, decode.token_received, decode.sampled)
     ready = max((time for time in times if time is not None), default=None)
     yield from _step_claims(decode, ready, second_at, local=not later.remote)
-    yield Claim(Part.NETWORK, at, decode.token_received)
+    yield Claim(TimePart.NETWORK, at, decode.token_received)
 
 
 def _step_claims(
@@ -168,18 +170,18 @@ def _step_claims(
     start = decode.step_start
     if start is None or (ready is not None and start < ready):
         start = ready
-    yield Claim(Part.DECODE_WAIT, ready, start)
-    yield Claim(Part.PREFILL if local else Part.FIRST_STEP, start, decode.first_token)
-    yield Claim(Part.NETWORK, decode.first_token, at)
+    yield Claim(TimePart.DECODE_WAIT, ready, start)
+    yield Claim(TimePart.PREFILL if local else TimePart.FIRST_STEP, start, decode.first_token)
+    yield Claim(TimePart.NETWORK, decode.first_token, at)
 
 
 def _prefill_claims(attempt: AttemptSteps) -> Iterator[Claim]:
     prefill = attempt.prefill
     if prefill is None:
         return
-    yield Claim(Part.PREFILL, prefill.compute_start, _compute_end(attempt))
-    yield Claim(Part.BATCH_WAIT, prefill.received, prefill.compute_start)
-    yield Claim(Part.NETWORK, attempt.pulled, prefill.received)
+    yield Claim(TimePart.PREFILL, prefill.compute_start, _compute_end(attempt))
+    yield Claim(TimePart.BATCH_WAIT, prefill.received, prefill.compute_start)
+    yield Claim(TimePart.NETWORK, attempt.pulled, prefill.received)
 
 
 def _compute_end(attempt: AttemptSteps) -> int | None:
@@ -192,7 +194,7 @@ def _compute_end(attempt: AttemptSteps) -> int | None:
 
 
 def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
-    yield Claim(Part.ROUTE, attempt.route_start, attempt.start)
+    yield Claim(TimePart.ROUTE, attempt.route_start, attempt.start)
     reserved = attempt.queued or attempt.reserved
     if (
         attempt.queued is None
@@ -201,23 +203,23 @@ def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
     ):
         # The decode worker goes on at once.
         reserved = attempt.decode.reserved
-    yield Claim(Part.RESERVE, attempt.start, reserved)
-    yield Claim(Part.QUEUE, attempt.queued, attempt.pulled)
+    yield Claim(TimePart.RESERVE, attempt.start, reserved)
+    yield Claim(TimePart.QUEUE, attempt.queued, attempt.pulled)
 
 
 def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None) -> Iterator[Claim]:
     for start, end in steps.tokenize:
-        yield Claim(Part.TOKENIZE, start, end)
+        yield Claim(TimePart.TOKENIZE, start, end)
     for one in steps.attempts:
         if one.message is not None:
-            yield Claim(Part.NETWORK, *one.message)
+            yield Claim(TimePart.NETWORK, *one.message)
     if steps.slot_wait is not None:
-        yield Claim(Part.DECODE_WAIT, *steps.slot_wait)
+        yield Claim(TimePart.DECODE_WAIT, *steps.slot_wait)
     if not steps.attempts or attempt is None:
         return
     first_start = steps.attempts[0].route_start
-    yield Claim(Part.ADMISSION, steps.arrival, first_start)
-    yield Claim(Part.RETRY, first_start, attempt.route_start)
+    yield Claim(TimePart.ADMISSION, steps.arrival, first_start)
+    yield Claim(TimePart.RETRY, first_start, attempt.route_start)
     yield from _placement_claims(attempt)
 
 
@@ -225,10 +227,10 @@ def _claims_of_failure(steps: RequestSteps, end: int) -> Iterator[Claim]:
     last = steps.attempts[-1] if steps.attempts else None
     yield from _router_claims(steps, last)
     if last is None:
-        yield Claim(Part.ADMISSION, steps.arrival, end)
+        yield Claim(TimePart.ADMISSION, steps.arrival, end)
         return
     yield from _prefill_claims(last)
     # A queue that nothing has pulled from lasts to the end.
     if last.queued is not None and last.pulled is None:
-        yield Claim(Part.QUEUE, last.queued, end)
-    yield Claim(Part.RETRY, last.route_start, end)
+        yield Claim(TimePart.QUEUE, last.queued, end)
+    yield Claim(TimePart.RETRY, last.route_start, end)

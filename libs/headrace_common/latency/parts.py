@@ -14,7 +14,7 @@ from typing import NamedTuple
 from headrace.inference.v1 import latency_pb2
 
 
-class Part(IntEnum):
+class TimePart(IntEnum):
     """A part of the time to a token. The meanings are those of latency.proto."""
 
     ADMISSION = latency_pb2.LATENCY_PART_ADMISSION
@@ -40,13 +40,13 @@ class Part(IntEnum):
         return _LABELS[self]
 
 
-_LABELS = {part: part.name.lower() for part in Part}
+_LABELS = {part: part.name.lower() for part in TimePart}
 
 
 class Claim(NamedTuple):
     """One step. A step without a duration, or with a start or an end that is None, claims nothing."""
 
-    part: Part
+    part: TimePart
     start: int | None
     end: int | None
 
@@ -56,16 +56,16 @@ class Sum:
     """A time in microseconds and its parts, which add up to it. Parts without time are left out."""
 
     total_us: int
-    parts_us: Mapping[Part, int]
+    parts_us: Mapping[TimePart, int]
 
-    def __getitem__(self, part: Part) -> int:
+    def __getitem__(self, part: TimePart) -> int:
         """Microseconds of a part."""
         return self.parts_us.get(part, 0)
 
 
 def divide(start_us: int, end_us: int, claims: Iterable[Claim]) -> Sum:
     """Divides [start_us, end_us) among the claims, in their order. The rest is UNACCOUNTED."""
-    parts: dict[Part, int] = {}
+    parts: dict[TimePart, int] = {}
     free = [(start_us, end_us)] if end_us > start_us else []
     for part, claim_start, claim_end in claims:
         if claim_start is None or claim_end is None or claim_end <= claim_start:
@@ -86,7 +86,7 @@ def divide(start_us: int, end_us: int, claims: Iterable[Claim]) -> Sum:
         free = left
     rest = sum(gap_end - gap_start for gap_start, gap_end in free)
     if rest:
-        parts[Part.UNACCOUNTED] = parts.get(Part.UNACCOUNTED, 0) + rest
+        parts[TimePart.UNACCOUNTED] = parts.get(TimePart.UNACCOUNTED, 0) + rest
     return Sum(max(0, end_us - start_us), parts)
 
 
@@ -100,11 +100,11 @@ def sum_to_proto(one: Sum) -> latency_pb2.LatencySum:
 
 def sum_from_proto(message: latency_pb2.LatencySum) -> Sum:
     """The inverse of sum_to_proto. Parts of a newer version count as UNACCOUNTED."""
-    parts: dict[Part, int] = {}
+    parts: dict[TimePart, int] = {}
     for one in message.parts:
-        part = Part(one.part) if int(one.part) in _NUMBERS else Part.UNACCOUNTED
+        part = TimePart(one.part) if int(one.part) in _NUMBERS else TimePart.UNACCOUNTED
         parts[part] = parts.get(part, 0) + one.duration_us
     return Sum(message.total_us, parts)
 
 
-_NUMBERS = frozenset(int(part) for part in Part)
+_NUMBERS = frozenset(int(part) for part in TimePart)

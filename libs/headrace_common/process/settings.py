@@ -44,7 +44,7 @@ REMOVED: Final = {
     "max_queued_tasks": f"{_CONSTANT}; max_concurrent_requests bounds the prefill queue too",
     "profile": f"{_CONSTANT}; routers predict from the prefills that they measure",
     "max_trace_bytes": f"{_CONSTANT}; a trace has 4 MiB of spans at most",
-    "max_stored_trace_bytes": f"{_CONSTANT}; trace_count bounds the traces, with 64 MiB of spans at most",
+    "max_stored_trace_bytes": f"{_CONSTANT}; traces have 64 MiB of spans at most",
     "max_bytes_per_token": f"{_CONSTANT}; text has 16 bytes for each token of the context at most",
     "max_request_bytes": f"{_CONSTANT}; the bound follows from the longest context of the models",
     "max_calls_per_caller": f"{_CONSTANT}; the bound is 2,048, or twice max_concurrent_requests",
@@ -88,6 +88,16 @@ REMOVED: Final = {
     "listen_tls_certificate_file": _ROUTERS_TLS,
     "listen_tls_key_file": _ROUTERS_TLS,
     "listen_tls_authority_file": _ROUTERS_TLS,
+    "traces_sampler_arg": "it is gone: set traces_sampler to SAMPLER=SHARE, as parentbased_traceidratio=0.05",
+    "max_queued_tokens": f"{_CONSTANT}; the bound is 4,194,304, or 4,096 for each of max_concurrent_requests",
+    "images_mib": f"{_VALUE} 1,024 MiB",
+    "conversations_keep_s": f"{_VALUE} 3,600 s; conversations_mib bounds them too, and 0 keeps none",
+    "trace_count": f"{_VALUE} 1,024 requests",
+    "http_advertise": "it is gone: set internal_advertise; http_listen on 0.0.0.0 is reached at its host",
+    "kv_promised_share": f"{_VALUE} 0.5",
+    "member_ttl_s": "it is gone: set lease_ttl_s; the registry removes a silent worker after twice as long",
+    "request_timeout_s": "it is gone: set default_deadline_s, as on routers",
+    "engine": "it is gone: remove it; model sim or sim:NAME=VALUE is the simulated engine, every other model is vLLM's",
     "trace_layers": "it is gone: remove it; headrace trace shows the times of every layer of a link",
 }
 """By the name of the setting. The error about the unknown setting ends with this text."""
@@ -98,11 +108,9 @@ _MISSING = "\0missing"
 _KUBERNETES_LINK = re.compile(
     r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
-# Variables of OpenTelemetry's standard, which the variables with our prefix override.
-_STANDARD_VARIABLES = {
-    "traces_sampler": "OTEL_TRACES_SAMPLER",
-    "traces_sampler_arg": "OTEL_TRACES_SAMPLER_ARG",
-}
+# Variables of OpenTelemetry's standard, which our variable of the same setting overrides.
+_SAMPLER: Final = "OTEL_TRACES_SAMPLER"
+_SAMPLER_SHARE: Final = "OTEL_TRACES_SAMPLER_ARG"
 
 Config = TypeVar("Config", bound=ServiceConfig)
 
@@ -277,11 +285,12 @@ def _read_environment(
     cls: type[ServiceConfig], environ: Mapping[str, str], prefix: str, problems: dict[str, str]
 ) -> dict[str, _Setting]:
     known = {variable_of(name, prefix): name for name in cls.model_fields}
-    settings = {
-        name: _Setting(environ[variable], f"environment {variable}")
-        for name, variable in _STANDARD_VARIABLES.items()
-        if environ.get(variable) and name in cls.model_fields
-    }
+    settings: dict[str, _Setting] = {}
+    sampler, share = environ.get(_SAMPLER), environ.get(_SAMPLER_SHARE)
+    if sampler or share:
+        sampler = sampler or cls.model_fields["traces_sampler"].default.partition("=")[0]
+        value = f"{sampler}={share}" if share else sampler
+        settings["traces_sampler"] = _Setting(value, f"environment {_SAMPLER}")
     for variable, value in environ.items():
         if not variable.startswith(prefix) or variable == f"{prefix}CONFIG":
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from headrace_common.latency.breakdown import Breakdown
-from headrace_common.latency.parts import Part, Sum
+from headrace_common.latency.parts import Sum, TimePart
 from headrace_common.telemetry import schema
 
 if TYPE_CHECKING:
@@ -13,22 +13,27 @@ if TYPE_CHECKING:
 from headrace_common.rpc.trace_context import SERVED
 
 PART_ATTRIBUTES: Final = {
-    Part.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,
-    Part.TOKENIZE: schema.ATTRIBUTE_LATENCY_TOKENIZE_US,
-    Part.ROUTE: schema.ATTRIBUTE_LATENCY_ROUTE_US,
-    Part.RETRY: schema.ATTRIBUTE_LATENCY_RETRY_US,
-    Part.RESERVE: schema.ATTRIBUTE_LATENCY_RESERVE_US,
-    Part.QUEUE: schema.ATTRIBUTE_LATENCY_QUEUE_US,
-    Part.BATCH_WAIT: schema.ATTRIBUTE_LATENCY_BATCH_WAIT_US,
-    Part.PREFILL: schema.ATTRIBUTE_LATENCY_PREFILL_US,
-    Part.TRANSFER_EXPOSED: schema.ATTRIBUTE_LATENCY_TRANSFER_EXPOSED_US,
-    Part.DECODE_WAIT: schema.ATTRIBUTE_LATENCY_DECODE_WAIT_US,
-    Part.FIRST_STEP: schema.ATTRIBUTE_LATENCY_FIRST_STEP_US,
-    Part.NETWORK: schema.ATTRIBUTE_LATENCY_NETWORK_US,
-    Part.UNACCOUNTED: schema.ATTRIBUTE_LATENCY_UNACCOUNTED_US,
+    TimePart.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,
+    TimePart.TOKENIZE: schema.ATTRIBUTE_LATENCY_TOKENIZE_US,
+    TimePart.ROUTE: schema.ATTRIBUTE_LATENCY_ROUTE_US,
+    TimePart.RETRY: schema.ATTRIBUTE_LATENCY_RETRY_US,
+    TimePart.RESERVE: schema.ATTRIBUTE_LATENCY_RESERVE_US,
+    TimePart.QUEUE: schema.ATTRIBUTE_LATENCY_QUEUE_US,
+    TimePart.BATCH_WAIT: schema.ATTRIBUTE_LATENCY_BATCH_WAIT_US,
+    TimePart.PREFILL: schema.ATTRIBUTE_LATENCY_PREFILL_US,
+    TimePart.TRANSFER_EXPOSED: schema.ATTRIBUTE_LATENCY_TRANSFER_EXPOSED_US,
+    TimePart.DECODE_WAIT: schema.ATTRIBUTE_LATENCY_DECODE_WAIT_US,
+    TimePart.FIRST_STEP: schema.ATTRIBUTE_LATENCY_FIRST_STEP_US,
+    TimePart.NETWORK: schema.ATTRIBUTE_LATENCY_NETWORK_US,
+    TimePart.UNACCOUNTED: schema.ATTRIBUTE_LATENCY_UNACCOUNTED_US,
 }
 """The attribute of each part."""
-_QUEUE_PARTS: Final = (Part.ADMISSION, Part.QUEUE, Part.BATCH_WAIT, Part.DECODE_WAIT)
+_QUEUE_PARTS: Final = (
+    TimePart.ADMISSION,
+    TimePart.QUEUE,
+    TimePart.BATCH_WAIT,
+    TimePart.DECODE_WAIT,
+)
 
 
 def sum_attributes(one: Sum) -> dict[str, AttributeValue]:
@@ -48,7 +53,7 @@ def gen_ai_attributes(one: Breakdown, duration_ns: int) -> dict[str, AttributeVa
         schema.ATTRIBUTE_GEN_AI_TTFT_S: first.total_us / 1e6,
         schema.ATTRIBUTE_GEN_AI_E2E_S: duration_ns / 1e9,
         schema.ATTRIBUTE_GEN_AI_QUEUE_S: queue_us / 1e6,
-        schema.ATTRIBUTE_GEN_AI_PREFILL_S: first[Part.PREFILL] / 1e6,
+        schema.ATTRIBUTE_GEN_AI_PREFILL_S: first[TimePart.PREFILL] / 1e6,
     }
     if one.owner:
         transfer_us = one.hidden_us + one.exposed_us

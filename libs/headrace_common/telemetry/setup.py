@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
-from headrace_common.config import ServiceConfig
+from headrace_common.config import ServiceConfig, parse_sampler
 from headrace_common.telemetry.exporter import (
     EXPORT_TIMEOUT_S,
     SHUTDOWN_TIMEOUT_S,
@@ -237,10 +237,10 @@ def child_context(parent: SpanContext) -> SpanContext:
 
 def new_sampler(config: ServiceConfig) -> Sampler:
     """The sampler that the settings name, by the names of OpenTelemetry's standard."""
-    name = config.traces_sampler
+    name, share = parse_sampler(config.traces_sampler)
     sampler: Sampler = ALWAYS_ON if name.endswith("always_on") else ALWAYS_OFF
     if name.endswith("traceidratio"):
-        sampler = TraceIdRatioBased(config.traces_sampler_arg)
+        sampler = TraceIdRatioBased(share)
     return ParentBased(sampler) if name.startswith(_PARENT_BASED) else sampler
 
 

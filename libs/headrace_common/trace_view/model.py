@@ -31,7 +31,7 @@ class PartTime:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWrite:
+class LayerWriteTimes:
     """One layer's bytes on one link, and what most of its time went to. See telemetry.layer_stamps."""
 
     layer: int
@@ -66,7 +66,7 @@ class Link:
     expected_ns: int = 0
     bandwidth_share: float = 0.0
     error: str = ""
-    writes: tuple[LayerWrite, ...] = ()
+    writes: tuple[LayerWriteTimes, ...] = ()
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Link:
         return max((write.landed_ns for write in self.writes), default=0)
 
     @property
-    def last_write(self) -> LayerWrite | None:
+    def last_write(self) -> LayerWriteTimes | None:
         """The write that landed last."""
         return max(self.writes, key=lambda write: write.landed_ns, default=None)
 
@@ -95,7 +95,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """One step of one process. A failed step has an `error`."""
 
     depth: int
@@ -125,7 +125,7 @@ class TraceView:
     total_ns: int
     parts: tuple[PartTime, ...]
     links: tuple[Link, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[TraceStep, ...]
     answered: bool = True
     second_parts: tuple[PartTime, ...] = ()
     exposed_in_second: bool = False

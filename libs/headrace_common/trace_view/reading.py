@@ -14,10 +14,10 @@ from headrace_common.telemetry.latency import PART_ATTRIBUTES
 from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
 from headrace_common.trace_view.model import (
     TRANSFER_EXPOSED,
-    LayerWrite,
+    LayerWriteTimes,
     Link,
     PartTime,
-    Step,
+    TraceStep,
     TraceView,
 )
 from headrace_common.trace_view.regret import regret_text
@@ -77,14 +77,14 @@ def _link(one: TimedSpan, by_id: Mapping[str, TimedSpan]) -> Link:
     )
 
 
-def _writes(stamps: Iterable[LayerStamps], origin_ns: int) -> tuple[LayerWrite, ...]:
-    writes: list[LayerWrite] = []
+def _writes(stamps: Iterable[LayerStamps], origin_ns: int) -> tuple[LayerWriteTimes, ...]:
+    writes: list[LayerWriteTimes] = []
     previous_landed_ns = 0
     for stamp in stamps:
         cause, cause_ns = stamp.cause(previous_landed_ns)
         previous_landed_ns = max(previous_landed_ns, stamp.landed_ns)
         writes.append(
-            LayerWrite(
+            LayerWriteTimes(
                 layer=stamp.layer,
                 ready_ns=origin_ns + stamp.ready_ns,
                 submitted_ns=origin_ns + stamp.submitted_ns,
@@ -181,7 +181,7 @@ def _first_text(spans: Iterable[TimedSpan], attribute: str) -> str:
     return next((one.text(attribute) for one in spans if one.text(attribute)), "")
 
 
-def _steps(spans: Sequence[TimedSpan]) -> tuple[Step, ...]:
+def _steps(spans: Sequence[TimedSpan]) -> tuple[TraceStep, ...]:
     """The spans as a tree, depth first, by start. Those of transfers are in the links."""
     shown = [one for one in spans if one.span.name != schema.SPAN_TRANSFER_LINK]
     known = {one.span.span_id for one in shown}
@@ -190,7 +190,7 @@ def _steps(spans: Sequence[TimedSpan]) -> tuple[Step, ...]:
         parent = one.span.parent_span_id
         own = parent == one.span.span_id
         children[parent if parent in known and not own else ""].append(one)
-    steps: list[Step] = []
+    steps: list[TraceStep] = []
     pending = [(one, 0) for one in sorted(children[""], key=_order, reverse=True)]
     while pending:
         one, depth = pending.pop()
@@ -204,13 +204,13 @@ def _order(one: TimedSpan) -> tuple[int, int]:
     return one.start_ns, -one.end_ns
 
 
-def _step(one: TimedSpan, depth: int) -> Step:
+def _step(one: TimedSpan, depth: int) -> TraceStep:
     span = one.span
     service = span.service.removeprefix(_SERVICE_PREFIX)
     label = span.name.removeprefix("headrace.").removeprefix(f"{service}.").replace("_", " ")
     if span.name == schema.SPAN_ATTEMPT:
         label = f"{label} {one.text(schema.ATTRIBUTE_ATTEMPT)}".rstrip()
-    return Step(
+    return TraceStep(
         depth=depth,
         name=span.name,
         label=label,

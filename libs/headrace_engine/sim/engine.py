@@ -46,7 +46,7 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import HIDDEN_FORMAT
 from headrace_engine.sim.model.settings import plan_shape
-from headrace_engine.sim.outgoing import Outgoing
+from headrace_engine.sim.outgoing import SenderReports
 from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence
@@ -118,7 +118,7 @@ class SimEngine(Engine):
         self._transports: list[TransportUse] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
-        self._outgoing: dict[str, Outgoing] = {}
+        self._outgoing: dict[str, SenderReports] = {}
         self._copiers: list[TierCopier] = []
         self._host_memories: list[RankMemory] = []
         self._task: asyncio.Task[None] | None = None
@@ -268,7 +268,7 @@ class SimEngine(Engine):
         check(work, self.max_model_len)
         self.require_adapter(work.adapter)
         self._open_senders()
-        outgoing = Outgoing(work.target, len(self._ranks), self._ranks.stop)
+        outgoing = SenderReports(work.target, len(self._ranks), self._ranks.stop)
         if work.sampling is not None:
             work = replace(work, sampling=self._seeded(work.sampling))
         block_tokens = self._shape.block_tokens

@@ -19,7 +19,7 @@ from headrace_kv.messages import SendReport, TransferTarget
 _QUIESCE_LIMIT_S = 120.0
 
 
-class Outgoing:
+class SenderReports:
     """Collects the ranks' reports. `failure` is the first failure. `stop` is called when there is one."""
 
     def __init__(

@@ -28,7 +28,7 @@ from headrace_engine.sim.events import DecodeEventQueue
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
-from headrace_engine.sim.outgoing import Outgoing
+from headrace_engine.sim.outgoing import SenderReports
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.images import hashed_token_ids
@@ -198,7 +198,7 @@ class Prompt(Sequence):
     def __init__(
         self,
         work: PrefillWork,
-        outgoing: Outgoing,
+        outgoing: SenderReports,
         on_first_token: Callable[[DecodeTokens], None] | None,
         model: SimModel,
         block_tokens: int,

@@ -41,7 +41,7 @@ def join_vllm_log() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class ConnectorDeployment:
     """The environment that vLLM runs in.
 
     Without `standalone`, vLLM is the engine of a prefill or decode service, which the link at `settings.link_path`
@@ -95,11 +95,11 @@ class Deployment:
             write_startup_error(Path(self.settings.link_path), error)
 
 
-def deployment_of(vllm_config: VllmConfig) -> Deployment:
+def deployment_of(vllm_config: VllmConfig) -> ConnectorDeployment:
     """The same for the scheduler's connector and each rank's. Raises ConfigError."""
     extra = extra_config(vllm_config)
     if "link_path" in extra:
-        return Deployment(ConnectorSettings.from_extra_config(extra))
-    deployment = Deployment(*standalone_settings(vllm_config))
+        return ConnectorDeployment(ConnectorSettings.from_extra_config(extra))
+    deployment = ConnectorDeployment(*standalone_settings(vllm_config))
     join_vllm_log()
     return deployment

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.connector.transfers import BlockHolds
 from headrace_engine.vllm.connector import HeadraceConnector
-from headrace_engine.vllm.scheduler.connector_scheduler import PoolBlocks
+from headrace_engine.vllm.scheduler.connector_scheduler import VllmPoolBlocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,7 +111,7 @@ class HeadraceOffloadingConnector(MultiConnector):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._holds.bind(PoolBlocks(kv_cache_manager.block_pool))
+        self._holds.bind(VllmPoolBlocks(kv_cache_manager.block_pool))
 
     @property
     def step_times(self) -> StepTimes:

@@ -100,6 +100,10 @@ REGISTRATION_TIMEOUT_S: Final = 30.0
 """Seconds that the registry may take to answer at start."""
 
 
+_MEMBER_TTL_MIN_S: Final = 3.0
+"""Less would remove workers that only wait for a busy processor."""
+
+
 class WorkerConfig(ServiceConfig):
     """Settings of every worker."""
 
@@ -111,13 +115,9 @@ class WorkerConfig(ServiceConfig):
         description="Workers of this process: engine sim may have hundreds, named worker_id-0 and so on, each on a "
         "port of its own.",
     )
-    engine: Literal["vllm", "sim"] = Field(
-        "vllm", description="What computes: vllm for real models, sim for the simulated one."
-    )
     model: ModelName = Field(
-        "sim",
         description="Folder of the model in the Hugging Face layout, or hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which "
-        "is downloaded from a Hugging Face hub; sim needs none.",
+        "is downloaded from a Hugging Face hub: vLLM computes. Or sim, or sim:NAME=VALUE, for the simulated engine.",
     )
     served_model: str = Field(
         "", description="Name that clients call the model by; empty means the engine's own."
@@ -186,13 +186,6 @@ class WorkerConfig(ServiceConfig):
         "/var/tmp",
         description="Folder of the file with these blocks, which has no name and ends with the worker.",
     )
-    kv_promised_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Most of each of these tiers that promises to clients may hold (GenerateRequest.keep). A tenant "
-        "may hold as much of it as is free still, so a single one holds half of it at most.",
-    )
     kv_pool_address: str = Field(
         "",
         description="host:port of the master of a Mooncake Store, where all workers of the deployment share KV blocks; "
@@ -227,7 +220,8 @@ class WorkerConfig(ServiceConfig):
     lease_ttl_s: PositiveSeconds = Field(
         WRITE_LEASE_S,
         description="Seconds that another worker's rank may write into this worker's KV memory without a message from "
-        "it.",
+        "it. The registry removes this worker when it is silent for twice as long, 3 s at least. Raise it in large "
+        "deployments, so that the registry has less to renew.",
     )
     quarantine_s: PositiveSeconds = Field(
         WRITE_QUARANTINE_S,
@@ -239,9 +233,16 @@ class WorkerConfig(ServiceConfig):
         description="Seconds that a step of the engine may take before the worker counts as stalled and its requests "
         "continue elsewhere. Longer where recent steps of its size took more than a quarter of this.",
     )
-    member_ttl_s: PositiveSeconds = Field(
-        10.0, description="Seconds after which a silent worker is removed from the registry."
-    )
+
+    @property
+    def engine(self) -> Literal["vllm", "sim"]:
+        """What computes."""
+        return "sim" if self.model.partition(":")[0] == "sim" else "vllm"
+
+    @property
+    def member_ttl_s(self) -> float:
+        """Seconds after which a silent worker is removed from the registry."""
+        return max(_MEMBER_TTL_MIN_S, 2 * self.lease_ttl_s)
 
     @property
     def write_quiet_s(self) -> float:
@@ -280,7 +281,7 @@ class WorkerConfig(ServiceConfig):
         problems = []
         if self.engine != "sim":
             problems.append(
-                f"workers_per_process is {workers}: set engine to sim, or start {workers} processes"
+                f"workers_per_process is {workers}: set model to sim, or start {workers} processes"
             )
         for field in (
             *("internal_listen", "internal_advertise", "listen", "advertise"),
@@ -357,7 +358,6 @@ def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> 
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_fetch_timeout_s,
             publishes=role != "decode",
-            promised_share=config.kv_promised_share,
         ),
         step_stall_s=config.step_stall_s,
     )

@@ -24,12 +24,14 @@ from headrace_frontend.tenants import DEFAULT_TENANT
 
 _REMEDIES: Final = {
     "requests": "the router's max_concurrent_requests bounds them",
-    "tokens": "the router's max_queued_tokens bounds them",
-    "images": "the router's images_mib bounds them",
+    "tokens": "the router's max_concurrent_requests bounds them",
+    "images": "add routers, or send smaller images",
     "blocks": "add decode workers, or set the admission_wait_s of this one to 0 to wait until the deadline",
     "slots": "add decode workers, or set the router's admission_wait_s to 0 to wait until the deadline",
 }
 """What an operator can do, by the name of the resource."""
+IMAGES_MIB: Final = 1_024
+"""Of images in requests that have not ended, before more are rejected."""
 _RETRY_MIN_S: Final = 0.05
 _RETRY_MAX_S: Final = 60.0
 _RETRY_UNKNOWN_S: Final = 0.5
@@ -180,7 +182,7 @@ class AdmissionLimits:
     max_num_seqs: int
     max_queued_tokens: int
     wait_s: float
-    image_bytes: int = 1024 * 1024 * 1024
+    image_bytes: int = IMAGES_MIB * 1024**2
 
 
 class AdmissionPermit:
@@ -216,7 +218,7 @@ class AdmissionPermit:
         if count > self._resource.pool.capacity:
             raise InvalidRequest(
                 {
-                    "prompt": f"has {count} tokens, and max_queued_tokens is "
+                    "prompt": f"has {count} tokens, and all that wait may have "
                     f"{self._resource.pool.capacity}; shorten it"
                 }
             )

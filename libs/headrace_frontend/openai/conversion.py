@@ -23,7 +23,7 @@ from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
     GenerationBody,
-    Prompt,
+    PromptField,
     ResponseFormatBody,
     StructuredOutputsBody,
     TokenizeBody,
@@ -295,7 +295,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _prompts(prompt: Prompt) -> Iterator[dict[str, Any]]:
+def _prompts(prompt: PromptField) -> Iterator[dict[str, Any]]:
     """The prompt fields of a GenerateRequest, for each prompt."""
     if isinstance(prompt, str):
         yield {"text": prompt}

@@ -40,7 +40,7 @@ Token = Annotated[int, Field(ge=0, lt=2**32)]
 TargetSeconds = Annotated[float, Field(gt=0, le=TOKEN_TARGET_MAX_S, allow_inf_nan=False)] | None
 TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=_TOKENS_MAX)]
 PromptTokens = Annotated[TokenList, Field(min_length=1)]
-Prompt: TypeAlias = (
+PromptField: TypeAlias = (
     str
     | PromptTokens
     | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
@@ -340,7 +340,7 @@ class CompletionBody(GenerationBody):
         "prompt_embeds": ([],),
     }
 
-    prompt: Prompt
+    prompt: PromptField
     max_tokens: Uint32 = COMPLETION_TOKENS
     logprobs: Uint32 | None = None
     best_of: Uint32 = 0

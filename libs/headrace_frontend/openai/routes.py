@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, TypeAlias
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import NotFound
-from headrace_frontend.answers import Outlets
 from headrace_frontend.openai.answers import AnswerRules, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
@@ -48,6 +47,7 @@ from headrace_frontend.openai.responses import (
     ResponseHead,
 )
 from headrace_frontend.promises import KEEP_HEADER, ask_to_keep
+from headrace_frontend.request.response_stream import Outlet
 
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
 # Of one with logprobs in a response, about.
@@ -162,13 +162,11 @@ class Answering:
                     _leave_out_answer(message)
                 await write(first_index + message.choice, message)
 
-            outlets: Outlets | None = None
+            outlet: Outlet | None = None
             if events is not None and generation.generates:
-                outlets = Outlets(
-                    partial(events.write_text, first_index), partial(events.write_now, first_index)
-                )
+                outlet = events.outlet(first_index)
             await self._parts.runner.run(
-                request, generation.tenant, generation.deadline, write_choice, outlets
+                request, generation.tenant, generation.deadline, write_choice, outlet
             )
 
         if len(generation.requests) == 1:
@@ -212,20 +210,9 @@ class _EventStream:
         if data:
             await self._exchange.write(data)
 
-    def write_now(self, index: int, message: inference_pb2.GenerateResponse) -> bool:
-        """Sends a message that is not the last one of its choice. See MessageOutlet."""
-        exchange = self._exchange
-        if not exchange.writable:
-            return False
-        data = self._event(index, message)
-        if exchange.started:
-            return not data or exchange.write_now(data)
-        return exchange.start_now(_STREAM_HEADERS, data)
-
-    def write_text(self, index: int, text: str) -> bool:
-        """Sends text after the first message of choice `index`. See TextOutlet."""
-        data = self._form.text_event(index, text)
-        return data is not None and self._exchange.write_now(data)
+    def outlet(self, index: int) -> Outlet:
+        """Sends messages of choice `index` at once."""
+        return _ChoiceOutlet(index, self._exchange, self._form, self._event)
 
     async def finish(self) -> None:
         """Sends what is left, once all choices have ended."""
@@ -240,6 +227,42 @@ class _EventStream:
             return self._form.event(index, message)
         self._begun.add(index)
         return self._form.first_event(index) + self._form.event(index, message)
+
+
+class _ChoiceOutlet:
+    """Sends one choice of an event stream at once. See Outlet."""
+
+    def __init__(
+        self,
+        index: int,
+        exchange: HttpExchange,
+        form: AnswerFormat,
+        event: Callable[[int, inference_pb2.GenerateResponse], bytes],
+    ) -> None:
+        self._index = index
+        self._exchange = exchange
+        self._form = form
+        self._event = event
+
+    @property
+    def writable(self) -> bool:
+        return self._exchange.writable
+
+    def write_message(self, message: inference_pb2.GenerateResponse) -> None:
+        data = self._event(self._index, message)
+        if not self._exchange.started:
+            self._exchange.start_now(_STREAM_HEADERS, data)
+        elif data:
+            self._exchange.write_now(data)
+
+    def write_text(self, text: str) -> bool:
+        data = self._form.text_event(self._index, text)
+        if data is None:
+            return False
+        # Tokens without text are a part of a character.
+        if text:
+            self._exchange.write_now(data)
+        return True
 
 
 def _leave_out_answer(message: inference_pb2.GenerateResponse) -> None:

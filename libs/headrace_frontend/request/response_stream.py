@@ -1,7 +1,7 @@
 """The response to one request: coalesces tokens and their text into messages.
 
-The dispatcher adds tokens, and the RPC handler reads messages. Tokens that arrive while a message is written, or
-within the stream's minimum gap between two messages, share the next message.
+The dispatcher adds tokens. Messages leave through an outlet, which sends at once, or through a reader. Tokens that
+arrive while a message is written, or within the stream's minimum gap between two messages, share the next message.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.latency.clocks import clocks_now
@@ -21,15 +21,25 @@ from headrace_kv.layout import WorkerRef
 
 PENDING_TOKENS_MAX = 1_024
 
-TextOutlet: TypeAlias = Callable[[str], bool]
-"""Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
 
-MessageOutlet: TypeAlias = Callable[[inference_pb2.GenerateResponse], bool]
-"""The same for a whole message."""
+class Outlet(Protocol):
+    """Sends to the client at once, without a turn of the event loop."""
 
+    @property
+    def writable(self) -> bool:
+        """Whether the client can take a message now."""
+        ...
 
-def _ignore() -> None:
-    pass
+    def write_message(self, message: inference_pb2.GenerateResponse) -> None:
+        """Sends a message that is not the last one. Only while `writable`."""
+        ...
+
+    def write_text(self, text: str) -> bool:
+        """The same for a message with nothing but this text, after the first one.
+
+        False, and nothing is sent, when the client needs more of the message than its text.
+        """
+        ...
 
 
 class NewTokens(Protocol):
@@ -51,6 +61,47 @@ class NewTokens(Protocol):
         ...
 
 
+class ResponseTimes:
+    """When the tokens of a response have arrived, in Unix nanoseconds; 0 before that.
+
+    All are the wall clock of the response's start, continued by the monotonic clock: a clock that is set changes no
+    duration.
+    """
+
+    def __init__(self, gaps: BucketCounts | None = None) -> None:
+        """`gaps` counts the seconds between two batches of tokens."""
+        self._start_unix_ns, self._start_ns, _ = clocks_now()
+        self.gaps = gaps
+        self.first_token_unix_ns = 0
+        self.second_token_unix_ns = 0
+        """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
+        self.last_token_unix_ns = 0
+        self.first_message_unix_ns = 0
+
+    def now_unix_ns(self) -> int:
+        """The time now."""
+        return self._start_unix_ns + time.monotonic_ns() - self._start_ns
+
+    def monotonic_us(self, unix_ns: int) -> int:
+        """Microseconds of the monotonic clock at a time of this response."""
+        return (unix_ns - self._start_unix_ns + self._start_ns) // 1_000
+
+    def first_message_made(self) -> None:
+        """The message with the first token is made."""
+        self.first_message_unix_ns = self.now_unix_ns()
+
+    def tokens_arrived(self, now_ns: int) -> None:
+        """A batch of tokens has arrived at this time of the monotonic clock."""
+        now_unix_ns = self._start_unix_ns + now_ns - self._start_ns
+        if not self.first_token_unix_ns:
+            self.first_token_unix_ns = now_unix_ns
+        elif not self.second_token_unix_ns:
+            self.second_token_unix_ns = now_unix_ns
+        if self.gaps is not None and self.last_token_unix_ns:
+            self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
+        self.last_token_unix_ns = now_unix_ns
+
+
 class ResponseStream:
     """The response to one request, over all its attempts.
 
@@ -65,30 +116,28 @@ class ResponseStream:
         *,
         paced: bool = False,
         gaps: BucketCounts | None = None,
+        on_first_message: Callable[[], None] = lambda: None,
     ) -> None:
-        """`paced`: see FlushPace. `gaps` counts the seconds between two batches of tokens."""
-        self._request = request
+        """`paced`: see FlushPace. `gaps`: see ResponseTimes. `on_first_message` is called before that is sent."""
+        self.request = request
         self.trace_id = trace_id
         """The trace of the request, as 32 hex characters."""
+        self.times = ResponseTimes(gaps)
         self._pending = PendingTokens(request)
         self._prompt = PromptLogprobs(request)
         self._last_message: inference_pb2.GenerateResponse | None = None
         self._error: Exception | None = None
         self._ended = False
+        self._on_first_message = on_first_message
         self._sent_first_message = False
         self._readable = asyncio.Event()
-        self._outlet: TextOutlet | None = None
-        self._message_outlet: MessageOutlet | None = None
-        """Set while no reader is needed."""
-        self._refused: inference_pb2.GenerateResponse | None = None
-        """The message that the outlet did not take."""
-        self._when_refused: Callable[[], None] = _ignore
-        self._reader_waits = False
+        self._outlet: Outlet | None = None
+        """None while a reader gets all messages."""
+        self._need_reader: Callable[[], None] | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
         self._drained = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad(), paced=paced)
-        self._start_unix_ns, self._start_ns, _ = clocks_now()
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED
         )
@@ -96,30 +145,13 @@ class ResponseStream:
         """How the first token was generated."""
         self.decode_worker: WorkerRef | None = None
         """The decode worker of the latest attempt."""
-        self.first_token_unix_ns = 0
-        self.second_token_unix_ns = 0
-        """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
-        self.last_token_unix_ns = 0
         self.usage: inference_pb2.Usage | None = None
         """The usage of a response that has ended without an error."""
-        self.gaps = gaps
-        self.first_message_unix_ns = 0
-        """When the message with the first token was made; 0 before it."""
-
-    @property
-    def model(self) -> str:
-        """The name of the request's model."""
-        return self._request.model
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The number of tokens of the prompt."""
-        return len(self._request.token_ids)
 
     @property
     def new_tokens(self) -> int:
         """The number of tokens that attempts have added."""
-        return len(self._pending.generated) - len(self._request.generated)
+        return len(self._pending.generated) - len(self.request.generated)
 
     @property
     def started(self) -> bool:
@@ -131,7 +163,7 @@ class ResponseStream:
         """Whether a decode worker has generated a token from the KV cache of the whole prompt."""
         if self.first_token_by == first_token_pb2.FIRST_TOKEN_POLICY_DECODE:
             return self.started
-        return self.second_token_unix_ns > 0
+        return self.times.second_token_unix_ns > 0
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -153,41 +185,22 @@ class ResponseStream:
         """Why no token can follow. Unspecified while one can."""
         if self.stopped:
             return sampling_pb2.FINISH_REASON_STOP
-        return ended_by(self._request, self._pending.generated)
+        return ended_by(self.request, self._pending.generated)
 
     def attempt_started(self, decode_worker: WorkerRef) -> None:
         """An attempt adds its tokens from now on."""
         self.decode_worker = decode_worker
 
-    def now_unix_ns(self) -> int:
-        """The wall clock of the response's start, continued by the monotonic clock: a clock that is set changes no
-        duration.
+    def use_outlet(self, outlet: Outlet, need_reader: Callable[[], None]) -> None:
+        """Sends all messages but the last through `outlet` while the client takes them at once.
+
+        `need_reader` is called at most once: from now on `next_message` must be called for all that is left.
         """
-        return self._start_unix_ns + time.monotonic_ns() - self._start_ns
-
-    def monotonic_us(self, unix_ns: int) -> int:
-        """Microseconds of the monotonic clock at a time of this response."""
-        return (unix_ns - self._start_unix_ns + self._start_ns) // 1_000
-
-    def use_outlets(
-        self,
-        text: TextOutlet,
-        message: MessageOutlet | None = None,
-        when_refused: Callable[[], None] = _ignore,
-    ) -> None:
-        """Lets `add_tokens` send to the client itself, which saves a turn of the event loop.
-
-        While `next_message` waits for tokens, `text` gets the text between the first and the last message, unless it
-        has logprobs. With `message`, no reader is needed for any message but the last one. `when_refused` is called at
-        most once: the client cannot take a message, and from now on a reader is needed.
-        """
-        self._outlet, self._message_outlet = text, message
-        self._when_refused = when_refused
+        self._outlet, self._need_reader = outlet, need_reader
 
     def stop_sending(self) -> None:
         """Sends nothing from now on by itself. Refers to no outlet and no caller any more."""
-        self._outlet = self._message_outlet = None
-        self._when_refused = _ignore
+        self._outlet = self._need_reader = None
         self._stop_timer()
 
     async def add_first_tokens(
@@ -208,16 +221,7 @@ class ResponseStream:
         if self._prompt.awaited and tokens.token_ids:
             self._prompt.put(tokens.prompt_logprobs)
         self.take_tokens(tokens.token_ids, tokens.logprobs)
-        await self.wait_room()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether at most PENDING_TOKENS_MAX tokens are not sent yet."""
-        return len(self._pending.token_ids) <= PENDING_TOKENS_MAX
-
-    async def wait_room(self) -> None:
-        """Returns when the response has room."""
-        while not self.has_room:
+        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
             self._drained.clear()
             await self._drained.wait()
 
@@ -225,30 +229,14 @@ class ResponseStream:
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
     ) -> bool:
         """As `add_tokens`, without waiting. False when there is no room for more now, or the response has stopped."""
-        if token_ids and not self.stopped:
-            self._append(token_ids, logprobs)
-        return self.has_room and not self.stopped
-
-    def _append(
-        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
-    ) -> None:
-        now_ns = time.monotonic_ns()
-        now_unix_ns = self._start_unix_ns + now_ns - self._start_ns
-        if not self.first_token_unix_ns:
-            self.first_token_unix_ns = now_unix_ns
-        elif not self.second_token_unix_ns:
-            self.second_token_unix_ns = now_unix_ns
-        if self.gaps is not None and self.last_token_unix_ns:
-            self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
-        self.last_token_unix_ns = now_unix_ns
-        self._pending.add(token_ids, logprobs)
-        if self._flush_timer is not None or self._readable.is_set():
-            return
-        rest_s = self._pace.batch_s(now_ns / 1e9)
-        if rest_s > 0:
-            self._flush_timer = asyncio.get_running_loop().call_later(rest_s, self._flush_later)
-        else:
-            self._flush()
+        pending = self._pending
+        if token_ids and not pending.stopped:
+            now_ns = time.monotonic_ns()
+            self.times.tokens_arrived(now_ns)
+            pending.add(token_ids, logprobs)
+            if self._flush_timer is None and not self._readable.is_set():
+                self._flush_after(self._pace.batch_s(now_ns / 1e9))
+        return len(pending.token_ids) <= PENDING_TOKENS_MAX and not pending.stopped
 
     def finish(
         self,
@@ -279,16 +267,9 @@ class ResponseStream:
         Raises the error with which the response failed.
         """
         while True:
-            if not self._readable.is_set():
-                self._reader_waits = True
-                try:
-                    await self._readable.wait()
-                finally:
-                    self._reader_waits = False
-            if self._refused is not None:
-                refused, self._refused = self._refused, None
-                return refused
+            await self._readable.wait()
             if self._prompt.pending:
+                # A reader lets others run between the parts of a prompt.
                 await asyncio.sleep(0)
             if self._pending.token_ids or self._last_message is not None:
                 return self._build_message()
@@ -309,54 +290,44 @@ class ResponseStream:
             self._flush_timer.cancel()
             self._flush_timer = None
 
-    def _flush_later(self) -> None:
+    def _flush_after(self, wait_s: float) -> None:
+        """Sends what is pending, or lets the reader do so: now, or when the gap since the last message has passed."""
+        if wait_s > 0:
+            self._flush_timer = asyncio.get_running_loop().call_later(wait_s, self._flush_late)
+        elif self._outlet is None:
+            self._readable.set()
+        else:
+            self._send(self._outlet)
+
+    def _flush_late(self) -> None:
+        self._flush_timer = None
         try:
-            self._flush()
+            self._flush_after(0.0)
         # `next_message` raises it.
         except Exception as error:  # noqa: BLE001
             self.fail(error)
-            self._need_reader()
+            self._use_reader()
 
-    def _need_reader(self) -> None:
-        if self._message_outlet is not None:
-            self._message_outlet = None
-            self._when_refused()
-
-    def _flush(self) -> None:
-        """The gap since the last message has passed: sends what is pending, or lets the reader do so."""
-        self._flush_timer = None
-        if self._message_outlet is not None:
-            self._send_now(self._message_outlet)
-            return
-        if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
-            return
-        self._readable.set()
-
-    def _send_now(self, outlet: MessageOutlet) -> None:
-        """Sends what is pending, without a reader if the client can take it."""
-        if self._outlet is not None and self._send_text(self._outlet):
-            return
-        if not self._prompt.pending:
-            message = self._build_message()
-            if outlet(message):
-                return
-            self._refused = message
-        # A reader lets others run between the parts of a prompt.
-        self._readable.set()
-        self._need_reader()
-
-    def _send_text(self, outlet: TextOutlet) -> bool:
-        """Sends what is pending through the outlet. False when `next_message` must send it."""
+    def _send(self, outlet: Outlet) -> None:
         pending = self._pending
-        if not self._sent_first_message or pending.logprobs or self.stopped:
-            return False
-        text = pending.text
-        # No text: the tokens are a part of a character.
-        if text and not outlet(text):
-            return False
-        pending.clear()
-        self._record_flush()
-        return True
+        if self._prompt.pending or not outlet.writable:
+            self._use_reader()
+        elif (
+            self._sent_first_message
+            and not pending.logprobs
+            and not pending.stopped
+            and outlet.write_text(pending.text)
+        ):
+            pending.clear()
+            self._record_flush()
+        else:
+            outlet.write_message(self._build_message())
+
+    def _use_reader(self) -> None:
+        need_reader, self._outlet, self._need_reader = self._need_reader, None, None
+        self._readable.set()
+        if need_reader is not None:
+            need_reader()
 
     def _build_message(self) -> inference_pb2.GenerateResponse:
         if self._prompt.pending:
@@ -369,11 +340,12 @@ class ResponseStream:
             if not self._ended:
                 self._readable.clear()
             self._record_flush()
-        message.request_id = self._request.request_id
+        message.request_id = self.request.request_id
         if not self._sent_first_message:
             message.trace_id = self.trace_id
             self._sent_first_message = True
-            self.first_message_unix_ns = self.now_unix_ns()
+            self.times.first_message_made()
+            self._on_first_message()
         return message
 
     def _record_flush(self) -> None:

@@ -107,9 +107,9 @@ async def finish_response(
     response, timeline = request.response, request.timeline
     if request.prepared.includes_latency:
         await timeline.wait_for_report(request.deadline)
-    now_unix_ns = response.now_unix_ns()
-    first_unix_ns = response.first_token_unix_ns or now_unix_ns
-    last_unix_ns = response.last_token_unix_ns or now_unix_ns
+    now_unix_ns = response.times.now_unix_ns()
+    first_unix_ns = response.times.first_token_unix_ns or now_unix_ns
+    last_unix_ns = response.times.last_token_unix_ns or now_unix_ns
     worker = response.decode_worker
     usage = inference_pb2.Usage(
         prompt_tokens=len(request.prepared.token_ids),

@@ -23,14 +23,13 @@ from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
-    Outlets,
     ResponseWriter,
     request_id_of,
     run_answers,
     write_response,
 )
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.request.response_stream import Outlet, ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest, finish_reason_name
 from headrace_frontend.running.timeline import AttemptT, RequestTimeline
@@ -146,11 +145,11 @@ class RequestRunner(Generic[AttemptT]):
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
-        outlets: Outlets | None = None,
+        outlet: Outlet | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        `outlets` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
+        `outlet` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
         or between messages.
         """
         arrival_unix_ns, arrival_ns, _ = clocks_now()
@@ -164,7 +163,7 @@ class RequestRunner(Generic[AttemptT]):
                 self.reject_when_draining()
             priority = self.priority_of(request.priority, tenant)
             terms = _Terms(tenant, priority, deadline, arrival_unix_ns, arrival_ns)
-            answer = Answer(request_id, prepare, write, outlets=outlets)
+            answer = Answer(request_id, prepare, write, outlet=outlet)
             self._requests += 1
             try:
                 await run_answers(request, answer, partial(self._answer, terms))
@@ -232,6 +231,7 @@ class RequestRunner(Generic[AttemptT]):
                 traits.load,
                 paced=traits.paced,
                 gaps=self._counter.token_gaps(),
+                on_first_message=permit.release_tokens,
             )
             timeline.responding(response)
             answer.on_response(response)
@@ -244,10 +244,6 @@ class RequestRunner(Generic[AttemptT]):
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
             await write_response(
-                response,
-                lambda: self._dispatcher.run(admitted),
-                answer.write,
-                on_message=permit.release_tokens,
-                outlets=answer.outlets,
+                response, lambda: self._dispatcher.run(admitted), answer.write, answer.outlet
             )
             return response

@@ -90,11 +90,12 @@ class RequestTimeline(Generic[AttemptT]):
         second: tuple[int, int] | None = None
         message: int | None = None
         if response is not None and response.started and self.attempts:
-            first = self._token_at(response.monotonic_us(response.first_token_unix_ns))
-            if response.second_token_unix_ns:
-                second = self._token_at(response.monotonic_us(response.second_token_unix_ns))
-            if response.first_message_unix_ns:
-                message = response.monotonic_us(response.first_message_unix_ns)
+            times = response.times
+            first = self._token_at(times.monotonic_us(times.first_token_unix_ns))
+            if times.second_token_unix_ns:
+                second = self._token_at(times.monotonic_us(times.second_token_unix_ns))
+            if times.first_message_unix_ns:
+                message = times.monotonic_us(times.first_message_unix_ns)
         slot_start_us = self._slot_start_us
         return RequestSteps(
             arrival=self.arrival_ns // 1_000,

@@ -215,9 +215,9 @@ class RequestTracer(Generic[AttemptT]):
         if response is not None and response.started:
             self._on_latency(response, breakdown)
             tokens_unix_ns = (
-                response.first_token_unix_ns,
-                response.second_token_unix_ns,
-                response.last_token_unix_ns,
+                response.times.first_token_unix_ns,
+                response.times.second_token_unix_ns,
+                response.times.last_token_unix_ns,
             )
         ended = RequestRecord(
             request_id,

@@ -36,7 +36,7 @@ from headrace_kv.send.stream import (
     reason_from_peer,
 )
 from headrace_kv.send.transfer import SWEEP_INTERVAL_S, OutgoingTransfer, OutgoingTransfers
-from headrace_kv.send.writes import Batch, SenderPeer
+from headrace_kv.send.writes import SenderPeer, WriteBatch
 from headrace_kv.transport.memory import PASSED, Mark
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Close(NamedTuple):
 class Landed(NamedTuple):
     """The transport has ended a batch, at `end_ns` of time.monotonic_ns."""
 
-    batch: Batch
+    batch: WriteBatch
     end_ns: int
 
 

@@ -127,7 +127,7 @@ class StreamLost:
     error: HeadraceError
 
 
-Outgoing: TypeAlias = handoff_pb2.HandoffRequest | handoff_pb2.LayerDone
+StreamItem: TypeAlias = handoff_pb2.HandoffRequest | handoff_pb2.LayerDone
 StreamEvent: TypeAlias = StreamReady | ReservationReceived | CancelReceived | StreamLost
 
 
@@ -173,7 +173,7 @@ class HandoffStream:
             hidden_format=context.hidden_format.to_proto() if context.hidden_format else None,
         )
         self._quarantine_s = 0.0
-        self._outbox: deque[Outgoing] = deque()
+        self._outbox: deque[StreamItem] = deque()
         self._wake = asyncio.Event()
         self._wake_scheduled = False
         self._delayed_wake_scheduled = False
@@ -188,7 +188,7 @@ class HandoffStream:
         if not self._schedule(self._start_task):
             self._report_lost(WorkerGone("the event loop of the handoff streams has ended"))
 
-    def send(self, item: Outgoing) -> None:
+    def send(self, item: StreamItem) -> None:
         """Queues a message behind those that are queued already, and sends them all.
 
         A LayerDone waits for the next message, but not for long.

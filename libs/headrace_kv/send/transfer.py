@@ -20,7 +20,7 @@ from headrace_kv.layout import KvLayout
 from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.send.plan import WritePlan
 from headrace_kv.send.stream import SenderContext
-from headrace_kv.send.writes import Batch, LayerWrite, LinkRecord, SenderPeer, Writes
+from headrace_kv.send.writes import LayerWrite, LinkRecord, SenderPeer, WriteBatch, Writes
 from headrace_kv.shard_map import edges_from
 from headrace_kv.tickets import digest_seed
 from headrace_kv.transport.base import find_host
@@ -278,7 +278,7 @@ class OutgoingTransfers:
         self,
         context: SenderContext,
         on_end: Callable[[str], None],
-        on_landed: Callable[[Batch], None],
+        on_landed: Callable[[WriteBatch], None],
     ) -> None:
         self.next_sweep_s = 0.0
         """When the next sweep is due, by the monotonic clock."""
@@ -425,7 +425,7 @@ class OutgoingTransfers:
                 break
         return True
 
-    def land(self, batch: Batch, end_ns: int) -> None:
+    def land(self, batch: WriteBatch, end_ns: int) -> None:
         """A batch has ended, at `end_ns` of time.monotonic_ns."""
         self.writes.end(batch)
         # It is in the table while batches are in flight.

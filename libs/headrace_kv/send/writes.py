@@ -325,7 +325,7 @@ class SenderPeer:
         return self._window_waited_ns + time.monotonic_ns() - self._window_full_ns
 
 
-class Batch(NamedTuple):
+class WriteBatch(NamedTuple):
     """A batch of a write that the transport has, to end by `end_s` of the monotonic clock."""
 
     write: LayerWrite
@@ -347,7 +347,7 @@ class Writes:
         self._clock = context.clock
         self._plan = plan
         self._turns: OrderedDict[SenderPeer, None] = OrderedDict()
-        self._in_flight: set[Batch] = set()
+        self._in_flight: set[WriteBatch] = set()
         self._sessions: dict[str, tuple[int, int]] = {}
 
     def add(self, peer: SenderPeer, transfer_id: str) -> None:
@@ -377,7 +377,7 @@ class Writes:
                 return write
         return None
 
-    def start(self, write: LayerWrite, peer: SenderPeer, left_s: float) -> Batch:
+    def start(self, write: LayerWrite, peer: SenderPeer, left_s: float) -> WriteBatch:
         """Starts the write's next batch, which has `left_s` and no longer than the lease. Call `end` when that is done.
 
         Every failure of the transport is in its future. Raises TransferFailed without a lease.
@@ -400,11 +400,11 @@ class Writes:
             future.set_exception(error)
         # On the transport's thread: this one may be waiting in the transport for another peer.
         future.add_done_callback(lambda _: late_writes.write_ended())
-        batch = Batch(write, nbytes, future, end_s)
+        batch = WriteBatch(write, nbytes, future, end_s)
         self._in_flight.add(batch)
         return batch
 
-    def end(self, batch: Batch) -> None:
+    def end(self, batch: WriteBatch) -> None:
         """Frees the room of a batch that has ended."""
         self._in_flight.remove(batch)
         session = batch.write.session

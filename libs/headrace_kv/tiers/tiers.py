@@ -18,6 +18,8 @@ from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.blocks import BlockPool, CachedBlock
 
 _GIB: Final = 1 << 30
+PROMISED_SHARE: Final = 0.5
+"""Most of each tier that promises to clients hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class TierSettings:
 
     With `sends_from_host`, a prefill worker sends cached blocks straight from main memory.
 
-    Promises hold at most `promised_share` of the blocks of each tier.
+    Promises to clients hold at most `promised_share` of the blocks of each tier.
     """
 
     host_gib: float = 0.0
@@ -41,7 +43,7 @@ class TierSettings:
     pool_timeout_s: float = 1.0
     publishes: bool = False
     sends_from_host: bool = True
-    promised_share: float = 0.5
+    promised_share: float = PROMISED_SHARE
 
     @property
     def pooled(self) -> bool:

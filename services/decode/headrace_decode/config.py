@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from headrace_common.access.roles import Role
 from headrace_common.config import (
-    OptionalHostPort,
-    PositiveSeconds,
     require_order,
     split_host_port,
     wildcard_problems,
@@ -24,10 +22,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
 
     role = Role.DECODE
 
-    http_advertise: OptionalHostPort = Field(
-        "",
-        description="host:port at which gateways reach http_listen. Port 0 means its port; empty means its address.",
-    )
     digest: DigestMode = Field(
         "off",
         description='Whether received bytes are compared with the sender\'s digest: "off", "sampled" (a sixteenth of '
@@ -40,9 +34,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
         "idle, and compares them with what it received. 0: of none. Engine vllm, for models in which all layers "
         "keep all tokens.",
     )
-    request_timeout_s: PositiveSeconds = Field(
-        600.0, description="Seconds until the deadline of requests that have none."
-    )
 
     @property
     def model_names(self) -> Collection[str]:
@@ -51,7 +42,7 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     @model_validator(mode="after")
     def _check_http_address(self) -> DecodeConfig:
         problems = (
-            wildcard_problems(self, "http_listen", "http_advertise") if self.http_listen else []
+            wildcard_problems(self, "http_listen", "internal_advertise") if self.http_listen else []
         )
         if (
             self.http_listen
@@ -69,6 +60,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     def _check_waits(self) -> DecodeConfig:
         """A failed transfer must free its blocks while its request can still be retried."""
         require_order(
-            self, ("lease_ttl_s", "request_timeout_s"), ("quarantine_s", "request_timeout_s")
+            self, ("lease_ttl_s", "default_deadline_s"), ("quarantine_s", "default_deadline_s")
         )
         return self

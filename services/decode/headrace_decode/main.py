@@ -108,7 +108,7 @@ class DecodeServer(RoleServer):
             receiver=receiver,
             admission=BlockAdmission(capacity, on_admitted=signal.notify),
             telemetry=telemetry,
-            request_timeout_s=config.request_timeout_s,
+            default_deadline_s=config.default_deadline_s,
             ticket_keys=keys,
         )
         if canary is not None:

@@ -31,14 +31,14 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         receiver: Receiver,
         admission: BlockAdmission,
         telemetry: Telemetry,
-        request_timeout_s: float,
+        default_deadline_s: float,
         ticket_keys: TicketKeys,
     ) -> None:
         self._ref = ref
         self._engine = engine
         self._receiver = receiver
         self._admission = admission
-        self._request_timeout_s = request_timeout_s
+        self._default_deadline_s = default_deadline_s
         self._attempts = Attempts(
             ref=ref,
             engine=engine,
@@ -55,7 +55,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """See decode.proto."""
-        session = LinkSession(self._attempts.start, context.write, self._request_timeout_s)
+        session = LinkSession(self._attempts.start, context.write, self._default_deadline_s)
         with self._links.listed(session):
             await session.run(request_iterator)
 
@@ -82,7 +82,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     ) -> decode_pb2.KeepResponse:
         """See decode.proto."""
         return await self._attempts.keep(
-            request, Deadline.from_context(context, self._request_timeout_s)
+            request, Deadline.from_context(context, self._default_deadline_s)
         )
 
     def start_drain(self, notice_s: float = 0.0) -> None:

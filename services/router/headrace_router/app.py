@@ -59,6 +59,8 @@ from headrace_text.codec import TextCodec
 
 # Gateways wait about a second for a decision by default.
 _PICK_S = 10.0
+TRACE_COUNT = 1_024
+"""Requests that have their traces stored."""
 
 
 class Router:
@@ -111,7 +113,7 @@ class Router:
         self.metrics = RouterMetrics(
             telemetry.metrics, self.queue, self.admission, self.prefixes, self.workers
         )
-        self.traces = TraceStore(TraceLimits(config.trace_count), self.metrics.count_dropped_spans)
+        self.traces = TraceStore(TraceLimits(TRACE_COUNT), self.metrics.count_dropped_spans)
         self._clocks = WorkerClocks()
         self._tracer = StoringTracer(
             telemetry,
@@ -165,7 +167,7 @@ class Router:
             self.status = StatusApp(status, Authorizer.from_config(config), adapters)
         self._followers: tuple[Callable[[Collection[registry_pb2.Member]], None], ...] = (
             self.workers.update,
-            self.queue.update_adapters,
+            self.queue.workers.update_adapters,
             lambda _: self.queue.restrict(self.workers.decode_only),
             self.prefixes.update,
             self._pairing.update,
@@ -314,8 +316,7 @@ class Router:
 def _admission(config: RouterConfig, policy: PolicySource) -> Admission:
     limits = AdmissionLimits(
         max_num_seqs=config.max_concurrent_requests,
-        max_queued_tokens=config.max_queued_tokens,
-        image_bytes=config.images_mib * 1024**2,
+        max_queued_tokens=config.queued_tokens_max,
         wait_s=config.admission_wait_s or math.inf,
     )
     return Admission(limits, lambda: policy().tenant_weights)

@@ -15,8 +15,6 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     OptionalWorkerId,
-    PositiveCount,
-    PositiveSeconds,
     reachable_addresses,
     require_order,
     split_list,
@@ -75,19 +73,11 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         description="Name that stays the same after a restart. Set it where a restart changes the address. Empty: "
         "derived from the address.",
     )
-    default_deadline_s: PositiveSeconds = Field(
-        600.0,
-        description="Deadline in seconds of a request if its client sets none. Raise it for answers that take longer.",
-    )
     worker_wait_s: NonNegativeSeconds = Field(
         10.0,
         description="Seconds in which requests wait for a decode worker rather than fail, counted from the router's "
         "start or from the loss of the model's last worker. An answer that has begun waits as long for another worker "
         "after the loss of its own. Raise it where workers take longer to return.",
-    )
-    trace_count: PositiveCount = Field(
-        256,
-        description="Requests that have their traces stored. Raise it where `headrace trace` shows too short a time.",
     )
     early_refusal: bool = Field(
         False,
@@ -98,8 +88,9 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
     slow_trace_s: NonNegativeSeconds = Field(
         10.0,
         description="A time to the first token above this makes a request slow. Traces of slow and of failed requests "
-        "are removed after all others, up to half of trace_count. Of one that was not sampled, the span of the request "
-        "is stored, with the parts of its latency. Set it to the time that your clients accept. 0: no request is slow.",
+        "are removed after all others, up to half of the 1,024 that are stored. Of one that was not sampled, the span "
+        "of the request is stored, with the parts of its latency. Set it to the time that your clients accept. 0: no "
+        "request is slow.",
     )
 
     @model_validator(mode="after")

@@ -225,6 +225,6 @@ class EarlyRefusal:
         """The prompt tokens in the prefix cache of the worker that has the most."""
         prefixes, prompt = self.prefixes, (prepared.prefix_ids, prepared.cache_salt)
         table = self.workers.table(prepared.model)
-        refs = set().union(*self.queue.pulling_workers(prepared.adapter).values())
+        refs = set().union(*self.queue.workers.pulling(prepared.adapter).values())
         by_prefill = prefixes.cached_refs(prepared.model, *prompt, refs)
         return int(max((*prefixes.cached_tokens(table, *prompt), *by_prefill.values()), default=0))

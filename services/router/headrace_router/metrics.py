@@ -210,37 +210,38 @@ class RouterMetrics(RequestCounter):
         self.count_request(end_reason)
         if not answer.started:
             return
-        model, trace_id = answer.model, answer.trace_id
-        first_s = 1e-9 * (answer.first_token_unix_ns - arrival_unix_ns)
-        total_s = 1e-9 * (answer.last_token_unix_ns - arrival_unix_ns)
+        model, trace_id = answer.request.model, answer.trace_id
+        prompt_tokens = len(answer.request.token_ids)
+        first_s = 1e-9 * (answer.times.first_token_unix_ns - arrival_unix_ns)
+        total_s = 1e-9 * (answer.times.last_token_unix_ns - arrival_unix_ns)
         self._first_token_of_class.record(first_s, model, priority.label, trace_id=trace_id)
         self._duration.record(total_s, model, trace_id=trace_id)
         if answer.new_tokens > 1:
             per_token_s = (total_s - first_s) / (answer.new_tokens - 1)
             self._per_token.record(per_token_s, model, trace_id=trace_id)
-        if answer.gaps is not None:
-            self._gaps.series(model).merge(answer.gaps)
-        self._tokens.record(answer.prompt_tokens, model, "input")
+        if answer.times.gaps is not None:
+            self._gaps.series(model).merge(answer.times.gaps)
+        self._tokens.record(prompt_tokens, model, "input")
         self._tokens.record(answer.new_tokens, model, "output")
         usage = answer.usage
         if usage is not None:
             cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
             self._prompt_tokens.add(cached, model, "decode_cache")
             self._prompt_tokens.add(transferred, model, "transferred")
-            computed = max(0, answer.prompt_tokens - cached - transferred)
+            computed = max(0, prompt_tokens - cached - transferred)
             self._prompt_tokens.add(computed, model, "computed")
         self.totals.add(
             model,
-            prompt_tokens=answer.prompt_tokens,
+            prompt_tokens=prompt_tokens,
             cached_tokens=usage.decode_cached_tokens if usage is not None else 0,
             answer_tokens=answer.new_tokens,
-            first_token_ns=answer.first_token_unix_ns - arrival_unix_ns,
-            duration_ns=answer.last_token_unix_ns - arrival_unix_ns,
+            first_token_ns=answer.times.first_token_unix_ns - arrival_unix_ns,
+            duration_ns=answer.times.last_token_unix_ns - arrival_unix_ns,
         )
 
     def count_latency(self, answer: ResponseStream, breakdown: Breakdown) -> None:
         """Counts the time to the first token of an answer that has started, and its parts, which add up to it."""
-        model, trace_id = answer.model, answer.trace_id
+        model, trace_id = answer.request.model, answer.trace_id
         self._first_token.record(1e-6 * breakdown.first.total_us, model, trace_id=trace_id)
         for token, one in (
             (Owner.FIRST_TOKEN, breakdown.first),

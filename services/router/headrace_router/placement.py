@@ -102,6 +102,8 @@ class Decision:
     """Prompt tokens that are to be computed."""
     cached_tokens: int = 0
     """Those before them, which the computing worker has."""
+    decode_cached_tokens: int = 0
+    """Prompt tokens that the chosen worker has."""
     prefill: WorkerRef | None = None
     """The worker that should compute the prompt. None leaves it to the prefill queue."""
     first_s: float | None = None
@@ -223,6 +225,7 @@ class KvAware(Placement):
             _shown(table, asked, costs, usable, faults, row),
             missing_tokens=missing_tokens,
             cached_tokens=needed_tokens - missing_tokens,
+            decode_cached_tokens=needed_tokens - int(missing[row]),
             prefill=table.workers[prefill_row].ref if planned and prefill_row != row else None,
             first_s=first_s,
             others=others,

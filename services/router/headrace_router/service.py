@@ -51,7 +51,7 @@ class ModelCatalog:
         """The served models with at least one live decode worker, by name, each followed by its adapters."""
         contexts = self._workers.max_model_len()
         decode_counts = self._workers.decode_worker_counts()
-        prefill_counts = self._queue.worker_counts()
+        prefill_counts = self._queue.workers.counts()
         found: list[inference_pb2.Model] = []
         for name in self._names:
             if name in decode_counts:
@@ -72,7 +72,7 @@ class ModelCatalog:
         table = self._workers.table(model.name)
         if not table.adapters:
             return
-        prefill_counts = self._queue.adapter_worker_counts()
+        prefill_counts = self._queue.workers.counts_by_adapter()
         for name, adapter in sorted(table.adapters.items()):
             # Clients cannot select an adapter by the name of a model.
             if name not in self._names:

@@ -111,7 +111,7 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
             Capacity(32, 16, CONTEXT_TOKENS, 2), clock=lambda: 0.0, on_admitted=signal.notify
         ),
         telemetry=telemetry,
-        request_timeout_s=60,
+        default_deadline_s=60,
         ticket_keys=ROUTER.known,
     )
     names = ["headrace.decode.v1.DecodeService"]

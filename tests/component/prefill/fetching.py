@@ -292,7 +292,7 @@ async def serve(
         receiver=receivers[decode],
         admission=BlockAdmission(Capacity(10 * BLOCKS, 8, decode.max_model_len, 8)),
         telemetry=telemetry,
-        request_timeout_s=_ANSWER_S,
+        default_deadline_s=_ANSWER_S,
         ticket_keys=router.known,
     )
     known: list[WorkerRef] = [PREFILL]

@@ -102,7 +102,7 @@ async def site() -> AsyncIterator[Site]:
         stack.push_async_callback(site.puller.close)
         site.puller.set_routers([router.member for router in site.routers])
         for router in site.routers:
-            await until(lambda: bool(router.queue.worker_loads()))  # noqa: B023
+            await until(lambda: bool(router.queue.workers.loads()))  # noqa: B023
         yield site
 
 

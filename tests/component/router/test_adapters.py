@@ -95,9 +95,9 @@ async def test_what_a_worker_announced_before_serves_the_requests_that_named_it(
         adapters=[OTHER_POET],
     )
     queue = rig.router.queue
-    queue.update_adapters([member])
-    assert not any(queue.pulling_workers(poet).values())
-    found = queue._worker_streams[WorkerRef(stream.worker_id, stream.incarnation)]
+    queue.workers.update_adapters([member])
+    assert not any(queue.workers.pulling(poet).values())
+    found = queue.workers._streams[WorkerRef(stream.worker_id, stream.incarnation)]
     assert poet in found.usable_adapters
-    queue.update_adapters([member])
+    queue.workers.update_adapters([member])
     assert poet in found.usable_adapters

@@ -12,7 +12,6 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
-from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_router.placement import KvAware
 from headrace_router.workers.table import TimeColumns

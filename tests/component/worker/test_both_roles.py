@@ -116,7 +116,6 @@ async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
             {
                 "registry": registry.endpoint,
                 "worker_id": "worker",
-                "engine": "sim",
                 "model": model,
                 "workers_per_process": 2,
                 "insecure": True,

@@ -6,11 +6,11 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2, latency_pb2
 from headrace_client.client import AnswerProgress, complete_latency
-from headrace_common.latency.parts import Part, Sum, sum_from_proto, sum_to_proto
+from headrace_common.latency.parts import Sum, TimePart, sum_from_proto, sum_to_proto
 
 
 def breakdown(**parts_us: int) -> latency_pb2.LatencyBreakdown:
-    parts = {Part[name.upper()]: duration_us for name, duration_us in parts_us.items()}
+    parts = {TimePart[name.upper()]: duration_us for name, duration_us in parts_us.items()}
     return latency_pb2.LatencyBreakdown(first_token=sum_to_proto(Sum(sum(parts.values()), parts)))
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import sampling_pb2, tools_pb2
-from headrace_client import InvalidRequest, Sampling, build_request
+from headrace_client import InvalidRequest, SamplingFields, build_request
 
 
 def test_every_field_of_sampling_can_be_given() -> None:
     known = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
     # The router makes it from bad_words.
-    assert set(Sampling.__annotations__) == known - {"bad_token_sequences"}
+    assert set(SamplingFields.__annotations__) == known - {"bad_token_sequences"}
 
 
 def test_messages_may_be_those_of_openai() -> None:

@@ -193,7 +193,10 @@ def test_secrets_are_never_shown() -> None:
 def test_standard_variables_choose_the_sampler_and_ours_override_them() -> None:
     standard = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"}
     config = load(environment=standard)
-    assert (config.traces_sampler, config.traces_sampler_arg) == ("traceidratio", 0.25)
+    assert config.traces_sampler == "traceidratio=0.25"
+    assert load(environment={"OTEL_TRACES_SAMPLER_ARG": "1"}).traces_sampler == (
+        "parentbased_traceidratio=1"
+    )
     both = {**standard, "HEADRACE_KILN_TRACES_SAMPLER": "always_off"}
     assert load(environment=both).traces_sampler == "always_off"
     assert load(["--traces-sampler", "always_on"], both).traces_sampler == "always_on"

@@ -14,7 +14,7 @@ OPEN: dict[str, Any] = {"http_listen": "10.0.0.1:8000"}
 
 
 def decode_config(**settings: Any) -> DecodeConfig:
-    return DecodeConfig(worker_id="d0", engine="sim", **settings)
+    return DecodeConfig(worker_id="d0", model="sim", **settings)
 
 
 def router_config(**settings: Any) -> RouterConfig:
@@ -41,7 +41,7 @@ def test_http_needs_a_credential_of_clients() -> None:
     [
         (
             {"http_listen": "0.0.0.0:80", "api_keys_file": "keys"},
-            "http_listen .* needs http_advertise",
+            "http_listen .* needs internal_advertise",
         ),
         (
             {"http_listen": "127.0.0.1:80", "workers_per_process": 2},

@@ -10,7 +10,7 @@ from headrace_engine.step_budget import (
     AnswerPace,
     Answers,
     DueToken,
-    Prompt,
+    NextPrompt,
     TokenBounds,
     prompt_budget,
 )
@@ -23,7 +23,7 @@ _TIMES = StepTimes(
     prompt_steps=50,
     answer_steps=50,
 )
-_PROMPT = Prompt(TokenBounds(), 1_000)
+_PROMPT = NextPrompt(TokenBounds(), 1_000)
 
 
 def _answers(due_s: float, tpot_s: float = 0.05, later_tokens: int = 0) -> Answers:
@@ -69,7 +69,7 @@ def test_nothing_is_bounded_without_bounds_prompts_or_times() -> None:
 def test_tokens_come_late_for_an_urgent_prompt_as_far_as_later_ones_make_up_for_it(
     first_due_s: float, later_tokens: int, lag: float
 ) -> None:
-    prompt = Prompt(TokenBounds(first_due_s, 1.0), 1_000)
+    prompt = NextPrompt(TokenBounds(first_due_s, 1.0), 1_000)
     budget = prompt_budget(0.0, _TIMES, _answers(0.03, later_tokens=later_tokens), [prompt])
     assert budget is not None
     step_s = 0.010 + 0.002 + 4 * 0.0005 + budget * 0.0003
@@ -77,7 +77,7 @@ def test_tokens_come_late_for_an_urgent_prompt_as_far_as_later_ones_make_up_for_
 
 
 def test_late_tokens_cost_an_answer_no_more_than_what_its_later_ones_gain() -> None:
-    prompt = Prompt(TokenBounds(0.4, 1.0), 1_000)
+    prompt = NextPrompt(TokenBounds(0.4, 1.0), 1_000)
     budget = prompt_budget(0.0, _TIMES, _answers(0.03, later_tokens=3), [prompt])
     assert budget is not None
     # Each later token comes so much earlier than it must, in steps that are a fifth longer than without prompts.

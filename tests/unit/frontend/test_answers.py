@@ -12,7 +12,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import DecodeFull
 from headrace_common.process.pacing import LoopLoad
-from headrace_frontend.answers import AnswerGroup, Outlets, answer_count, write_response
+from headrace_frontend.answers import AnswerGroup, answer_count, write_response
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout import WorkerRef
@@ -142,12 +142,13 @@ class Client:
         self.tasks: set[asyncio.Task[Any] | None] = set()
 
     @property
-    def outlets(self) -> Outlets:
-        return Outlets(self._take, lambda message: self._take(message.text))
+    def writable(self) -> bool:
+        return len(self.received) < self.room
 
-    def _take(self, text: str) -> bool:
-        if len(self.received) >= self.room:
-            return False
+    def write_message(self, message: inference_pb2.GenerateResponse) -> None:
+        self.received.append(message.text)
+
+    def write_text(self, text: str) -> bool:
         self.received.append(text)
         return True
 
@@ -190,7 +191,7 @@ async def test_a_client_that_does_not_read_gets_the_rest_from_a_task_in_order() 
         finish(response)
 
     async with asyncio.timeout(10):
-        await write_response(response, produce, client.write, outlets=client.outlets)
+        await write_response(response, produce, client.write, client)
     assert "".join(client.received) == "abcd"
     assert asyncio.current_task() not in client.tasks
 
@@ -208,7 +209,7 @@ async def test_an_error_follows_the_tokens_before_it(room: int) -> None:
 
     async with asyncio.timeout(10):
         with pytest.raises(DecodeFull):
-            await write_response(response, produce, client.write, outlets=client.outlets)
+            await write_response(response, produce, client.write, client)
     assert "".join(client.received) == "ab"
 
 
@@ -224,9 +225,7 @@ async def test_a_cancelled_response_leaves_no_task_and_sends_nothing_more() -> N
         await asyncio.Event().wait()
 
     before = asyncio.all_tasks()
-    writing = asyncio.create_task(
-        write_response(response, produce, client.write, outlets=client.outlets)
-    )
+    writing = asyncio.create_task(write_response(response, produce, client.write, client))
     async with asyncio.timeout(10):
         await full.wait()
         writing.cancel()
@@ -239,15 +238,16 @@ async def test_a_cancelled_response_leaves_no_task_and_sends_nothing_more() -> N
 
 @pytest.mark.parametrize("by_timer", [True, False])
 async def test_a_bug_in_a_write_ends_the_response(by_timer: bool) -> None:
-    client, load = Client(room=1), load_of(0.0)
+    load = load_of(0.0)
     response = ResponseStream(prepared_of(request_of()), "t", load)
     produced = asyncio.Event()
 
     async def broken(message: inference_pb2.GenerateResponse) -> None:
         raise ValueError("a bug")
 
-    def broken_text(text: str) -> bool:
-        raise ValueError("a bug")
+    class Broken(Client):
+        def write_text(self, text: str) -> bool:
+            raise ValueError("a bug")
 
     async def produce() -> None:
         await response.add_tokens(ids_of("a"))
@@ -257,8 +257,8 @@ async def test_a_bug_in_a_write_ends_the_response(by_timer: bool) -> None:
         produced.set()
         await asyncio.Event().wait()
 
-    outlets = Outlets(broken_text, client.outlets.message) if by_timer else client.outlets
-    writing = asyncio.create_task(write_response(response, produce, broken, outlets=outlets))
+    client = Broken(room=2) if by_timer else Client(room=1)
+    writing = asyncio.create_task(write_response(response, produce, broken, client))
     # A timeout that cancels it would end it, too.
     done, _ = await asyncio.wait({writing}, timeout=10)
     assert done == {writing}

@@ -21,7 +21,7 @@ def _load(*arguments: str) -> RouterConfig:
     [
         (["--model", "a=/x", "--model", "/models/B-1/"], {"a": "/x", "B-1": "/models/B-1/"}),
         (["--model=sim"], {"sim": "sim"}),
-        (["--model", "a=sim,b=/y", "--trace-count", "3"], {"a": "sim", "b": "/y"}),
+        (["--model", "a=sim,b=/y", "--worker-wait-s", "3"], {"a": "sim", "b": "/y"}),
     ],
 )
 def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[str, str]) -> None:
@@ -36,7 +36,6 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
         (["--model", "=x"], "NAME=FOLDER"),
         (["--model"], "at least one model"),
         (["--model", "sim", "--retry-budget", "1"], "headrace policy set retry_budget"),
-        (["--model", "sim", "--max-queued-tokens", "0"], "max_queued_tokens"),
         (["--model", "sim", "--admission-wait-s", "-1"], "admission_wait_s"),
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
         (
@@ -50,7 +49,6 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
             (["--model", "sim", "--image-hosts", host], "is no host; write HOST or HOST:PORT")
             for host in ("http://a", "a/b", "u@a", "a:x", "a:0", ":80", "*")
         ),
-        (["--model", "sim", "--images-mib", "0"], "images_mib"),
     ],
 )
 def test_invalid_settings_are_reported(arguments: list[str], message: str) -> None:

@@ -145,7 +145,6 @@ livenessProbe:
 - --worker-id=$(POD_NAME)
 {{- end }}
 {{- if include "headrace.servesGateways" . }}
-- --http-advertise={{ $host }}:{{ $ports.http }}
 {{- end }}
 {{- end -}}
 

@@ -55,7 +55,6 @@ endpoint_picker_listen: {{ ternary "0.0.0.0:9002" "" $values.inferencePool.enabl
 model: [{{ printf "%s=%s" $values.model.name $values.model.path | quote }}]
 {{- end }}
 {{- if has .component (list "prefill" "decode" "worker") }}
-engine: {{ $values.model.engine }}
 model: {{ $values.model.path | quote }}
 served_model: {{ $values.model.name | quote }}
 {{- end }}

@@ -16,7 +16,7 @@ from headrace_engine.step_budget import (
     AnswerPace,
     Answers,
     DueToken,
-    Prompt,
+    NextPrompt,
     TokenBounds,
     prompt_budget,
 )
@@ -103,7 +103,7 @@ class _StepBudget(Scheduler):
             due.append(pace.due(request.num_output_tokens, request.max_tokens))
         return Answers(running, context, due) if due else None
 
-    def _prompts(self) -> Iterator[Prompt]:
+    def _prompts(self) -> Iterator[NextPrompt]:
         """The prompts in the order in which vLLM computes them."""
         for request in self.running:
             if request.is_prefill_chunk:
@@ -137,6 +137,6 @@ def _next_tokens(request: Request) -> int:
     return max(1, int(known - request.num_computed_tokens))
 
 
-def _prompt_of(request: Request) -> Prompt:
+def _prompt_of(request: Request) -> NextPrompt:
     computed = int(request.num_computed_tokens)
-    return Prompt(_bounds_of(request), int(request.num_tokens) - computed, computed)
+    return NextPrompt(_bounds_of(request), int(request.num_tokens) - computed, computed)

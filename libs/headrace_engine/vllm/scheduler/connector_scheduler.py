@@ -43,7 +43,7 @@ def sort_new_blocks(kv_cache_manager: KVCacheManager) -> None:
     pool.get_new_blocks = get_new_blocks
 
 
-class PoolBlocks:
+class VllmPoolBlocks:
     """Holders of blocks in vLLM's pool, which has one numbering for all groups. The null block stores nothing."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -164,7 +164,7 @@ class ConnectorScheduler:
         peers.start(self._planner)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._planner.holds.bind(PoolBlocks(kv_cache_manager.block_pool))
+        self._planner.holds.bind(VllmPoolBlocks(kv_cache_manager.block_pool))
         sort_new_blocks(kv_cache_manager)
         self._peers.bind(kv_cache_manager)
 

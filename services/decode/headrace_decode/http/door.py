@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 from headrace.inference.v1 import inference_pb2, keep_pb2
 from headrace_common.callers.bounds import CallerBounds
-from headrace_common.config import split_host_port
+from headrace_common.config import WILDCARD_HOSTS, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_common.http.bounds import HttpBounds
@@ -145,7 +145,9 @@ class HttpDoor:
             bounds=HttpBounds(config.connections_max()),
         )
         self._server.start()
-        host, port = split_host_port(config.http_advertise or config.http_listen)
+        host, port = split_host_port(config.http_listen)
+        if host in WILDCARD_HOSTS:
+            host, _ = split_host_port(config.internal_advertise)
         return f"{host}:{port or self._server.port}"
 
     def _build_app(self, codecs: Mapping[str, TextCodec]) -> OpenAiApp:
@@ -191,7 +193,7 @@ class HttpDoor:
         return OpenAiApp(
             parts,
             metrics,
-            deadline_s=config.request_timeout_s,
+            deadline_s=config.default_deadline_s,
             body_bytes_max=request_bytes_max(model.max_model_len().values(), images=images),
         )
 
@@ -214,8 +216,7 @@ class HttpDoor:
         config = self._config
         limits = AdmissionLimits(
             max_num_seqs=config.max_concurrent_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            image_bytes=config.images_mib * 1024**2,
+            max_queued_tokens=config.queued_tokens_max,
             wait_s=config.admission_wait_s or math.inf,
         )
         admission = Admission(limits, self._weights)

@@ -110,11 +110,11 @@ class LinkSession:
     the interval that the router asks for.
     """
 
-    def __init__(self, start: StartAttempt, write: Write, request_timeout_s: float) -> None:
-        """`request_timeout_s` is the deadline of requests that have none."""
+    def __init__(self, start: StartAttempt, write: Write, default_deadline_s: float) -> None:
+        """`default_deadline_s` is the deadline of requests that have none."""
         self._start = start
         self._write = write
-        self._request_timeout_s = request_timeout_s
+        self._default_deadline_s = default_deadline_s
         self._outgoing = Outgoing(LINK_MESSAGE_BYTES_MAX)
         self._lanes: dict[int, _Lane] = {}
         self._readable: dict[int, _Lane] = {}
@@ -227,7 +227,7 @@ class LinkSession:
 
     def _deadline_of(self, opened: decode_pb2.LinkOpen) -> Deadline:
         if not opened.HasField("timeout"):
-            return Deadline.after(self._request_timeout_s)
+            return Deadline.after(self._default_deadline_s)
         return Deadline.after(seconds_from_duration(opened.timeout))
 
     def _mark_readable(self, lane: _Lane) -> None:

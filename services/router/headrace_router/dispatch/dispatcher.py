@@ -181,7 +181,7 @@ class RequestDispatcher:
         """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
         cached: dict[WorkerRef, int] = {}
         if token_ids:
-            refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
+            refs = self._queue.workers.pulling().get(fingerprint(worker.layout), frozenset())
             cached = self._prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
         return TaskTerms(
             deadline_s=deadline.monotonic_s,
@@ -298,13 +298,13 @@ class RequestDispatcher:
             cached_tokens = table.with_cached_prompt(
                 cached_tokens, request.cached_on, len(request.token_ids)
             )
-        pulling = self._queue.pulling_workers(request.adapter)
+        pulling = self._queue.workers.pulling(request.adapter)
         return Candidates(
             decode=table,
             cached_tokens=cached_tokens,
             prefill=pulling,
             queue_wait_s=self._queue.wait_s(request.model, request.priority, request.tenant),
-            pairs=self._queue.pair_costs(table, pulling),
+            pairs=self._queue.pairs.costs(table, pulling),
             prefill_times=self._queue.mean_times(request.model),
         )
 

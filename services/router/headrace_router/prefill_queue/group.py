@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Final
+
+from sortedcontainers import SortedDict
 
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.task import QueuedTask
-from headrace_router.prefill_queue.waiting import (
-    AffinityWaits,
-    ClassTasks,
-    WeightedTurns,
-    amount_ahead,
-)
+from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
+from headrace_router.prefill_queue.waiting import GroupTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512
+_NO_TASKS: Final[SortedDict[TaskOrder, QueuedTask]] = SortedDict()
 
 
 class LearnedTimes:
@@ -88,6 +85,66 @@ class LearnedTimes:
         return (model.handover_s(payload_bytes, link) or 0.0) / token_s
 
 
+class AffinityWaits:
+    """Tasks that wait for one of a few workers that have their prefix, each for at most `wait_s`, and once."""
+
+    def __init__(self, wait_s: float, on_end: Callable[[QueuedTask], None]) -> None:
+        """`on_end` gets each task with a wait that has ended, which waits here no more."""
+        self.wait_s = wait_s
+        self._on_end = on_end
+        self._waits: dict[int, tuple[float, tuple[WorkerRef, ...]]] = {}
+        self._by_end: SortedDict[tuple[float, int], QueuedTask] = SortedDict()
+        self._by_worker: dict[tuple[WorkerRef, Priority], SortedDict[TaskOrder, QueuedTask]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __contains__(self, queued: QueuedTask) -> bool:
+        return queued.number in self._waits
+
+    def add(self, queued: QueuedTask, refs: tuple[WorkerRef, ...], now_s: float) -> None:
+        """A task waits for these workers from now on."""
+        queued.affinity_wait_started()
+        end_s = now_s + self.wait_s
+        self._waits[queued.number] = end_s, refs
+        self._by_end[end_s, queued.number] = queued
+        for ref in refs:
+            waiting = self._by_worker.setdefault((ref, queued.priority), SortedDict())
+            waiting[queued.order] = queued
+        self._start_timer()
+
+    def remove(self, queued: QueuedTask) -> None:
+        """Removes a task that waits."""
+        end_s, refs = self._waits.pop(queued.number)
+        del self._by_end[end_s, queued.number]
+        for ref in refs:
+            waiting = self._by_worker[ref, queued.priority]
+            del waiting[queued.order]
+            if not waiting:
+                del self._by_worker[ref, queued.priority]
+
+    def count_for(self, ref: WorkerRef) -> int:
+        """The number of tasks that wait for this worker."""
+        return sum(len(self._by_worker.get((ref, priority), ())) for priority in Priority)
+
+    def for_worker(self, ref: WorkerRef, priority: Priority) -> Collection[QueuedTask]:
+        """The tasks of a class that wait for this worker, in order: no more than the worker has tasks."""
+        return self._by_worker.get((ref, priority), _NO_TASKS).values()  # type: ignore[no-any-return]
+
+    def _start_timer(self) -> None:
+        if self._timer is None and self._by_end:
+            (end_s, _), _ = self._by_end.peekitem(0)
+            delay_s = max(0.0, end_s - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_waits)
+
+    def _end_waits(self) -> None:
+        self._timer = None
+        now_s = time.monotonic()
+        while self._by_end and self._by_end.peekitem(0)[0][0] <= now_s:
+            queued: QueuedTask = self._by_end.peekitem(0)[1]
+            self.remove(queued)
+            self._on_end(queued)
+        self._start_timer()
+
+
 # To wait for a worker is worth it when that saves at least this share of the prompt.
 _SAVED_SHARE_MIN: Final = 0.25
 
@@ -95,8 +152,7 @@ _SAVED_SHARE_MIN: Final = 0.25
 class QueueGroup:
     """Assigns waiting tasks to workers with credits.
 
-    A task that waits is either in a lane, or waits for workers that have its prefix. Classes take turns by weight, and
-    so do the tenants of a class.
+    A task that waits is either in a lane, or waits for workers that have its prefix.
     """
 
     def __init__(
@@ -114,83 +170,30 @@ class QueueGroup:
         """The workers that take tasks."""
         self.times = LearnedTimes()
         """What they have learned."""
-        self.expected_tasks = 0
-        self._running_tasks = 0
-        self._running_tokens = 0
+        self.tasks = GroupTasks(tenant_weight)
         self._open_streams = 0
         self._unrestricted_count = 0
-        self._prefix_wait_s = prefix_wait_s
-        self._waiting = {priority: ClassTasks(tenant_weight) for priority in Priority}
-        self._turns = WeightedTurns[Priority](lambda priority: priority.weight)
-        self._affinity_waits = AffinityWaits()
+        self._affinity_waits = AffinityWaits(prefix_wait_s, self._assign_or_queue)
         self._with_credits = WorkersWithCredits()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __len__(self) -> int:
-        return sum(len(waiting.tasks) for waiting in self._waiting.values())
-
-    def __iter__(self) -> Iterator[QueuedTask]:
-        for waiting in self._waiting.values():
-            yield from waiting.tasks.values()
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of all tasks that wait."""
-        return sum(waiting.tokens for waiting in self._waiting.values())
-
-    def depth_of(self, priority: Priority) -> int:
-        """The number of tasks of a class that wait."""
-        return len(self._waiting[priority].tasks)
-
-    def oldest_age_of(self, priority: Priority) -> float:
-        """How long the oldest task of a class has waited; 0 without tasks."""
-        return self._waiting[priority].oldest_age_s
 
     def wait_s(self, priority: Priority = Priority.NORMAL, tenant: str | None = None) -> float:
         """How long a task of a tenant that came now would wait, after all expected tasks of its own.
 
         Other classes and tenants get their shares meanwhile. Without a tenant, it waits for all tasks of its class.
         """
-        overflow_tasks = self.expected_tasks - self._with_credits.credits
+        tasks = self.tasks
+        overflow_tasks = tasks.expected - self._with_credits.credits
         if overflow_tasks < 0:
             return 0.0
         # Expected tasks that find a credit count as running, the others as queued.
-        overflow = overflow_tasks / self.expected_tasks if self.expected_tasks else 0.0
-        own, task_tokens = self._waiting[priority], self._mean_task_tokens()
-        ahead = amount_ahead(
-            own.tokens_before_end(tenant, task_tokens, overflow),
-            priority.weight,
-            [
-                (waiting.tokens_with_expected(overflow), other.weight)
-                for other, waiting in self._waiting.items()
-                if other is not priority
-            ],
-        )
+        overflow = overflow_tasks / tasks.expected if tasks.expected else 0.0
+        task_tokens = tasks.mean_tokens()
+        ahead = tasks.tokens_ahead(priority, tenant, task_tokens, overflow)
         task_s = self.times.prefill_s(task_tokens, 0, time.monotonic()) if task_tokens else 0.0
         compute_s = task_s * ahead / (task_tokens or 1.0) / max(1, self._unrestricted_count)
+        own = tasks.of_class(priority)
         age_s = own.oldest_age_s if tenant is None else own.oldest_age_of(tenant)
         return max(compute_s, age_s)
-
-    def _mean_task_tokens(self) -> float:
-        """Tokens to compute of the mean task that runs or waits, else of the mean expected one; 0 without any."""
-        waiting = self._waiting.values()
-        tasks = self._running_tasks + len(self)
-        if tasks:
-            tokens = self._running_tokens + sum(one.missing_tokens for one in waiting)
-            return tokens / tasks
-        expected = sum(one.tokens_with_expected(1.0) for one in waiting)
-        return expected / self.expected_tasks if self.expected_tasks else 0.0
-
-    @contextmanager
-    def expect_task(self, tokens: int, priority: Priority, tenant: str) -> Iterator[None]:
-        """Counts a task that will be queued soon. It counts for `wait_s` within the block."""
-        self.expected_tasks += 1
-        self._waiting[priority].expect(tenant, tokens)
-        try:
-            yield
-        finally:
-            self.expected_tasks -= 1
-            self._waiting[priority].expect(tenant, -tokens)
 
     def has_eligible_worker(self, queued: QueuedTask) -> bool:
         """Whether any worker may take the task, with or without credits."""
@@ -205,46 +208,31 @@ class QueueGroup:
                 if not queued.fits(ref, stream.usable_adapters)
             )
 
-    def tasks_before(self, queued: QueuedTask) -> int:
-        """The number of tasks that are handed out before this one. An estimate beside other classes and tenants."""
-        priority = queued.priority
-        own = self._waiting[priority].tasks_before(queued)
-        others = [
-            (len(waiting.tasks), other.weight)
-            for other, waiting in self._waiting.items()
-            if other is not priority
-        ]
-        return int(amount_ahead(own + 1, priority.weight, others)) - 1
-
     def add(self, queued: QueuedTask) -> None:
         """Adds a task that is new or was returned, and assigns it if it can."""
-        waiting = self._waiting[queued.priority]
-        if not waiting.tasks:
-            self._turns.became_busy(queued.priority)
-        waiting.add(queued)
+        self.tasks.add(queued)
         self._assign_or_queue(queued)
 
     def remove(self, queued: QueuedTask) -> None:
         """Removes a task. Does nothing when it does not wait here."""
-        waiting = self._waiting[queued.priority]
-        if queued.number not in waiting.tasks:
+        if queued not in self.tasks:
             return
         if queued in self._affinity_waits:
             self._affinity_waits.remove(queued)
         else:
-            waiting.lanes.remove(queued)
-        self._stop_waiting(queued)
+            self.tasks.of_class(queued.priority).lanes.remove(queued)
+        self.tasks.remove(queued)
 
     def add_worker(self, stream: PrefillWorkerStream) -> None:
         """Adds a worker, as yet without credits."""
         self.worker_streams[stream.ref] = stream
         self._open_streams += 1
         self._count_unrestricted()
-        for queued in self:
+        for queued in self.tasks:
             if not queued.fits(stream.ref, stream.usable_adapters):
                 queued.exclude((stream.ref,))
             if stream.ref in queued.avoid and queued not in self._affinity_waits:
-                self._waiting[queued.priority].lanes.remove(queued)
+                self.tasks.of_class(queued.priority).lanes.remove(queued)
                 self._add_to_lane(queued)
 
     def retire_worker(self, stream: PrefillWorkerStream) -> tuple[QueuedTask, ...]:
@@ -253,11 +241,12 @@ class QueueGroup:
         self._count_unrestricted()
         stream.retire()
         self._with_credits.update(stream)
-        for queued in self._affinity_waits.tasks_for(stream.ref):
-            self._affinity_waits.remove(queued)
-            self._assign_or_queue(queued)
+        for priority in Priority:
+            for queued in tuple(self._affinity_waits.for_worker(stream.ref, priority)):
+                self._affinity_waits.remove(queued)
+                self._assign_or_queue(queued)
         active = self.worker_streams.keys()
-        stranded = tuple(queued for queued in self if queued.avoid >= active)
+        stranded = tuple(queued for queued in self.tasks if queued.avoid >= active)
         for queued in stranded:
             self.remove(queued)
         self._offer_credits()
@@ -283,8 +272,8 @@ class QueueGroup:
             waits = queued in self._affinity_waits
             better = () if waits else self._workers_worth_waiting_for(queued, stream, now_s)
             if better:
-                self._waiting[queued.priority].lanes.remove(queued)
-                self._wait_for_affinity(queued, better, now_s)
+                self.tasks.of_class(queued.priority).lanes.remove(queued)
+                self._affinity_waits.add(queued, better, now_s)
             else:
                 self.remove(queued)
                 self._send(queued, stream, now_s)
@@ -308,8 +297,7 @@ class QueueGroup:
     def task_ended(self, stream: PrefillWorkerStream, queued: QueuedTask) -> None:
         """A worker no longer has a task."""
         stream.task_ended(queued)
-        self._running_tasks -= 1
-        self._running_tokens -= queued.counted_tokens
+        self.tasks.ended(queued)
         self._with_credits.update(stream)
 
     def task_succeeded(
@@ -317,11 +305,7 @@ class QueueGroup:
     ) -> None:
         """A worker completed a task, of which it had `cached_tokens`."""
         self.task_ended(stream, queued)
-        self._correct(queued, max(1, queued.tokens - cached_tokens))
-
-    def task_returned(self, queued: QueuedTask) -> None:
-        """A worker has computed nothing of a task that it no longer has."""
-        self._correct(queued, 0)
+        self.tasks.corrected(queued, max(1, queued.tokens - cached_tokens))
 
     def _assign_or_queue(self, queued: QueuedTask) -> None:
         """Sends a task to a worker with credits, or lets it wait for a better one, or adds it to a lane."""
@@ -333,37 +317,22 @@ class QueueGroup:
         now_s = time.monotonic()
         better = self._workers_worth_waiting_for(queued, stream, now_s)
         if better:
-            self._wait_for_affinity(queued, better, now_s)
+            self._affinity_waits.add(queued, better, now_s)
         else:
-            self._stop_waiting(queued)
+            self.tasks.remove(queued)
             self._send(queued, stream, now_s)
             self._with_credits.update(stream)
 
-    def _stop_waiting(self, queued: QueuedTask) -> None:
-        """A task that is in no lane waits no more."""
-        waiting = self._waiting[queued.priority]
-        waiting.remove(queued)
-        if not waiting.tasks:
-            self._turns.became_idle(queued.priority)
-
     def _send(self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float) -> None:
         stream.send_task(queued, now_s)
-        self._turns.handed_out(queued.priority, queued.counted_tokens)
-        self._waiting[queued.priority].handed_out(queued)
-        self._running_tasks += 1
-        self._running_tokens += queued.counted_tokens
-
-    def _correct(self, queued: QueuedTask, computed_tokens: int) -> None:
-        """A worker has computed so many tokens of a task that was handed out."""
-        tokens = computed_tokens - queued.counted_tokens
-        self._turns.corrected(queued.priority, tokens)
-        self._waiting[queued.priority].corrected(queued, tokens)
+        self.tasks.handed_out(queued)
 
     def _workers_worth_waiting_for(
         self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float
     ) -> tuple[WorkerRef, ...]:
         """Workers that have far more of the prompt cached than `stream`, and will soon have room."""
-        if not queued.may_wait or self._prefix_wait_s <= 0:
+        wait_s = self._affinity_waits.wait_s
+        if not queued.may_wait or wait_s <= 0:
             return ()
         cached_tokens_min = queued.cached_tokens(stream.ref) + max(
             1.0, _SAVED_SHARE_MIN * queued.tokens
@@ -377,49 +346,25 @@ class QueueGroup:
             and not better.restricted
             and not better.may_take(queued.tenant)
             and better.has_room_within(
-                self._prefix_wait_s,
+                wait_s,
                 tasks_ahead=self._affinity_waits.count_for(ref),
                 token_s=self.times.token_s(now_s),
                 now_s=now_s,
             )
         )
 
-    def _wait_for_affinity(
-        self, queued: QueuedTask, refs: tuple[WorkerRef, ...], now_s: float
-    ) -> None:
-        queued.affinity_wait_started()
-        self._affinity_waits.add(queued, refs, now_s + self._prefix_wait_s)
-        self._start_timer()
-
-    def _start_timer(self) -> None:
-        end_s = self._affinity_waits.next_end_s
-        if self._timer is None and end_s is not None:
-            delay_s = max(0.0, end_s - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_waits)
-
-    def _end_waits(self) -> None:
-        self._timer = None
-        now_s = time.monotonic()
-        while (queued := self._affinity_waits.remove_ended(now_s)) is not None:
-            self._assign_or_queue(queued)
-        self._start_timer()
-
     def _add_to_lane(self, queued: QueuedTask) -> None:
         # Absent workers do not split lanes: `avoid` may name many that have left.
         excluded = frozenset(ref for ref in queued.avoid if ref in self.worker_streams)
-        self._waiting[queued.priority].lanes.add(queued, excluded)
+        self.tasks.of_class(queued.priority).lanes.add(queued, excluded)
 
     def _next_for(self, stream: PrefillWorkerStream) -> QueuedTask | None:
         """The first task that the worker may get, of the class that is next."""
         firsts = (self._first_of(priority, stream) for priority in Priority)
-        return min(
-            (queued for queued in firsts if queued is not None),
-            key=lambda queued: (self._turns.start(queued.priority), queued.priority),
-            default=None,
-        )
+        return self.tasks.first_of(queued for queued in firsts if queued is not None)
 
     def _first_of(self, priority: Priority, stream: PrefillWorkerStream) -> QueuedTask | None:
-        tasks = self._waiting[priority]
+        tasks = self.tasks.of_class(priority)
         if not tasks.tasks:
             return None
         # Tasks that wait for a worker with their prefix go on soon.

@@ -14,40 +14,33 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
-from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import (
     Draining,
-    DuplicateTransfer,
     HeadraceError,
     InvalidRequest,
     QueueFull,
     WorkerGone,
     from_reason,
 )
-from headrace_common.registry.adapters import Adapter, adapters_from_proto
-from headrace_common.registry.duties import COMPUTE_PROMPTS
+from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import TimeModel, mean_model, time_model_from_proto
 from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.costs import PairCosts
 from headrace_router.prefill_queue.group import QueueGroup
-from headrace_router.prefill_queue.pairs import Pairing, Pulling
+from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
-from headrace_router.prefill_queue.worker_stream import PrefillLoad, PrefillWorkerStream
-from headrace_router.workers.table import LoadTable
+from headrace_router.prefill_queue.worker_stream import ConnectedWorkers, PrefillWorkerStream
 
 _LOG = logging.getLogger(__name__)
 
-WORKERS_MAX: Final = 4_096
 _RETRY_AFTER_MAX_S: Final = 60.0
 # A fraction of the time that a prefix of a thousand tokens saves.
 _PREFIX_WAIT_S: Final = 0.05
@@ -78,23 +71,21 @@ class PrefillQueue:
         self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
         self._sign = sign
-        self._pairs = pairs or Pairing()
-        self._tenant_weights = tenant_weights
+        self.pairs = pairs or Pairing()
+        self.workers = ConnectedWorkers()
+        self._tenant_weight = lambda tenant: tenant_weight(tenant_weights(), tenant)
         self._groups: dict[KvLayout, QueueGroup] = {}
-        self._worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
-        self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
         self._numbers = itertools.count(1)
-        self._restricted: frozenset[WorkerRef] = frozenset()
 
     @property
     def depth(self) -> int:
         """The number of tasks that wait for a worker."""
-        return sum(len(group) for group in self._groups.values())
+        return sum(len(group.tasks) for group in self._groups.values())
 
     @property
     def queued_tokens(self) -> int:
         """The prompt tokens of these tasks."""
-        return sum(group.queued_tokens for group in self._groups.values())
+        return sum(group.tasks.tokens for group in self._groups.values())
 
     def wait_s(
         self,
@@ -107,7 +98,7 @@ class PrefillQueue:
         Of several layouts, the shortest wait. 0 while a worker has room, infinite while the queue is full. A task waits
         until the tokens before it are computed, and at least for the age of the oldest task.
         """
-        expected_tasks = sum(group.expected_tasks for group in self._groups.values())
+        expected_tasks = sum(group.tasks.expected for group in self._groups.values())
         if self.depth + expected_tasks >= self.max_queued_tasks:
             return math.inf
         return min(
@@ -117,13 +108,18 @@ class PrefillQueue:
     def depths(self, model: str = "") -> dict[str, int]:
         """The number of tasks of each class that wait, by its name: of one served model, or of all."""
         groups = self._groups_of(model)
-        return {one.label: sum(group.depth_of(one) for group in groups) for one in Priority}
+        return {
+            one.label: sum(len(group.tasks.of_class(one).tasks) for group in groups)
+            for one in Priority
+        }
 
     def oldest_ages_s(self) -> dict[str, float]:
         """The age of the oldest task of each class, by its name."""
         groups = self._groups.values()
         return {
-            one.label: max((group.oldest_age_of(one) for group in groups), default=0.0)
+            one.label: max(
+                (group.tasks.of_class(one).oldest_age_s for group in groups), default=0.0
+            )
             for one in Priority
         }
 
@@ -139,40 +135,6 @@ class PrefillQueue:
         now_s = time.monotonic()
         return max((group.times.token_s(now_s) for group in self._groups_of(model)), default=0.0)
 
-    def pulling_workers(
-        self, adapter: Adapter | None = None
-    ) -> Mapping[KvLayout, frozenset[WorkerRef]]:
-        """The workers that take tasks, by layout fingerprint: all, or those with an adapter.
-
-        Restricted workers are left out. Without an adapter it is a live view: it changes with the queue.
-        """
-        if adapter is None:
-            return self._pulling
-        return {
-            layout: frozenset(ref for ref in refs if adapter in self._worker_streams[ref].adapters)
-            for layout, refs in self._pulling.items()
-        }
-
-    def pair_costs(self, table: LoadTable, pulling: Pulling) -> PairCosts | None:
-        """For each decode worker of the table, the cheapest hand-over to it. None when all are equal."""
-        return self._pairs.costs(table, pulling)
-
-    def worker_counts(self) -> dict[str, int]:
-        """The number of connected prefill workers by served model."""
-        return Counter(stream.model for stream in self._worker_streams.values())
-
-    def adapter_worker_counts(self) -> dict[tuple[str, Adapter], int]:
-        """The number of connected prefill workers by served model and adapter."""
-        return Counter(
-            (stream.model, adapter)
-            for stream in self._worker_streams.values()
-            for adapter in stream.adapters
-        )
-
-    def worker_loads(self) -> dict[WorkerRef, PrefillLoad]:
-        """The load of every connected prefill worker."""
-        return {ref: stream.load() for ref, stream in self._worker_streams.items()}
-
     def expect_task(
         self,
         layout: KvLayout,
@@ -185,7 +147,7 @@ class PrefillQueue:
         Without it, all prompts that arrive during one reservation would see the same short queue.
         """
         group = self._groups.get(fingerprint(layout))
-        return nullcontext() if group is None else group.expect_task(tokens, priority, tenant)
+        return nullcontext() if group is None else group.tasks.expect(tokens, priority, tenant)
 
     def enqueue(
         self, task: prefill_pb2.PrefillTask, *, layout: KvLayout, terms: TaskTerms
@@ -206,13 +168,13 @@ class PrefillQueue:
             terms=terms,
             number=next(self._numbers),
             cancel=self._cancel,
-            fits_pair=self._pairs.fits(decode),
+            fits_pair=self.pairs.fits(decode),
             extra_tokens=self._extra_tokens(decode, group, sent_tokens(task)),
         )
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
-        queued.joined_queue(group.tasks_before(queued))
+        queued.joined_queue(group.tasks.before(queued))
         group.add(queued)
         return queued
 
@@ -224,25 +186,14 @@ class PrefillQueue:
         adapters: frozenset[Adapter] = frozenset(),
     ) -> PrefillWorkerStream:
         """A worker has opened its stream. Raises DuplicateTransfer when this incarnation has one already."""
-        if ref in self._worker_streams:
-            raise DuplicateTransfer(
-                f"prefill worker {ref} pulls already; end its other stream first",
-                metadata={"worker_id": ref.worker_id, "incarnation": ref.incarnation},
-            )
-        if len(self._worker_streams) >= WORKERS_MAX:
-            raise QueueFull(
-                f"{WORKERS_MAX} prefill workers pull already",
-                metadata={"maxsize": str(WORKERS_MAX)},
-            )
         key = fingerprint(layout)
+        stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
+        self.workers.add(stream)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = QueueGroup(
                 key, layout.token_bytes, self._prefix_wait_s, self._tenant_weight
             )
-        stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
-        stream.restrict(ref in self._restricted)
-        self._worker_streams[ref] = stream
         group.add_worker(stream)
         self._update_pulling(group)
         _LOG.info("prefill worker %s pulls", ref)
@@ -254,7 +205,7 @@ class PrefillQueue:
         Its unopened tasks go to the front. They fail like its other tasks after too many returns, or when no other
         worker may take them.
         """
-        del self._worker_streams[stream.ref]
+        self.workers.remove(stream)
         _LOG.info("prefill worker %s pulls no more, %d tasks left", stream.ref, len(stream.tasks))
         self._retire(stream)
         self._group_of(stream).times.remove(stream.ref)
@@ -267,20 +218,10 @@ class PrefillQueue:
         if self._group_of(stream).close_stream():
             del self._groups[stream.group_key]
 
-    def update_adapters(self, members: Iterable[registry_pb2.Member]) -> None:
-        """From now on, connected workers get new tasks for the adapters that the registry has of them."""
-        for member in members:
-            if member.role not in COMPUTE_PROMPTS:
-                continue
-            stream = self._worker_streams.get(WorkerRef(member.worker_id, member.incarnation))
-            if stream is not None:
-                stream.replace_adapters(adapters_from_proto(member.adapters))
-
     def restrict(self, refs: frozenset[WorkerRef]) -> None:
         """From now on, these workers get only tasks that no other worker may take."""
-        if refs == self._restricted:
+        if not self.workers.restrict(refs):
             return
-        self._restricted = refs
         for group in self._groups.values():
             group.restrict(refs)
             self._update_pulling(group)
@@ -338,7 +279,7 @@ class PrefillQueue:
             if group is not None:
                 group.remove(queued)
         elif not queued.outcome.done():
-            stream = self._worker_streams.get(queued.worker)
+            stream = self.workers.get(queued.worker)
             if stream is not None:
                 stream.send_cancel(transfer_id)
         queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
@@ -347,7 +288,7 @@ class PrefillQueue:
         self, decode: WorkerRef, group: QueueGroup, tokens: int
     ) -> Callable[[WorkerRef], float] | None:
         """Cost of handing `tokens` over by prefill worker, in computed tokens. None when all are equal."""
-        far_weight = self._pairs.far_weight(decode)
+        far_weight = self.pairs.far_weight(decode)
         if far_weight is None:
             return None
         times, now_s = group.times, time.monotonic()
@@ -356,9 +297,6 @@ class PrefillQueue:
             far_weight(prefill) * tokens
             + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
         )
-
-    def _tenant_weight(self, tenant: str) -> float:
-        return tenant_weight(self._tenant_weights(), tenant)
 
     def _full_error(self) -> QueueFull:
         wait_s = max((group.wait_s() for group in self._groups.values()), default=0.0)
@@ -379,12 +317,7 @@ class PrefillQueue:
         )
 
     def _update_pulling(self, group: QueueGroup) -> None:
-        streams = group.worker_streams.items()
-        refs = frozenset(ref for ref, stream in streams if not stream.restricted)
-        if refs:
-            self._pulling[group.layout] = refs
-        else:
-            self._pulling.pop(group.layout, None)
+        self.workers.update_pulling(group.layout, group.worker_streams.values())
 
     def _retire(self, stream: PrefillWorkerStream) -> None:
         """Assigns the worker no more tasks. Fails the tasks that no other worker may take."""
@@ -412,7 +345,7 @@ class PrefillQueue:
             return
         queued.returned_from(stream.ref)
         group.exclude_unfit_workers(queued)
-        group.task_returned(queued)
+        group.tasks.corrected(queued, 0)
         if group.has_eligible_worker(queued):
             _LOG.info("task %s is queued again: %s", queued.task.transfer_id, error.detail)
             group.add(queued)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import Final, Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeAlias, TypeVar
 
 from sortedcontainers import SortedDict
 
@@ -79,7 +80,6 @@ def amount_ahead(own: float, weight: float, others: Iterable[tuple[float, float]
 
 Turn: TypeAlias = tuple[float, int]
 """Tenants are served by it, smallest first. It is unique for each tenant of a class."""
-_NO_TASKS: Final[SortedDict[TaskOrder, QueuedTask]] = SortedDict()
 
 
 class TaskLanes:
@@ -181,67 +181,6 @@ class _Lane:
     def tasks_before(self, tenant: str, order: TaskOrder) -> int:
         turn = self._turn_of.get(tenant)
         return 0 if turn is None else int(self.turns[turn].bisect_left(order))
-
-
-class AffinityWaits:
-    """Tasks that wait for one of a few workers that have their prefix, each until its own end of the wait."""
-
-    def __init__(self) -> None:
-        self._waits: dict[int, tuple[float, tuple[WorkerRef, ...]]] = {}
-        self._by_end: SortedDict[tuple[float, int], QueuedTask] = SortedDict()
-        self._by_worker: dict[tuple[WorkerRef, Priority], SortedDict[TaskOrder, QueuedTask]] = {}
-
-    def __contains__(self, queued: QueuedTask) -> bool:
-        return queued.number in self._waits
-
-    @property
-    def next_end_s(self) -> float | None:
-        """When the next wait ends, on the monotonic clock. None without waits."""
-        return self._by_end.peekitem(0)[0][0] if self._by_end else None
-
-    def add(self, queued: QueuedTask, refs: tuple[WorkerRef, ...], end_s: float) -> None:
-        """Adds a task that waits for these workers until `end_s`."""
-        self._waits[queued.number] = end_s, refs
-        self._by_end[end_s, queued.number] = queued
-        for ref in refs:
-            waiting = self._by_worker.setdefault((ref, queued.priority), SortedDict())
-            waiting[queued.order] = queued
-
-    def remove(self, queued: QueuedTask) -> None:
-        """Removes a task that waits."""
-        end_s, refs = self._waits.pop(queued.number)
-        del self._by_end[end_s, queued.number]
-        for ref in refs:
-            waiting = self._by_worker[ref, queued.priority]
-            del waiting[queued.order]
-            if not waiting:
-                del self._by_worker[ref, queued.priority]
-
-    def remove_ended(self, now_s: float) -> QueuedTask | None:
-        """Removes a task with a wait that has ended, and returns it. None when there is none."""
-        if not self._by_end:
-            return None
-        (end_s, _), queued = self._by_end.peekitem(0)
-        if end_s > now_s:
-            return None
-        self.remove(queued)
-        return queued  # type: ignore[no-any-return]
-
-    def count_for(self, ref: WorkerRef) -> int:
-        """The number of tasks that wait for this worker."""
-        return sum(len(self._by_worker.get((ref, priority), ())) for priority in Priority)
-
-    def for_worker(self, ref: WorkerRef, priority: Priority) -> Collection[QueuedTask]:
-        """The tasks of a class that wait for this worker: no more than the worker has tasks."""
-        return self._by_worker.get((ref, priority), _NO_TASKS).values()  # type: ignore[no-any-return]
-
-    def tasks_for(self, ref: WorkerRef) -> tuple[QueuedTask, ...]:
-        """All tasks that wait for this worker, in order within each class."""
-        return tuple(
-            queued
-            for priority in Priority
-            for queued in self._by_worker.get((ref, priority), {}).values()
-        )
 
 
 class WaitingTasks:
@@ -373,3 +312,121 @@ class ClassTasks(WaitingTasks):
     def _update_turn(self, tenant: str) -> None:
         if tenant in self._tenants:
             self.lanes.update_turn(tenant)
+
+
+class GroupTasks:
+    """The tasks of one group: those that are expected, wait or run. Classes take turns by weight."""
+
+    def __init__(self, tenant_weight: Callable[[str], float]) -> None:
+        self.expected = 0
+        """The number of tasks that will be queued soon."""
+        self._running = 0
+        self._running_tokens = 0
+        self._classes = {priority: ClassTasks(tenant_weight) for priority in Priority}
+        self._turns = WeightedTurns[Priority](lambda priority: priority.weight)
+
+    def __len__(self) -> int:
+        return sum(len(one.tasks) for one in self._classes.values())
+
+    def __iter__(self) -> Iterator[QueuedTask]:
+        """Those that wait."""
+        for one in self._classes.values():
+            yield from one.tasks.values()
+
+    def __contains__(self, queued: QueuedTask) -> bool:
+        return queued.number in self._classes[queued.priority].tasks
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all tasks that wait."""
+        return sum(one.tokens for one in self._classes.values())
+
+    def of_class(self, priority: Priority) -> ClassTasks:
+        """The tasks of a class that wait. `add` and `remove` add and remove them."""
+        return self._classes[priority]
+
+    @contextmanager
+    def expect(self, tokens: int, priority: Priority, tenant: str) -> Iterator[None]:
+        """Within the block, a task counts that will be queued soon."""
+        self.expected += 1
+        self._classes[priority].expect(tenant, tokens)
+        try:
+            yield
+        finally:
+            self.expected -= 1
+            self._classes[priority].expect(tenant, -tokens)
+
+    def add(self, queued: QueuedTask) -> None:
+        """A task waits from now on. It is in no lane yet."""
+        waiting = self._classes[queued.priority]
+        if not waiting.tasks:
+            self._turns.became_busy(queued.priority)
+        waiting.add(queued)
+
+    def remove(self, queued: QueuedTask) -> None:
+        """A task that is in no lane waits no more."""
+        waiting = self._classes[queued.priority]
+        waiting.remove(queued)
+        if not waiting.tasks:
+            self._turns.became_idle(queued.priority)
+
+    def handed_out(self, queued: QueuedTask) -> None:
+        """A worker has got a task that waits no more."""
+        self._turns.handed_out(queued.priority, queued.counted_tokens)
+        self._classes[queued.priority].handed_out(queued)
+        self._running += 1
+        self._running_tokens += queued.counted_tokens
+
+    def ended(self, queued: QueuedTask) -> None:
+        """A worker no longer has a task."""
+        self._running -= 1
+        self._running_tokens -= queued.counted_tokens
+
+    def corrected(self, queued: QueuedTask, computed_tokens: int) -> None:
+        """A worker has computed so many tokens of a task that was handed out."""
+        tokens = computed_tokens - queued.counted_tokens
+        self._turns.corrected(queued.priority, tokens)
+        self._classes[queued.priority].corrected(queued, tokens)
+
+    def first_of(self, candidates: Iterable[QueuedTask]) -> QueuedTask | None:
+        """Of tasks that wait, at most one of each class, that of the class which is next."""
+        return min(
+            candidates,
+            key=lambda queued: (self._turns.start(queued.priority), queued.priority),
+            default=None,
+        )
+
+    def before(self, queued: QueuedTask) -> int:
+        """The number of tasks that are handed out before this one. An estimate beside other classes and tenants."""
+        priority = queued.priority
+        own = self._classes[priority].tasks_before(queued)
+        others = [
+            (len(waiting.tasks), other.weight)
+            for other, waiting in self._classes.items()
+            if other is not priority
+        ]
+        return int(amount_ahead(own + 1, priority.weight, others)) - 1
+
+    def tokens_ahead(
+        self, priority: Priority, tenant: str | None, tokens: float, expected_share: float
+    ) -> float:
+        """The tokens that are handed out until the end of a new task, its own included: see ClassTasks."""
+        return amount_ahead(
+            self._classes[priority].tokens_before_end(tenant, tokens, expected_share),
+            priority.weight,
+            [
+                (waiting.tokens_with_expected(expected_share), other.weight)
+                for other, waiting in self._classes.items()
+                if other is not priority
+            ],
+        )
+
+    def mean_tokens(self) -> float:
+        """Tokens to compute of the mean task that runs or waits, else of the mean expected one; 0 without any."""
+        classes = self._classes.values()
+        tasks = self._running + len(self)
+        if tasks:
+            tokens = self._running_tokens + sum(one.missing_tokens for one in classes)
+            return tokens / tasks
+        expected = sum(one.tokens_with_expected(1.0) for one in classes)
+        return expected / self.expected if self.expected else 0.0

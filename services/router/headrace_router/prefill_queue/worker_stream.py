@@ -6,20 +6,23 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from sortedcontainers import SortedDict
 
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.errors import ProtocolViolation
-from headrace_common.registry.adapters import Adapter
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import DuplicateTransfer, ProtocolViolation, QueueFull
+from headrace_common.registry.adapters import Adapter, adapters_from_proto
+from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.tasks import BoundedQueue
 from headrace_kv.compatibility import layout_hash
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, SignTask
 
+WORKERS_MAX: Final = 4_096
 CREDITS_MAX: Final = 1_024
 # A worker with this many tokens to compute, in two tasks or more, gains nothing from a further task. It has work for
 # two steps of the default size.
@@ -173,6 +176,93 @@ class PrefillWorkerStream:
         tokens = sum(queued.counted_tokens for queued in first)
         start_s = max(self._head_start_s, first[0].pulled_s)
         return start_s + token_s * tokens <= now_s + wait_s
+
+
+class ConnectedWorkers:
+    """The prefill workers with an open stream, of all layouts. Retired workers are among them."""
+
+    def __init__(self) -> None:
+        self._restricted: frozenset[WorkerRef] = frozenset()
+        self._streams: dict[WorkerRef, PrefillWorkerStream] = {}
+        self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
+
+    def get(self, ref: WorkerRef) -> PrefillWorkerStream | None:
+        """The stream of a worker. None when it has none."""
+        return self._streams.get(ref)
+
+    def add(self, stream: PrefillWorkerStream) -> None:
+        """A worker has opened its stream.
+
+        Raises DuplicateTransfer when this incarnation has one already, and QueueFull beyond WORKERS_MAX.
+        """
+        ref = stream.ref
+        if ref in self._streams:
+            raise DuplicateTransfer(
+                f"prefill worker {ref} pulls already; end its other stream first",
+                metadata={"worker_id": ref.worker_id, "incarnation": ref.incarnation},
+            )
+        if len(self._streams) >= WORKERS_MAX:
+            raise QueueFull(
+                f"{WORKERS_MAX} prefill workers pull already",
+                metadata={"maxsize": str(WORKERS_MAX)},
+            )
+        stream.restrict(ref in self._restricted)
+        self._streams[ref] = stream
+
+    def remove(self, stream: PrefillWorkerStream) -> None:
+        """A worker's stream has ended."""
+        del self._streams[stream.ref]
+
+    def restrict(self, refs: frozenset[WorkerRef]) -> bool:
+        """These workers get only tasks that no other worker may take when they connect. False if that is no change."""
+        changed = refs != self._restricted
+        self._restricted = refs
+        return changed
+
+    def update_pulling(self, layout: KvLayout, streams: Iterable[PrefillWorkerStream]) -> None:
+        """The workers of a layout that take tasks, or their restrictions, have changed to these."""
+        refs = frozenset(stream.ref for stream in streams if not stream.restricted)
+        if refs:
+            self._pulling[layout] = refs
+        else:
+            self._pulling.pop(layout, None)
+
+    def update_adapters(self, members: Iterable[registry_pb2.Member]) -> None:
+        """From now on, connected workers get new tasks for the adapters that the registry has of them."""
+        for member in members:
+            if member.role not in COMPUTE_PROMPTS:
+                continue
+            stream = self._streams.get(WorkerRef(member.worker_id, member.incarnation))
+            if stream is not None:
+                stream.replace_adapters(adapters_from_proto(member.adapters))
+
+    def pulling(self, adapter: Adapter | None = None) -> Mapping[KvLayout, frozenset[WorkerRef]]:
+        """The workers that take tasks, by layout fingerprint: all, or those with an adapter.
+
+        Restricted workers are left out. Without an adapter it is a live view: it changes with the queue.
+        """
+        if adapter is None:
+            return self._pulling
+        return {
+            layout: frozenset(ref for ref in refs if adapter in self._streams[ref].adapters)
+            for layout, refs in self._pulling.items()
+        }
+
+    def counts(self) -> dict[str, int]:
+        """The number of workers by served model."""
+        return Counter(stream.model for stream in self._streams.values())
+
+    def counts_by_adapter(self) -> dict[tuple[str, Adapter], int]:
+        """The number of workers by served model and adapter."""
+        return Counter(
+            (stream.model, adapter)
+            for stream in self._streams.values()
+            for adapter in stream.adapters
+        )
+
+    def loads(self) -> dict[WorkerRef, PrefillLoad]:
+        """The load of every worker."""
+        return {ref: stream.load() for ref, stream in self._streams.items()}
 
 
 class WorkersWithCredits:

@@ -112,7 +112,7 @@ class StatusReader:
 
     def _workers(self) -> list[WorkerRow]:
         decode = self._parts.workers.loads()
-        prefill = self._parts.queue.worker_loads()
+        prefill = self._parts.queue.workers.loads()
         rows: list[WorkerRow] = []
         for member in self._members:
             ref = WorkerRef(member.worker_id, member.incarnation)

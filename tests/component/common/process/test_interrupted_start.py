@@ -37,7 +37,7 @@ def start() -> Iterator[Start]:
         yield begin
 
 
-DECODE = ("--engine=sim", "--worker-id=d")
+DECODE = ("--model=sim", "--worker-id=d")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_termination_while_the_registry_is_silent_is_quiet(start: Start, tmp_pat
 def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) -> None:
     process = start(
         [
-            *("tests.component.common.process.impatient_decode", "--engine=vllm"),
+            "tests.component.common.process.impatient_decode",
             *("--worker-id=d", "--model=/nowhere", "--registry=127.0.0.1:1"),
         ]
     )

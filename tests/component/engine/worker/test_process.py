@@ -20,7 +20,7 @@ async def test_a_signal_ends_a_worker_while_its_model_loads(number: signal.Signa
     # A worker connects to its registry before it loads a model. This one accepts connections, and does nothing.
     with socket.create_server(("127.0.0.1", 0)) as registry:
         address = f"--registry=127.0.0.1:{registry.getsockname()[1]}"
-        flags = ("--engine=vllm", "--model=none", "--worker-id=prefill-0", address)
+        flags = ("--model=none", "--worker-id=prefill-0", address)
         await _ends_while_loading(number, flags, environment)
 
 

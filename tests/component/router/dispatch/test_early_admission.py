@@ -12,7 +12,7 @@ from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace_common.errors import TransferFailed
 from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch.messages import begins_early
-from headrace_router.placement import CandidateCost, Decision
+from headrace_router.placement import Decision
 from headrace_router.workers.table import Worker
 from tests.kit.router import Rig, text_of
 from tests.kit.workers import (
@@ -121,7 +121,6 @@ def request_of(**sampling: Any) -> decode_pb2.GenerateRequest:
 def test_only_new_prompts_without_constraints_begin_early(
     cached: int, remote: bool, sampling: Any, early: bool
 ) -> None:
-    cost = CandidateCost("d0", 0.0, 1.0, cached, 100, 0, 0, "")
     worker = Worker(WorkerRef("d0", "1"), "d0:1", "sim", 4_096, 10, LAYOUT)
-    decision = Decision(worker, remote, "", (cost,))
+    decision = Decision(worker, remote, "", (), decode_cached_tokens=cached)
     assert begins_early(request_of(**sampling), decision) is early

@@ -18,7 +18,7 @@ from headrace.inference.v1 import image_pb2, inference_pb2
 from headrace_kv.prefix.images import hashed_token_ids
 from headrace_text.hugging_face import HuggingFaceCodec
 from tests.image_models import image_file, write_image_model
-from tests.kit.router import Rig, text_of, with_settings
+from tests.kit.router import Rig, text_of
 from tests.kit.workers import TEXT, FakeDecode, fail, hand_over, recite, reply, sampling
 from tests.waiting import until
 
@@ -84,7 +84,6 @@ async def test_prefixes_are_looked_up_by_the_content_of_images(rig: Rig) -> None
     assert (await rig.route(text="a")).worker_id == "d0"
 
 
-@with_settings(images_mib=1)
 async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
     """Images beyond the bound by themselves are admitted alone."""
     started = asyncio.Event()
@@ -93,6 +92,7 @@ async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
         started.set()
         await asyncio.Event().wait()
 
+    rig.router.admission._images.pool.capacity = 2**20
     await rig.add_decode(recite(1, wait))
     large = image_file(form="JPEG", comment=b"x" * 60_000) + bytes(2**21)
     first = asyncio.create_task(ask(rig, [large], prefill_placement=0))

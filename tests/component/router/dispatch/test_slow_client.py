@@ -40,7 +40,7 @@ class Watched:
         add = ResponseStream.add_tokens
 
         async def observed(response: ResponseStream, tokens: decode_pb2.Tokens) -> None:
-            if bytes(response._request.token_ids.tolist()).decode() == _FLOOD:
+            if bytes(response.request.token_ids.tolist()).decode() == _FLOOD:
                 self.batches += 1
                 pending = len(response._pending.token_ids) + len(tokens.token_ids)
                 self.most_pending = max(self.most_pending, pending)

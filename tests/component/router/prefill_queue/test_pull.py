@@ -51,7 +51,7 @@ async def test_one_incarnation_has_one_pull_stream(rig: Rig) -> None:
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS
     assert isinstance(error_from_rpc(error), DuplicateTransfer)
     await second.close()
-    assert set(rig.router.queue.pulling_workers().values()) == {
+    assert set(rig.router.queue.workers.pulling().values()) == {
         frozenset({WorkerRef("p0", first.incarnation)})
     }
     assert first.error is None

@@ -17,7 +17,7 @@ from headrace_cli.waterfall import (
     draw_trace,
 )
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import LayerWrite, Link, PartTime, Step, TraceView
+from headrace_common.trace_view.model import LayerWriteTimes, Link, PartTime, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 
 MS = 10**6
@@ -37,7 +37,7 @@ def link(number: int, mb: int = 2, ms: int = 1, layers: int = 61, start_ms: int 
         payload_bytes=mb * 10**6,
         moving_ns=ms * MS,
         writes=tuple(
-            LayerWrite(
+            LayerWriteTimes(
                 layer,
                 start_ms * MS + layer * each_ns,
                 start_ms * MS + layer * each_ns,
@@ -81,11 +81,11 @@ class RandomViews:
     def time(self) -> int:
         return self._random.choice((-MS, 0, 1, 5 * MS, int(10 ** self._random.uniform(0, 13.3))))
 
-    def write(self) -> LayerWrite:
+    def write(self) -> LayerWriteTimes:
         times = (self.time(), self.time(), self.time(), self.time())
         cause = self._random.choice(("", "move", "gather", "unfinished", "compute"))
         layer = self._random.randrange(500)
-        return LayerWrite(
+        return LayerWriteTimes(
             layer, *times, self.time(), cause, self.time(), self._random.random() < 0.8
         )
 
@@ -107,9 +107,9 @@ class RandomViews:
             writes=tuple(self.write() for _ in range(self._random.randrange(9))),
         )
 
-    def step(self) -> Step:
+    def step(self) -> TraceStep:
         kinds = (schema.SPAN_PREFILL, schema.SPAN_ATTEMPT, schema.SPAN_DECODE, "x")
-        return Step(
+        return TraceStep(
             depth=self._random.randrange(40),
             name=self._random.choice(kinds),
             label=self.name(),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import latency_pb2
 from headrace_common.latency.parts import (
     Claim,
-    Part,
     Sum,
+    TimePart,
     divide,
     sum_from_proto,
     sum_to_proto,
@@ -19,13 +19,13 @@ from headrace_common.latency.parts import (
 
 TIMES = st.integers(-50, 50)
 CLAIMS = st.lists(
-    st.builds(Claim, st.sampled_from(Part), st.none() | TIMES, st.none() | TIMES), max_size=12
+    st.builds(Claim, st.sampled_from(TimePart), st.none() | TIMES, st.none() | TIMES), max_size=12
 )
 
 
-def counted(start: int, end: int, claims: list[Claim]) -> dict[Part, int]:
+def counted(start: int, end: int, claims: list[Claim]) -> dict[TimePart, int]:
     """The parts by giving each microsecond to the first claim that contains it."""
-    parts: dict[Part, int] = {}
+    parts: dict[TimePart, int] = {}
     for time in range(start, end):
         owner = next(
             (
@@ -35,7 +35,7 @@ def counted(start: int, end: int, claims: list[Claim]) -> dict[Part, int]:
                 and claim.end is not None
                 and claim.start <= time < claim.end
             ),
-            Part.UNACCOUNTED,
+            TimePart.UNACCOUNTED,
         )
         parts[owner] = parts.get(owner, 0) + 1
     return parts
@@ -72,4 +72,4 @@ def test_a_sum_survives_its_message(start: int, end: int, claims: list[Claim]) -
 def test_a_part_of_a_newer_version_is_unaccounted() -> None:
     message = latency_pb2.LatencySum(total_us=5)
     message.parts.add(part=99, duration_us=5)
-    assert sum_from_proto(message) == Sum(5, {Part.UNACCOUNTED: 5})
+    assert sum_from_proto(message) == Sum(5, {TimePart.UNACCOUNTED: 5})

@@ -6,15 +6,15 @@ import pytest
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import LayerWrite, Link, PartTime, Step, TraceView
+from headrace_common.trace_view.model import LayerWriteTimes, Link, PartTime, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 
 MS = 10**6
 
 
-def step(name: str, start_ms: int, worker: str = "", error: str = "") -> Step:
-    return Step(1, name, name, "router", worker, start_ms * MS, MS, error)
+def step(name: str, start_ms: int, worker: str = "", error: str = "") -> TraceStep:
+    return TraceStep(1, name, name, "router", worker, start_ms * MS, MS, error)
 
 
 STEPS = (
@@ -25,19 +25,21 @@ STEPS = (
 )
 
 
-def view(part: str, links: tuple[Link, ...] = (), steps: tuple[Step, ...] = STEPS) -> TraceView:
+def view(
+    part: str, links: tuple[Link, ...] = (), steps: tuple[TraceStep, ...] = STEPS
+) -> TraceView:
     parts = (PartTime(part, 80 * MS), PartTime("network", 20 * MS))
     return TraceView("t", "r", 0, True, 100 * MS, 100 * MS, parts, links, steps, prompt_tokens=9)
 
 
-def write(layer: int, ready_ms: int, cause: str = "move") -> LayerWrite:
+def write(layer: int, ready_ms: int, cause: str = "move") -> LayerWriteTimes:
     ready_ns = ready_ms * MS
-    return LayerWrite(
+    return LayerWriteTimes(
         layer, ready_ns, ready_ns, ready_ns, ready_ns + MS, 1_000, cause=cause, cause_ns=7 * MS
     )
 
 
-def link(rank: int, moving_ms: int, writes: tuple[LayerWrite, ...] = ()) -> Link:
+def link(rank: int, moving_ms: int, writes: tuple[LayerWriteTimes, ...] = ()) -> Link:
     writes = writes or (write(0, 10 + moving_ms),)
     return Link("p", rank, "d", 1, "tcp", "direct", 2_000_000, moving_ms * MS, writes=writes)
 

@@ -14,7 +14,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clocks import ClockPair
-from headrace_common.latency.parts import Part
+from headrace_common.latency.parts import TimePart
 from headrace_decode.http import attempt_timeline as attempt_timeline_module
 from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.timestamps import RequestTimestamps
@@ -31,6 +31,10 @@ class FakeResponse:
     first_us: int
     started: bool = True
     second_token_unix_ns: int = 0
+
+    @property
+    def times(self) -> FakeResponse:
+        return self
 
     @property
     def first_token_unix_ns(self) -> int:
@@ -101,7 +105,7 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
     respond(timeline, 960)
     reported: list[Breakdown] = []
     timeline.when_reported(lambda: reported.append(timeline.break_down()))
-    assert timeline.break_down().first[Part.QUEUE] == 0
+    assert timeline.break_down().first[TimePart.QUEUE] == 0
     assert not reported
     clock[0] = 950
     steps = latency_pb2.TaskSteps(

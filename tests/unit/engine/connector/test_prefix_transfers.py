@@ -11,7 +11,7 @@ import pytest
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import PrefixParams, ScheduledRequest, SendParams
-from headrace_engine.vllm.scheduler.connector_scheduler import PoolBlocks
+from headrace_engine.vllm.scheduler.connector_scheduler import VllmPoolBlocks
 from headrace_engine.vllm.settings import read_params, send_params, waits_for_kv
 from headrace_kv.layout import TOKENS
 from headrace_kv.messages import Reservation
@@ -57,7 +57,7 @@ class Pool:
 def new_planner(groups: Any = ATTENTION) -> tuple[StepPlanner, Pool, list[Reservation]]:
     reserved: list[Reservation] = []
     planner, pool = StepPlanner(groups, reserved.append), Pool()
-    planner.holds.bind(PoolBlocks(cast("Any", pool)))
+    planner.holds.bind(VllmPoolBlocks(cast("Any", pool)))
     return planner, pool, reserved
 
 

@@ -18,7 +18,7 @@ from headrace_engine.worker.config import (
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.tiers.tiers import TierSettings
 
-FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim"}
+FLEET = {"worker_id": "w", "workers_per_process": 4, "model": "sim"}
 POOL = {"kv_pool_address": "127.0.0.1:1"}
 
 
@@ -35,7 +35,7 @@ def test_each_worker_has_its_name_and_its_share_of_the_memory() -> None:
 
 
 def test_a_single_worker_keeps_its_settings() -> None:
-    alone = config(workers_per_process=1, engine="vllm", internal_listen="127.0.0.1:7003")
+    alone = config(workers_per_process=1, model="/m", internal_listen="127.0.0.1:7003")
     assert worker_configs(alone) == (alone,)
 
 
@@ -73,21 +73,18 @@ def test_a_member_has_its_place() -> None:
 
 def test_blocks_on_disk_have_a_folder() -> None:
     alone = WorkerConfig.model_validate(
-        {"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2, "kv_disk_folder": "/nvme"}
+        {"worker_id": "w", "model": "m", "kv_host_gib": 1, "kv_disk_gib": 2, "kv_disk_folder": "/n"}
     )
     ref = WorkerRef("w", "1")
     tiers = engine_config(alone, role="decode", ref=ref).tiers
-    assert tiers == TierSettings(1, 2, "/nvme", pool_timeout_s=2)
+    assert tiers == TierSettings(1, 2, "/n", pool_timeout_s=2)
 
 
 def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() -> None:
     worker = WorkerConfig.model_validate(
-        {
-            "worker_id": "w",
-            "kv_host_gib": 1,
-            "kv_pool_address": "10.0.0.1:2",
-            "kv_fetch_timeout_s": 3,
-        }
+        FLEET
+        | {"workers_per_process": 1, "kv_host_gib": 1, "kv_pool_address": "10.0.0.1:2"}
+        | {"kv_fetch_timeout_s": 3}
     )
     ref = WorkerRef("w", "1")
     prefill = engine_config(worker, role="prefill", ref=ref).tiers
@@ -100,7 +97,7 @@ def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() ->
 @pytest.mark.parametrize(
     "settings,remedy",
     [
-        ({"engine": "vllm"}, "set engine to sim, or start 4 processes"),
+        ({"model": "/m"}, "set model to sim, or start 4 processes"),
         ({"internal_listen": "127.0.0.1:7003"}, "give internal_listen the port 0"),
         ({"health_listen": "0.0.0.0:7059"}, "give health_listen the port 0"),
         ({"internal_advertise": "127.0.0.1:7003"}, "give internal_advertise the port 0"),

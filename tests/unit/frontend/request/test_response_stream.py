@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,10 +12,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.process.pacing import LoopLoad
-from headrace_frontend.request.response_stream import (
-    ResponseStream,
-    TextOutlet,
-)
+from headrace_frontend.request.response_stream import ResponseStream
 from tests.kit.requests import prepared
 
 _STOP = sampling_pb2.FINISH_REASON_STOP
@@ -123,26 +121,32 @@ async def test_a_slow_client_blocks_the_producer(monkeypatch: pytest.MonkeyPatch
 
 
 class _FixedLoad(LoopLoad):
-    """A gap between messages that the test sets."""
+    """A gap between messages that the test sets, and none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gap_s = 0.0
 
     def update(self, now_s: float) -> None:
         pass
 
 
-def _into(sent: list[str]) -> TextOutlet:
-    def send(text: str) -> bool:
-        sent.append(text)
-        return True
+class _Sent:
+    """An outlet that keeps what it gets, in its order. `takes_text`: whether text alone is enough."""
 
-    return send
+    def __init__(self, *, takes_text: bool = True) -> None:
+        self.writable = True
+        self.texts: list[str] = []
+        self.messages: list[inference_pb2.GenerateResponse] = []
+        self._takes_text = takes_text
 
+    def write_message(self, message: inference_pb2.GenerateResponse) -> None:
+        self.messages.append(message)
 
-async def _waits(stream: ResponseStream) -> asyncio.Task[inference_pb2.GenerateResponse | None]:
-    """A reader that waits for tokens."""
-    reader = asyncio.create_task(stream.next_message())
-    await asyncio.sleep(0)
-    assert not reader.done()
-    return reader
+    def write_text(self, text: str) -> bool:
+        if self._takes_text:
+            self.texts.append(text)
+        return self._takes_text
 
 
 def _ids(text: str) -> decode_pb2.Tokens:
@@ -150,66 +154,61 @@ def _ids(text: str) -> decode_pb2.Tokens:
 
 
 async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response("END", load=load)
-    sent: list[str] = []
-    stream.use_outlets(_into(sent))
-    await stream.add_tokens(_ids("a"))
-    await stream.next_message()
-    reader = await _waits(stream)
-    await stream.add_tokens(_ids("bE"))
-    await stream.add_tokens(_ids("NDx"))
-    assert sent == ["b"]
+    stream, sent = _response("END", load=_FixedLoad()), _Sent()
+    stream.use_outlet(sent, Mock(side_effect=AssertionError))
+    for text in ("a", "bE", "NDx"):
+        await stream.add_tokens(_ids(text))
     _finish(stream, _STOP)
-    last = await reader
+    last = await stream.next_message()
     assert last is not None
     assert (last.text, last.finish_reason) == ("", _STOP)
+    assert sent.texts == ["b"]
+    assert [one.text for one in sent.messages] == ["a", ""]
 
 
-async def test_a_message_that_an_outlet_refuses_goes_to_the_reader_once_and_in_order() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent: list[str] = []
-    refused = 0
+@pytest.mark.parametrize("takes_text", [True, False])
+async def test_a_token_without_text_is_dropped_only_where_text_is_enough(takes_text: bool) -> None:
+    stream, sent = _response(load=_FixedLoad()), _Sent(takes_text=takes_text)
+    stream.use_outlet(sent, Mock(side_effect=AssertionError))
+    half, rest = "é".encode()[:1], "é".encode()[1:]
+    for token_ids in (b"a", half, rest):
+        await stream.add_tokens(decode_pb2.Tokens(token_ids=token_ids))
+    later = [list(one.token_ids) for one in sent.messages][1:]
+    assert (later, sent.texts) == (([], ["", "é"]) if takes_text else ([[half[0]], [rest[0]]], []))
 
-    def count() -> None:
-        nonlocal refused
-        refused += 1
 
-    stream.use_outlets(_into(sent), lambda message: False, count)
+async def test_a_client_that_takes_no_message_gets_all_later_ones_from_a_reader_in_order() -> None:
+    stream, sent, need_reader = _response(load=_FixedLoad()), _Sent(), Mock()
+    stream.use_outlet(sent, need_reader)
     await stream.add_tokens(_ids("a"))
-    assert refused == 1
+    need_reader.assert_not_called()
+    sent.writable = False
     await stream.add_tokens(_ids("b"))
-    first = await stream.next_message()
-    second = await stream.next_message()
-    assert first is not None
-    assert second is not None
-    assert (first.text, second.text) == ("a", "b")
-    reader = await _waits(stream)
+    sent.writable = True
     await stream.add_tokens(_ids("c"))
-    assert sent == ["c"]
-    assert refused == 1
-    reader.cancel()
+    message = await stream.next_message()
+    assert message is not None
+    assert (message.text, sent.texts, [one.text for one in sent.messages]) == ("bc", [], ["a"])
+    need_reader.assert_called_once_with()
 
 
 async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
     load = _FixedLoad()
-    load.gap_s = 0.0
     stream = _response(load=load)
 
-    def broken(text: str) -> bool:
-        raise ValueError("a bug")
+    class Broken(_Sent):
+        def write_text(self, text: str) -> bool:
+            raise ValueError("a bug")
 
-    stream.use_outlets(broken, lambda message: True)
+    needed = asyncio.Event()
+    stream.use_outlet(Broken(), needed.set)
     await stream.add_tokens(_ids("a"))
     load.gap_s = GAP_S
     await stream.add_tokens(_ids("b"))
     async with asyncio.timeout(10):
-        assert await stream.next_message() is not None
+        await needed.wait()
         with pytest.raises(ValueError, match="a bug"):
-            await stream.next_message()
+            await _rest(stream)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -270,10 +269,10 @@ async def test_the_logprobs_of_a_prompt_precede_the_answer_in_bounded_messages()
 
 async def test_a_reader_writes_the_logprobs_of_a_prompt_where_others_need_none() -> None:
     stream = _long(2_500)
-    refused = asyncio.Event()
-    stream.use_outlets(lambda text: False, lambda message: False, refused.set)
+    needed = asyncio.Event()
+    stream.use_outlet(_Sent(), needed.set)
     await stream.add_tokens(_scored("a", 2_500))
-    assert refused.is_set()
+    assert needed.is_set()
     _finish(stream)
     _check_parts(await _rest(stream), 2_500)
 

@@ -112,9 +112,9 @@ class Site:
         columns = np.array(
             [(cached or {}).get(worker.ref.worker_id, 0) for worker in self.table.workers], float
         )
-        pulling = self.queue.pulling_workers()
+        pulling = self.queue.workers.pulling()
         candidates = Candidates(
-            self.table, columns, pulling, 0.0, self.queue.pair_costs(self.table, pulling)
+            self.table, columns, pulling, 0.0, self.queue.pairs.costs(self.table, pulling)
         )
         wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
         request = PlacementRequest("sim", _PROMPT_TOKENS, wish, RoutePolicy(), 30.0)
@@ -162,7 +162,7 @@ async def test_without_a_level_nothing_changes() -> None:
     site = Site(["b", "a"], ["a"], registry_pb2.Policy(pair_rule=REQUIRE))
     assert site.pairing.fits(ref("d0")) is None
     assert site.enqueue("d0").extra_tokens is None
-    assert site.pairing.costs(site.table, site.queue.pulling_workers()) is None
+    assert site.pairing.costs(site.table, site.queue.workers.pulling()) is None
 
 
 async def test_another_policy_holds_at_once() -> None:

@@ -92,7 +92,7 @@ async def test_the_estimate_follows_from_what_workers_have_learned() -> None:
     assert queue.wait_s() == pytest.approx(11.0, rel=0.05)
     assert sum(queue.depths("sim").values()) == 10
     assert sum(queue.depths("another").values()) == 0
-    oldest = next(iter(queue._groups[a.group_key]))
+    oldest = next(iter(queue._groups[a.group_key].tasks))
     oldest.queued_s -= 40
     # A longer wait shows that the workers have become slow.
     assert queue.wait_s() == pytest.approx(40.0, abs=1.0)

@@ -125,12 +125,12 @@ async def test_only_matching_layouts_get_a_task_at_any_parallelism() -> None:
     assert sent(other) == []
     queue.add_credits(wide, 1)
     assert task.worker == wide.ref
-    assert queue.pulling_workers() == {
+    assert queue.workers.pulling() == {
         fingerprint(LAYOUT): {wide.ref},
         fingerprint(foreign): {other.ref},
     }
     queue.remove_worker(other)
-    assert queue.pulling_workers() == {fingerprint(LAYOUT): {wide.ref}}
+    assert queue.workers.pulling() == {fingerprint(LAYOUT): {wide.ref}}
 
 
 async def test_avoided_workers_get_no_task_even_on_a_new_stream() -> None:
@@ -254,7 +254,7 @@ async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> No
     refused, running = add(queue, "a", returns_max=1), add(queue, "b", returns_max=1)
     queue.task_started(draining, "b")
     end(queue, draining, "a", "DRAINING")
-    assert queue.pulling_workers() == {fingerprint(LAYOUT): {other.ref}}
+    assert queue.workers.pulling() == {fingerprint(LAYOUT): {other.ref}}
     queue.add_credits(draining, 1)
     assert where(refused) is None
     queue.add_credits(other, 1)
@@ -268,7 +268,7 @@ async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> No
 async def test_a_restricted_worker_gets_only_tasks_that_no_other_worker_may_take() -> None:
     queue, (restricted, other) = pulling(5, 0)
     queue.restrict(frozenset({restricted.ref}))
-    assert queue.pulling_workers() == {fingerprint(LAYOUT): {other.ref}}
+    assert queue.workers.pulling() == {fingerprint(LAYOUT): {other.ref}}
     waiting = add(queue, "a", planned=restricted.ref, cached={restricted.ref: 100}, tokens=100)
     assert where(waiting) is None
     left = add(queue, "b", avoid=frozenset({other.ref}))
@@ -290,11 +290,11 @@ async def test_tasks_are_left_to_restricted_workers_when_the_others_go() -> None
     waiting = add(queue, "a")
     queue.remove_worker(other)
     assert where(waiting) == restricted.ref
-    assert not queue.pulling_workers()
+    assert not queue.workers.pulling()
     # One that opens its stream later is restricted too.
     queue.restrict(frozenset({restricted.ref, other.ref}))
     again = join(queue, other.ref.worker_id)
-    assert not queue.pulling_workers()
+    assert not queue.workers.pulling()
     queue.add_credits(again, 1)
     assert where(add(queue, "b")) is not None
 
@@ -363,7 +363,7 @@ async def test_depth_credits_and_streams_are_bounded() -> None:
         queue.add_credits(stream, CREDITS_MAX + 1)
     with pytest.raises(DuplicateTransfer, match="pulls already"):
         join(queue)
-    assert queue.worker_counts() == {"sim": 1}
+    assert queue.workers.counts() == {"sim": 1}
 
 
 async def test_a_task_goes_only_to_workers_with_its_adapter() -> None:
@@ -395,5 +395,5 @@ async def test_a_task_goes_only_to_workers_with_its_adapter() -> None:
     assert where(waiting) is None
     queue.add_credits(again, 1)
     assert where(waiting) == again.ref
-    assert queue.pulling_workers(poet)[fingerprint(LAYOUT)] == {again.ref}
-    assert queue.adapter_worker_counts() == {("sim", poet): 1, ("sim", other): 1}
+    assert queue.workers.pulling(poet)[fingerprint(LAYOUT)] == {again.ref}
+    assert queue.workers.counts_by_adapter() == {("sim", poet): 1, ("sim", other): 1}

@@ -13,7 +13,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.latency.parts import Part
+from headrace_common.latency.parts import TimePart
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
@@ -35,10 +35,12 @@ def queued_task() -> QueuedTask:
 def response_at(first_ns: int) -> Any:
     return SimpleNamespace(
         started=True,
-        first_token_unix_ns=first_ns,
-        second_token_unix_ns=0,
-        first_message_unix_ns=0,
-        monotonic_us=lambda unix_ns: unix_ns // 1_000,
+        times=SimpleNamespace(
+            first_token_unix_ns=first_ns,
+            second_token_unix_ns=0,
+            first_message_unix_ns=0,
+            monotonic_us=lambda unix_ns: unix_ns // 1_000,
+        ),
     )
 
 
@@ -86,8 +88,8 @@ async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
     await asyncio.sleep(0)
     assert calls == [1]
     found = timeline.break_down()
-    assert found.first[Part.PREFILL] >= 400
-    assert found.first[Part.UNACCOUNTED] == 0
+    assert found.first[TimePart.PREFILL] >= 400
+    assert found.first[TimePart.UNACCOUNTED] == 0
     (attempt,) = timeline.attempts
     for ref, ahead_ns in ((DECODE, AHEAD_NS), (PREFILL, -AHEAD_NS)):
         own_ns = time.time_ns() - time.monotonic_ns()
