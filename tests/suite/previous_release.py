@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,12 @@ def mixing(previous: Spawn, old: set[str]) -> Callable[[Spawn], Spawn]:
 
     def spawning(spawn: Spawn) -> Spawn:
         async def start(spec: ProcessSpec) -> ChildProcess:
-            return await (previous if spec.name in old else spawn)(spec)
+            if spec.name not in old:
+                return await spawn(spec)
+            if spec.service in ("prefill", "decode"):
+                # Workers of 0.1 have a setting for it.
+                spec = replace(spec, arguments=(*spec.arguments, "--engine=sim"))
+            return await previous(spec)
 
         return start
 

@@ -136,6 +136,10 @@ def check_topology(topology: Topology) -> None:
         raise ConfigError(
             "at least one worker that generates is needed: give --decode 1 or more, or --workers 1 or more"
         )
+    if topology.engine == SIM and topology.model.partition(":")[0] not in ("", SIM):
+        raise ConfigError(
+            f"--engine sim has no model {topology.model}: leave --model out, or give sim:layers=4"
+        )
 
 
 def _check_devices(topology: Topology) -> None:

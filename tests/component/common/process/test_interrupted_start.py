@@ -67,12 +67,8 @@ def test_termination_while_the_registry_is_silent_is_quiet(start: Start, tmp_pat
 
 
 def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) -> None:
-    process = start(
-        [
-            "tests.component.common.process.impatient_decode",
-            *("--worker-id=d", "--model=/nowhere", "--registry=127.0.0.1:1"),
-        ]
-    )
+    flags = ("--worker-id=d", "--model=/nowhere", "--registry=127.0.0.1:1")
+    process = start(["tests.component.common.process.impatient_decode", *flags])
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2, err
     assert "the registry on 127.0.0.1:1 is not reachable" in err.splitlines()[-1]

@@ -117,6 +117,7 @@ def test_a_planner_publishes_for_the_served_model_and_takes_settings() -> None:
     [
         (Topology(engine="magic"), "choose vllm or sim"),
         (Topology(), "--model FOLDER"),
+        (Topology(engine="sim", model="/models/a"), "--engine sim has no model /models/a"),
         (Topology(model="hf:nowhere"), "hf:OWNER/NAME"),
         (Topology(model="nowhere"), "not a model folder"),
         (Topology(engine="sim", decode_count=0), "--decode 1 or more, or --workers 1 or more"),

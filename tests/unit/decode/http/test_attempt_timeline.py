@@ -32,9 +32,7 @@ class FakeResponse:
     started: bool = True
     second_token_unix_ns: int = 0
 
-    @property
-    def times(self) -> FakeResponse:
-        return self
+    times = property(lambda self: self)
 
     @property
     def first_token_unix_ns(self) -> int:

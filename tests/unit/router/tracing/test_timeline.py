@@ -33,15 +33,13 @@ def queued_task() -> QueuedTask:
 
 
 def response_at(first_ns: int) -> Any:
-    return SimpleNamespace(
-        started=True,
-        times=SimpleNamespace(
-            first_token_unix_ns=first_ns,
-            second_token_unix_ns=0,
-            first_message_unix_ns=0,
-            monotonic_us=lambda unix_ns: unix_ns // 1_000,
-        ),
+    times = SimpleNamespace(
+        first_token_unix_ns=first_ns,
+        second_token_unix_ns=0,
+        first_message_unix_ns=0,
+        monotonic_us=lambda unix_ns: unix_ns // 1_000,
     )
+    return SimpleNamespace(started=True, times=times)
 
 
 async def started(
