@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_kv.layout import layout_to_proto
 from tests.kit.router import Rig
@@ -43,7 +43,9 @@ async def test_a_required_zone_decides_which_worker_prefills(
         ]
     )
     rig.policy = registry_pb2.Policy(
-        pair_level=registry_pb2.PAIR_LEVEL_ZONE, pair_rule=registry_pb2.PAIR_RULE_REQUIRE
+        pair_level=registry_pb2.PAIR_LEVEL_ZONE,
+        pair_rule=registry_pb2.PAIR_RULE_REQUIRE,
+        first_token=first_token_pb2.FIRST_TOKEN_POLICY_DECODE,
     )
     for _ in range(3):
         responses = await rig.ask(prefill_placement=REMOTE)
