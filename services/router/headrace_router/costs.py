@@ -39,7 +39,7 @@ from headrace.inference.v1 import bounds_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.workers.table import NO_TIMES, Flags, LoadTable, Numbers, Worker
+from headrace_router.workers.table import NO_TIMES, TOKEN_ROW, Flags, LoadTable, Numbers, Worker
 
 Rows = NDArray[np.intp]
 _Bound: TypeAlias = float | Numbers | None
@@ -56,6 +56,8 @@ _FIRST_KEPT: Final = 0.85
 _LATE_WEIGHT: Final = 2.0
 _OTHERS_WEIGHT: Final = 0.15
 """Of the time that a request takes from others. In a model of steps, 0.05 to 0.25 suited most loads."""
+_HELD_SHARE: Final = 0.25
+"""Of the time to compute a token: what a held one takes from others at least. See docs/adr/0001-overlap-weight.md."""
 MESSAGES_S: Final = 0.02
 """Of a hand-over, beside its writes: the queue, the opening of the transfer, and its last acknowledgement."""
 _WAIT_MAX_S: Final = 3_600.0
@@ -303,7 +305,8 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     """The costs of workers that generate, where the prompts of those in `remote` go to the queue. None: of none."""
     table, targets = candidates.decode, asked.targets
     # Workers of a kind learn different times in the same steps. That must not gather answers.
-    now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
+    mean_steps = table.times.mean_steps
+    now_step_s, added_s = _steps_s(table, mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
     if remote is not None and remote.all():
         missing_s, prompt_s = _queued_s(candidates, asked)
@@ -316,7 +319,10 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
             if asked.missing_weight != 1.0:
                 missing_s = np.where(remote, queued[0], missing_s)
     first_s = prompt_s + step_s
-    cost_s = first_s + targets.answer_tokens * (step_s + table.requests * added_s)
+    # What others lose: time in each step, or room for the prefixes that they will need.
+    others_s = targets.answer_tokens * table.requests * added_s
+    others_s = np.maximum(others_s, _HELD_SHARE * mean_steps[TOKEN_ROW] * table.held_tokens)
+    cost_s = first_s + targets.answer_tokens * step_s + others_s
     if targets.tpot_s is not None or targets.ttft_s is not None:
         cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
     if asked.missing_weight != 1.0:
