@@ -268,7 +268,6 @@ def costs_of_both(
     missing_s = _missing_s(table, asked)
     compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
 
-    rows = table.rows
     local_s: Numbers = compute_s + step_s
     others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
     sent_s = sent * missing
@@ -277,14 +276,14 @@ def costs_of_both(
     order = np.argsort(computed_s)[:2]
     best = np.full(len(table), order[0])
     best[order[0]] = order[-1]
-    remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, rows)
-    remote_s = np.where(best != rows, remote_s, np.inf)
+    remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, table.rows)
+    remote_s = np.where(best != table.rows, remote_s, np.inf)
     local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
     chosen = remote_s < local_s
     first_s = np.minimum(remote_s, local_s)
     # Sending takes the time of one worker, and receiving about as much of the other one.
     others_s = np.where(chosen, others_s + 2.0 * sent_s[best], others_s)
-    prefill_row: Rows = np.where(chosen, best, rows)
+    prefill_row: Rows = np.where(chosen, best, table.rows)
     cost_s = first_s + _OTHERS_WEIGHT * others_s + asked.late_s(first_s, step_s, tpot_s)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s[prefill_row]
