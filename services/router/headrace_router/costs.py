@@ -17,7 +17,8 @@ Else the workers that generate can do nothing better, so answers spread. Policy 
 queue, and the cost has the whole answer:
 
     time to the first token
-    + the steps of the answer, and what it adds to the steps of each answer that runs there
+    + the steps of the answer
+    + what it adds to the steps of each answer that runs there, and at least a price of the tokens that are held there
     + by how much its tokens, and twice by how much its first token would be late
 
 Times that a worker has not learned have a prior: TimeColumns.
