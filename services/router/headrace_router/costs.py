@@ -17,7 +17,8 @@ Else the workers that generate can do nothing better, so answers spread. Policy 
 queue, and the cost has the whole answer:
 
     time to the first token
-    + the steps of the answer, and what it adds to the steps of each answer that runs there
+    + the steps of the answer
+    + what it adds to the steps of each answer that runs there, and at least a price of the tokens that are held there
     + by how much its tokens, and twice by how much its first token would be late
 
 Times that a worker has not learned have a prior: TimeColumns.
@@ -39,7 +40,7 @@ from headrace.inference.v1 import bounds_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.workers.table import NO_TIMES, Flags, LoadTable, Numbers, Worker
+from headrace_router.workers.table import NO_TIMES, TOKEN_ROW, Flags, LoadTable, Numbers, Worker
 
 Rows = NDArray[np.intp]
 _Bound: TypeAlias = float | Numbers | None
@@ -56,6 +57,8 @@ _FIRST_KEPT: Final = 0.85
 _LATE_WEIGHT: Final = 2.0
 _OTHERS_WEIGHT: Final = 0.15
 """Of the time that a request takes from others. In a model of steps, 0.05 to 0.25 suited most loads."""
+_HELD_SHARE: Final = 0.25
+"""Of the time to compute a token: what a held one takes from others at least. See docs/adr/0001-overlap-weight.md."""
 MESSAGES_S: Final = 0.02
 """Of a hand-over, beside its writes: the queue, the opening of the transfer, and its last acknowledgement."""
 _WAIT_MAX_S: Final = 3_600.0
@@ -266,7 +269,6 @@ def costs_of_both(
     missing_s = _missing_s(table, asked)
     compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
 
-    rows = table.rows
     local_s: Numbers = compute_s + step_s
     others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
     sent_s = sent * missing
@@ -275,14 +277,14 @@ def costs_of_both(
     order = np.argsort(computed_s)[:2]
     best = np.full(len(table), order[0])
     best[order[0]] = order[-1]
-    remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, rows)
-    remote_s = np.where(best != rows, remote_s, np.inf)
+    remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, table.rows)
+    remote_s = np.where(best != table.rows, remote_s, np.inf)
     local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
     chosen = remote_s < local_s
     first_s = np.minimum(remote_s, local_s)
     # Sending takes the time of one worker, and receiving about as much of the other one.
     others_s = np.where(chosen, others_s + 2.0 * sent_s[best], others_s)
-    prefill_row: Rows = np.where(chosen, best, rows)
+    prefill_row: Rows = np.where(chosen, best, table.rows)
     cost_s = first_s + _OTHERS_WEIGHT * others_s + asked.late_s(first_s, step_s, tpot_s)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s[prefill_row]
@@ -303,7 +305,8 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     """The costs of workers that generate, where the prompts of those in `remote` go to the queue. None: of none."""
     table, targets = candidates.decode, asked.targets
     # Workers of a kind learn different times in the same steps. That must not gather answers.
-    now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
+    mean_steps = table.times.mean_steps
+    now_step_s, added_s = _steps_s(table, mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
     if remote is not None and remote.all():
         missing_s, prompt_s = _queued_s(candidates, asked)
@@ -316,7 +319,10 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
             if asked.missing_weight != 1.0:
                 missing_s = np.where(remote, queued[0], missing_s)
     first_s = prompt_s + step_s
-    cost_s = first_s + targets.answer_tokens * (step_s + table.requests * added_s)
+    # What others lose: time in each step, or room for the prefixes that they will need.
+    others_s = targets.answer_tokens * table.requests * added_s
+    others_s = np.maximum(others_s, _HELD_SHARE * mean_steps[TOKEN_ROW] * table.held_tokens)
+    cost_s = first_s + targets.answer_tokens * step_s + others_s
     if targets.tpot_s is not None or targets.ttft_s is not None:
         cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
     if asked.missing_weight != 1.0:

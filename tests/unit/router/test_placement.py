@@ -174,7 +174,8 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
         added_s = 100 * GENERIC_STEPS.s_per_context_token
         now_s = GENERIC_STEPS.fixed_s + load.held_tokens * GENERIC_STEPS.s_per_context_token
         prompt_s = missing * GENERIC_STEPS.s_per_prompt_token + MESSAGES_S * bool(missing)
-        return weight / 4 * prompt_s + 2 * (now_s + added_s) + load.requests * added_s
+        held_s = load.held_tokens * GENERIC_STEPS.s_per_prompt_token / 4
+        return weight / 4 * prompt_s + 2 * (now_s + added_s) + max(load.requests * added_s, held_s)
 
     usable = [name for name in names if not by_name[name].draining]
     if not usable:

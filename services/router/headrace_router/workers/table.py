@@ -115,9 +115,8 @@ Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Key = TypeVar("Key")
 NO_TIMES: Final = TimeModel()
-GENERIC_STEPS: Final = StepTimes(fixed_s=0.01, s_per_prompt_token=1e-4, s_per_context_token=1e-7)
-"""Where nothing is known. With answers of 128 tokens, a missing token costs as much as about four held ones."""
-_CONTEXT_SHARE: Final = GENERIC_STEPS.s_per_context_token / GENERIC_STEPS.s_per_prompt_token
+GENERIC_STEPS: Final = StepTimes(fixed_s=0.01, s_per_prompt_token=1e-4, s_per_context_token=1e-8)
+"""Where nothing is known."""
 _PRIOR_AGE_S: Final = 0.5
 
 
@@ -178,7 +177,7 @@ _STEP_ROWS: Final = attrgetter(
     *(name for name in StepTimes.__match_args__ if name.endswith("_s") or name.startswith("s_per_"))
 )
 _PROMPT_ROWS: Final = attrgetter(*PromptWork.__match_args__)
-_TOKEN_ROW, _ANSWER_ROW, _CONTEXT_ROW = 2, 4, 5
+TOKEN_ROW, _ANSWER_ROW = 2, 4
 
 
 class TimeColumns:
@@ -195,7 +194,7 @@ class TimeColumns:
         self._means = self._rows.copy()
         self.steps, self.handovers = self._rows[:7], self._rows[7:]
         self.mean_steps = self._means[:7]
-        """Of the workers of the same kind, with a context token at least as dear as on a generic worker."""
+        """Of the workers of the same kind."""
         self.prompts: Numbers = np.zeros((5, count))
         self.with_prompts: set[int] = set()
         """The workers with prompts that are not known to be computed."""
@@ -211,7 +210,7 @@ class TimeColumns:
 
     def all_known(self, usable: Flags) -> bool:
         """Whether all of these workers have learned the times of steps with prompts and with answers."""
-        return bool(self._known[[_TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
+        return bool(self._known[[TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
 
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
@@ -252,9 +251,6 @@ class TimeColumns:
             own = learned[:, same].sum(1) / np.maximum(1, counts)
             self._means[:, same] = np.where(counts, own, overall)[:, None]
         np.copyto(self._rows, self._means, where=~self._known)
-        # KV memory is scarce too, also where steps show no price of it.
-        least_s = _CONTEXT_SHARE * self._means[_TOKEN_ROW]
-        self._means[_CONTEXT_ROW] = np.maximum(self._means[_CONTEXT_ROW], least_s)
 
 
 def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
