@@ -111,7 +111,7 @@ def test_a_draft_model_is_part_of_the_models_identity() -> None:
 
 
 def test_a_file_may_have_a_list() -> None:
-    values = {"worker_id": "d", "engine_args": ["--hf-overrides", '{"a": 1}']}
+    values = {"worker_id": "d", "model": "m", "engine_args": ["--hf-overrides", '{"a": 1}']}
     text = WorkerConfig.model_validate(values).engine_args
     assert split_engine_args(text) == ("--hf-overrides", '{"a": 1}')
 
