@@ -23,6 +23,7 @@ from headrace_common.config import (
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import (
     DEFAULT_KV_CACHE_GIB,
+    LEASE_TTL_MAX_S,
     WRITE_LEASE_S,
     WRITE_QUARANTINE_S,
     write_quiet_s,
@@ -220,7 +221,7 @@ class WorkerConfig(ServiceConfig):
     lease_ttl_s: PositiveSeconds = Field(
         WRITE_LEASE_S,
         description="Seconds that another worker's rank may write into this worker's KV memory without a message from "
-        "it. The registry removes this worker when it is silent for twice as long, 3 s at least. Raise it in large "
+        "it. The registry removes this worker when it is silent for twice as long, 3 to 300 s. Raise it in large "
         "deployments, so that the registry has less to renew.",
     )
     quarantine_s: PositiveSeconds = Field(
@@ -242,7 +243,7 @@ class WorkerConfig(ServiceConfig):
     @property
     def member_ttl_s(self) -> float:
         """Seconds after which a silent worker is removed from the registry."""
-        return max(_MEMBER_TTL_MIN_S, 2 * self.lease_ttl_s)
+        return min(LEASE_TTL_MAX_S, max(_MEMBER_TTL_MIN_S, 2 * self.lease_ttl_s))
 
     @property
     def write_quiet_s(self) -> float:

@@ -39,6 +39,11 @@ def test_a_single_worker_keeps_its_settings() -> None:
     assert worker_configs(alone) == (alone,)
 
 
+@pytest.mark.parametrize(("lease_s", "member_s"), [(0.4, 3.0), (5, 10), (299, 300)])
+def test_the_registry_waits_twice_as_long_as_a_lease(lease_s: float, member_s: float) -> None:
+    assert config(lease_ttl_s=lease_s).member_ttl_s == member_s
+
+
 def test_a_member_has_its_place() -> None:
     layout = KvLayout.attention(
         model="sim",

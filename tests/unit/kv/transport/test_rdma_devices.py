@@ -56,8 +56,7 @@ def test_a_missing_adapter_is_named_with_those_that_exist() -> None:
 
 
 def test_the_setting_is_a_list_of_names() -> None:
-    values = {"worker_id": "d", "model": "sim", "rdma_devices": "mlx5_0, mlx5_1"}
-    config = WorkerConfig.model_validate(values)
-    assert config.rdma_devices == ("mlx5_0", "mlx5_1")
+    worker = {"worker_id": "d", "model": "m", "rdma_devices": "mlx5_0, mlx5_1"}
+    assert WorkerConfig.model_validate(worker).rdma_devices == ("mlx5_0", "mlx5_1")
     with pytest.raises(ValueError, match="ibv_devices"):
-        WorkerConfig.model_validate({**values, "rdma_devices": "../x"})
+        WorkerConfig.model_validate(worker | {"rdma_devices": "../x"})
