@@ -296,17 +296,12 @@ class Scheduler:
         """A request has its blocks. Tiers have `found` tokens after those that are cached."""
         params, known = sequence.take_params(), len(sequence.tokens)
         missing = self.planner.missing_tokens(params, known, sequence.cached + found)
-        name = sequence.transfer_id
+        name, blocks = sequence.transfer_id, sequence.block_ids_by_group
         sequence.kv_awaited(self._tiers.tier_tokens(name), missing)
-        self._tiers.blocks_allocated(name, sequence.block_ids_by_group[0], found)
+        self._tiers.blocks_allocated(name, blocks[0], found)
         self._admitted = sequence
         self.planner.blocks_allocated(
-            sequence.transfer_id,
-            params,
-            sequence.block_ids_by_group,
-            known,
-            missing,
-            sequence.first_token_received,
+            name, params, blocks, known, missing, sequence.first_token_received
         )
         if found and not missing:
             self.planner.send_before_running(name, partial(self._tiers.send_from_host, name))

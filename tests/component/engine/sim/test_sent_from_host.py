@@ -210,11 +210,7 @@ async def test_a_request_waits_for_its_transfer_and_for_the_load_of_every_rank(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = random_prompt(Random(7), WHOLE_TOKENS)
-    decode = {
-        "tiers": HOST,
-        "num_gpu_blocks_override": KV_BLOCKS,
-        "tensor_parallel_size": ranks,
-    }
+    decode = {"tiers": HOST, "num_gpu_blocks_override": KV_BLOCKS, "tensor_parallel_size": ranks}
     async with pair(model=MODEL, decode=decode) as both:
         for number in range(3):
             other = random_prompt(Random(f"other{number}"), WHOLE_TOKENS)
