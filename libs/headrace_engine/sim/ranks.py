@@ -132,8 +132,8 @@ class Ranks:
         self._executors[self._hidden_rank].hidden_states_computed(reader_of)
 
     def end_step(self) -> tuple[set[str], set[str], set[str]]:
-        """Sends what was not sent layer by layer. Returns the requests that all ranks have finished sending, those
-        that all ranks have loaded from tiers, and of these those that failed on a rank. The plan has ended transfers.
+        """Sends what was not sent layer by layer. Returns requests that all ranks have finished sending, and those
+        that all have loaded from tiers. The third set are the loads that failed on a rank. Transfers are in the plan.
         """
         for executor, tiers in zip_longest(self._executors, self._tiers):
             executor.forward_ended()
