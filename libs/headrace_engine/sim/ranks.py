@@ -47,8 +47,10 @@ class Ranks:
         self._hidden_rank = hidden_state_rank(layout)
         self._tiers: list[TierExecutor] = []
         self._pools: list[PoolExecutor] = []
-        # Ranks that have reported that they finished sending, by request.
+        # Ranks that have reported that they finished sending and loading, by request, and loads that failed on one.
         self._sent: Counter[str] = Counter()
+        self._loaded: Counter[str] = Counter()
+        self._failed: set[str] = set()
         ranks = layout.tensor_parallel_size
         self._by_layer = [
             self._executors[stage * ranks : (stage + 1) * ranks]
@@ -130,23 +132,28 @@ class Ranks:
         self._executors[self._hidden_rank].hidden_states_computed(reader_of)
 
     def end_step(self) -> tuple[set[str], set[str], set[str]]:
-        """Sends what was not sent layer by layer. Returns the requests that all ranks have finished sending, those that
-        finished receiving, and of these those that failed.
+        """Sends what was not sent layer by layer. Returns requests that all ranks have finished sending, and those
+        that all have loaded from tiers. The third set are the loads that failed on a rank. Transfers are in the plan.
         """
-        received: set[str] = set()
-        failed: set[str] = set()
         for executor, tiers in zip_longest(self._executors, self._tiers):
             executor.forward_ended()
-            ended = executor.end_step()
+            sent, _, _ = executor.end_step()
             if tiers is not None:
-                ended = tiers.end_step(*ended)
-            self._sent.update(ended[0])
-            received |= ended[1]
-            failed |= ended[2]
-        quiet = {one for one, count in self._sent.items() if count == len(self._executors)}
-        for request_id in quiet:
-            del self._sent[request_id]
-        return quiet, received, failed
+                sent, loaded, failed = tiers.end_step(sent, set(), set())
+                self._loaded.update(loaded)
+                self._failed |= failed
+            self._sent.update(sent)
+        loads = self._take_whole(self._loaded)
+        failed_loads = self._failed & loads
+        self._failed -= failed_loads
+        return self._take_whole(self._sent), loads, failed_loads
+
+    def _take_whole(self, reports: Counter[str]) -> set[str]:
+        """Removes and returns the requests that every rank has reported."""
+        whole = {one for one, count in reports.items() if count == len(self._executors)}
+        for request_id in whole:
+            del reports[request_id]
+        return whole
 
     def take_moves(self) -> list[tuple[int, int]]:
         """See PoolExecutor.take_ended."""

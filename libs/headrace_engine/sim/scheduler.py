@@ -241,24 +241,23 @@ class Scheduler:
             self._ranks.hidden_states_computed(
                 lambda request_id: self._stepper.hidden_state(self._by_id[request_id])
             )
-        quiet, received, failed = self._ranks.end_step()
+        quiet, loaded, failed = self._ranks.end_step()
         self._tiers.host_sends.ended(self._ranks.take_ended_host_sends())
         self._tiers.pool.moves_ended(self._ranks.take_moves())
-        self._tiers.loads_ended(received, failed)
+        self._tiers.loads_ended(loaded, failed)
         self._pools.report_changes(self._waiting)
         for request_id in quiet:
             self._by_id[request_id].end_wait(Wait.QUIET)
             self.update(self._by_id[request_id])
-        # Ranks report a request later while copies into its blocks are under way.
         for request_id in (*plan.received, *plan.failed):
             self._by_id[request_id].transfer_ended(failed=request_id in plan.failed)
-        for request_id in received:
-            self._received(self._by_id[request_id], request_id in failed)
+        for request_id in loaded:
+            self._by_id[request_id].copies_ended(failed=request_id in failed)
+        for request_id in loaded.union(plan.received, plan.failed):
+            self._received(self._by_id[request_id])
 
-    def _received(self, sequence: Sequence, failed: bool) -> None:
+    def _received(self, sequence: Sequence) -> None:
         """The copies into a request's blocks have ended, or the transfer, or both."""
-        if Wait.COPY in sequence.waits:
-            sequence.copies_ended(failed=failed and not sequence.transfer_failed)
         start_token = sequence.computed
         if not (sequence.transfer_failed or sequence.load_failed):
             sequence.kv_arrived()
@@ -266,7 +265,7 @@ class Scheduler:
         elif sequence.transfer_failed and isinstance(sequence, Answer):
             if not sequence.ended:
                 sequence.fail(TransferFailed("the KV cache did not arrive"))
-        elif not sequence.ended and Wait.ARRIVAL not in sequence.waits:
+        elif sequence.is_ready:
             self._begin_again(sequence)
         self._became_ready(sequence)
         self.update(sequence)
@@ -297,17 +296,12 @@ class Scheduler:
         """A request has its blocks. Tiers have `found` tokens after those that are cached."""
         params, known = sequence.take_params(), len(sequence.tokens)
         missing = self.planner.missing_tokens(params, known, sequence.cached + found)
-        name = sequence.transfer_id
+        name, blocks = sequence.transfer_id, sequence.block_ids_by_group
         sequence.kv_awaited(self._tiers.tier_tokens(name), missing)
-        self._tiers.blocks_allocated(name, sequence.block_ids_by_group[0], found)
+        self._tiers.blocks_allocated(name, blocks[0], found)
         self._admitted = sequence
         self.planner.blocks_allocated(
-            sequence.transfer_id,
-            params,
-            sequence.block_ids_by_group,
-            known,
-            missing,
-            sequence.first_token_received,
+            name, params, blocks, known, missing, sequence.first_token_received
         )
         if found and not missing:
             self.planner.send_before_running(name, partial(self._tiers.send_from_host, name))

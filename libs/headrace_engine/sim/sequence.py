@@ -126,7 +126,7 @@ class Sequence:
             self.waits.add(Wait.ARRIVAL)
 
     def copies_ended(self, *, failed: bool) -> None:
-        """Nothing is copied into its blocks any more."""
+        """No rank copies into its blocks any more."""
         self.end_wait(Wait.COPY)
         self.load_failed = failed
 
@@ -140,7 +140,9 @@ class Sequence:
         self.waits.discard(wait)
 
     def kv_arrived(self) -> None:
-        """What it does not await any more is in its blocks."""
+        """What it does not await any more is in its blocks. Of these tokens, those from tiers come first."""
+        if Wait.COPY in self.waits:
+            return
         transferred = 0 if Wait.ARRIVAL in self.waits else self.transferred
         self.computed = max(self.computed, self.cached + transferred)
 

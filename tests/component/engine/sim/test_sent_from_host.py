@@ -205,16 +205,17 @@ async def test_it_can_be_switched_off() -> None:
         assert loaded_blocks(both) == CACHED_TOKENS // 8
 
 
-async def test_a_transfer_may_end_before_the_load_of_the_tokens_before_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_request_waits_for_its_transfer_and_for_the_load_of_every_rank(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = random_prompt(Random(7), WHOLE_TOKENS)
-    decode = {"tiers": HOST, "num_gpu_blocks_override": KV_BLOCKS}
+    decode = {"tiers": HOST, "num_gpu_blocks_override": KV_BLOCKS, "tensor_parallel_size": ranks}
     async with pair(model=MODEL, decode=decode) as both:
         for number in range(3):
             other = random_prompt(Random(f"other{number}"), WHOLE_TOKENS)
             await both.generate(other if number else prompt, transfer_id=f"x{number}")
-        go_on = hold_loads(monkeypatch)
+        go_on = hold_loads(monkeypatch, *both.decode._copiers[1:])
         longer = [*prompt, *range(100, 117)]
         started = await both.start(decode_work(longer, transfer_id="longer", remote_kv=True))
         assert started.reservation.start_token == CACHED_TOKENS
