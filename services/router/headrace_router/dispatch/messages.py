@@ -66,8 +66,7 @@ def begins_early(request: decode_pb2.GenerateRequest, decision: Decision) -> boo
     Not where decode has a part of the prompt, which prefill may fetch. Not with a constraint, which decode may reject.
     """
     cached = any(one.cached_tokens for one in decision.candidates[:1])
-    constrained = request.sampling.HasField("structured_outputs")
-    return decision.remote and not cached and not constrained
+    return decision.remote and not cached and not request.sampling.HasField("structured_outputs")
 
 
 def prefill_task(

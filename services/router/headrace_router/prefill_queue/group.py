@@ -168,8 +168,7 @@ class QueueGroup:
         )
         task_s = self.times.prefill_s(task_tokens, 0, time.monotonic()) if task_tokens else 0.0
         compute_s = task_s * ahead / (task_tokens or 1.0) / max(1, self._unrestricted_count)
-        age_s = own.oldest_age_s if tenant is None else own.oldest_age_of(tenant)
-        return max(compute_s, age_s)
+        return max(compute_s, own.oldest_age_s if tenant is None else own.oldest_age_of(tenant))
 
     def _mean_task_tokens(self) -> float:
         """Tokens to compute of the mean task that runs or waits, else of the mean expected one; 0 without any."""
@@ -256,8 +255,7 @@ class QueueGroup:
         for queued in self._affinity_waits.tasks_for(stream.ref):
             self._affinity_waits.remove(queued)
             self._assign_or_queue(queued)
-        active = self.worker_streams.keys()
-        stranded = tuple(queued for queued in self if queued.avoid >= active)
+        stranded = tuple(queued for queued in self if queued.avoid >= self.worker_streams.keys())
         for queued in stranded:
             self.remove(queued)
         self._offer_credits()

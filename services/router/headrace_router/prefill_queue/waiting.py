@@ -204,8 +204,7 @@ class AffinityWaits:
         self._waits[queued.number] = end_s, refs
         self._by_end[end_s, queued.number] = queued
         for ref in refs:
-            waiting = self._by_worker.setdefault((ref, queued.priority), SortedDict())
-            waiting[queued.order] = queued
+            self._by_worker.setdefault((ref, queued.priority), SortedDict())[queued.order] = queued
 
     def remove(self, queued: QueuedTask) -> None:
         """Removes a task that waits."""
