@@ -130,8 +130,7 @@ def pair_faults(prefills: Iterable[PairSide], decodes: Iterable[PairSide]) -> li
 def _alike(sides: Iterable[PairSide]) -> list[list[PairSide]]:
     groups: dict[tuple[str, KvLayout, str], list[PairSide]] = {}
     for side in sorted(sides, key=lambda side: side.worker_id):
-        key = (side.model, fingerprint(side.layout), side.transport)
-        groups.setdefault(key, []).append(side)
+        groups.setdefault((side.model, fingerprint(side.layout), side.transport), []).append(side)
     return list(groups.values())
 
 

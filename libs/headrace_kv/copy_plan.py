@@ -234,8 +234,7 @@ def _cut(source: Region, destination: Region, span: BlockSpan) -> Segments:
         np.arange(start + 1 + (phase - start - 1) % tokens, end, tokens, dtype=np.int64)
         for phase, tokens in grids
     ]
-    borders = inner[0] if len(inner) == 1 else np.union1d(*inner)
-    cuts = np.concatenate(([start], borders, [end]))
+    cuts = np.concatenate(([start], inner[0] if len(inner) == 1 else np.union1d(*inner), [end]))
     starts = cuts[:-1]
     source_index, source_tokens = np.divmod(starts - span.source_first_token, source.block_tokens)
     destination_index, destination_tokens = np.divmod(

@@ -203,8 +203,7 @@ class KvLayout:
     def layers_of(self, rank: int) -> range:
         """The layers that a rank's stage holds."""
         stage = rank // self.tensor_parallel_size
-        ends = (*self.stage_starts[1:], self.layer_count)
-        return range(self.stage_starts[stage], ends[stage])
+        return range(self.stage_starts[stage], (*self.stage_starts[1:], self.layer_count)[stage])
 
     @cached_property
     def _group_indices(self) -> dict[int, int]:

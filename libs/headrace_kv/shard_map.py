@@ -73,8 +73,7 @@ def transfer_seed(transfer_id: str) -> int:
 def heads_held(tp_rank: int, tensor_parallel_size: int, head_count: int) -> range:
     """The heads of the model that a rank of a stage holds."""
     first = tp_rank * head_count // tensor_parallel_size
-    end = (tp_rank + 1) * head_count // tensor_parallel_size
-    return range(first, max(end, first + 1))
+    return range(first, max((tp_rank + 1) * head_count // tensor_parallel_size, first + 1))
 
 
 @lru_cache(maxsize=1024)

@@ -140,8 +140,7 @@ class PromptHashes:
         if start < count:
             size = self._hasher.block_tokens * CHECKPOINT_BLOCKS
             words = self._words_to(count * size)[start * size : count * size]
-            parent = self._checkpoint(start)
-            self.checkpoints += self._hasher.checkpoint_hashes(words, parent)
+            self.checkpoints += self._hasher.checkpoint_hashes(words, self._checkpoint(start))
         return self.checkpoints[count - 1] if count else self._parent
 
     def _between(self, start: int, stop: int) -> list[int]:

@@ -180,8 +180,7 @@ class SendLoop:
             try:
                 self._handle(record)
             except Exception:  # noqa: BLE001 - one transfer's bug must not end the others' sending (I6)
-                kind = type(record).__name__
-                _log.exception("rank %d: %s met a bug", self._context.rank, kind)
+                _log.exception("rank %d: %s met a bug", self._context.rank, type(record).__name__)
         self._has_more_writes = self.transfers.start_writes(lambda: self._sender.has_records)
         self.transfers.sweep()
         if self._sender.closing and self.transfers.writes.overdue(_OVERDUE_S):

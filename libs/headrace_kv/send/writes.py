@@ -417,5 +417,4 @@ class Writes:
     def overdue(self, grace_s: float) -> bool:
         """Whether batches are in flight, and all should have ended more than `grace_s` ago."""
         now_s = self._clock.monotonic_s()
-        ends_s = max((batch.end_s for batch in self._in_flight), default=now_s)
-        return now_s > ends_s + grace_s
+        return now_s > max((batch.end_s for batch in self._in_flight), default=now_s) + grace_s

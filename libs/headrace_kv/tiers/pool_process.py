@@ -50,8 +50,7 @@ def seal_of(secret: bytes, name: str, content: memoryview) -> bytes:
     """The seal of a block's content under its name."""
     seed = int.from_bytes(secret[:8], "little")
     head = _HEAD.pack(_MAGIC, len(content), xxh3_128_digest(content, seed))
-    tag = hashlib.blake2s(head + name.encode(), digest_size=_TAG_BYTES, key=secret).digest()
-    return head + tag
+    return head + hashlib.blake2s(head + name.encode(), digest_size=_TAG_BYTES, key=secret).digest()
 
 
 def is_sealed(secret: bytes, name: str, content: memoryview, seal: bytes) -> bool:

@@ -130,8 +130,7 @@ class OwnSocket:
 
     @property
     def local_port(self) -> int:
-        port: int = self.copy.getsockname()[1]
-        return port
+        return int(self.copy.getsockname()[1])
 
     @property
     def waiting_connections(self) -> int:

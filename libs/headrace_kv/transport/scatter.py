@@ -217,8 +217,7 @@ class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
         if time.monotonic_ns() >= packed.expiry_clock_ns:
             context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "packed runs came late")
         start = loan * limits.loan_bytes + packed.slot * limits.slot_bytes
-        area = self.landing[start : start + limits.slot_bytes]
-        self._memory.scatter(area, addresses, lengths)
+        self._memory.scatter(self.landing[start : start + limits.slot_bytes], addresses, lengths)
 
 
 OnDone = Callable[[TransferFailed | None], None]

@@ -302,12 +302,11 @@ class DecodeAttempt:
     async def close(self) -> None:
         """Gives back all resources."""
         transfer_id = self.work.transfer_id
-        reason = "CANCELLED" if self.error is None else self.error.reason
-        detail = "the request has ended" if self.error is None else self.error.detail
+        error = self.error or Cancelled("the request has ended")
         if self._waiter is not None:
             await self._waiter.stop_forwarding()
         if self.work.remote_kv and self.summary is None:
-            self._receiver.cancel(transfer_id, reason, detail)
+            self._receiver.cancel(transfer_id, error.reason, error.detail)
         if self._events is not None and not await self._events.close():
             log.error("the engine did not abort %s within its time", transfer_id)
         held = self.reservation

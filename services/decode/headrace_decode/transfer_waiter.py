@@ -93,11 +93,8 @@ class TransferWaiter:
             return
         await asyncio.wait({self._arrival}, timeout=SETTLE_TIMEOUT_S)
         if not self._arrival.done():
-            log.error(
-                "transfer %s did not end within %g s of its cancel",
-                self._transfer.transfer_id,
-                SETTLE_TIMEOUT_S,
-            )
+            name = self._transfer.transfer_id
+            log.error("transfer %s did not end within %g s of its cancel", name, SETTLE_TIMEOUT_S)
             self._arrival.cancel()
         elif not self._arrival.cancelled() and self._arrival.exception() is None:
             # It was completed while the request was cancelled, so the receiver will not release the blocks.

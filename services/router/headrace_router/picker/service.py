@@ -62,8 +62,7 @@ def with_destination(
     response: ext_pb2.ProcessingResponse, endpoint: str
 ) -> ext_pb2.ProcessingResponse:
     """Adds the destination as dynamic metadata."""
-    space = response.dynamic_metadata.get_or_create_struct(_DESTINATION_SPACE)
-    space[DESTINATION] = endpoint
+    response.dynamic_metadata.get_or_create_struct(_DESTINATION_SPACE)[DESTINATION] = endpoint
     return response
 
 

@@ -88,8 +88,7 @@ class Pairing:
         """Cost of a token that a prefill worker hands over, relative to computing it. None without a level."""
         if not self._has_level():
             return None
-        weight = self._rules.far_weight
-        return lambda prefill: 0.0 if self._is_near(prefill, decode) else weight
+        return lambda prefill: 0.0 if self._is_near(prefill, decode) else self._rules.far_weight
 
     def costs(self, table: LoadTable, pulling: Pulling) -> PairCosts | None:
         """For each decode worker of the table, the cheapest hand-over to it. None without a level."""

@@ -145,8 +145,7 @@ class PrefillWorkerStream:
         self.tasks[queued.task.transfer_id] = queued
         self.tenants[queued.tenant] += 1
         queued.handed_to(self.ref, now_s)
-        ticket = self._sign(queued.task, self.ref, self._layout_hash)
-        self.outbox.put_nowait(queued.message(ticket))
+        self.outbox.put_nowait(queued.message(self._sign(queued.task, self.ref, self._layout_hash)))
 
     def send_cancel(self, transfer_id: str) -> None:
         """Asks the worker to stop a task."""
@@ -174,8 +173,7 @@ class PrefillWorkerStream:
         if len(first) <= tasks_ahead:
             return False
         tokens = sum(queued.counted_tokens for queued in first)
-        start_s = max(self._head_start_s, first[0].pulled_s)
-        return start_s + token_s * tokens <= now_s + wait_s
+        return max(self._head_start_s, first[0].pulled_s) + token_s * tokens <= now_s + wait_s
 
 
 class ConnectedWorkers:

@@ -370,8 +370,7 @@ class PrefixIndex:
         """Adds nothing more to a truncated set, so that it stays prefix-closed."""
         if blocks.truncated:
             return
-        table = self._tables[event.tier]
-        added, refused = table.add(blocks.bit, unpack_hashes(event.packed))
+        added, refused = self._tables[event.tier].add(blocks.bit, unpack_hashes(event.packed))
         if refused:
             blocks.truncate()
         if added:

@@ -75,8 +75,7 @@ class StatusReader:
         """The document as JSON. Traces are read in a thread, and the rest in the turn of one event loop."""
         async with self._reading:
             if time.monotonic() - self._made_s >= REFRESH_S:
-                requests = await asyncio.to_thread(self._digests.read)
-                state = self._state(requests)
+                state = self._state(await asyncio.to_thread(self._digests.read))
                 self._document = await asyncio.to_thread(_encode, state)
                 self._made_s = time.monotonic()
             return self._document
