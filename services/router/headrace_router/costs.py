@@ -305,8 +305,7 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     """The costs of workers that generate, where the prompts of those in `remote` go to the queue. None: of none."""
     table, targets = candidates.decode, asked.targets
     # Workers of a kind learn different times in the same steps. That must not gather answers.
-    mean_steps = table.times.mean_steps
-    now_step_s, added_s = _steps_s(table, mean_steps, asked.needed_tokens)
+    now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
     if remote is not None and remote.all():
         missing_s, prompt_s = _queued_s(candidates, asked)
@@ -320,8 +319,8 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
                 missing_s = np.where(remote, queued[0], missing_s)
     first_s = prompt_s + step_s
     # What others lose: time in each step, or room for the prefixes that they will need.
-    others_s = targets.answer_tokens * table.requests * added_s
-    others_s = np.maximum(others_s, _HELD_SHARE * mean_steps[TOKEN_ROW] * table.held_tokens)
+    held_s = (_HELD_SHARE * table.times.mean_steps[TOKEN_ROW]) * table.held_tokens
+    others_s = np.maximum((targets.answer_tokens * added_s) * table.requests, held_s)
     cost_s = first_s + targets.answer_tokens * step_s + others_s
     if targets.tpot_s is not None or targets.ttft_s is not None:
         cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
@@ -331,7 +330,9 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     return Costs(cost_s, first_s, step_s, prefill_row)
 
 
-def _steps_s(table: LoadTable, steps: Numbers, tokens: float | Numbers) -> tuple[Numbers, Numbers]:
+def _steps_s(
+    table: LoadTable, steps: list[float] | Numbers, tokens: float | Numbers
+) -> tuple[Numbers, float | Numbers]:
     """The times of a step with the answers that run now, and of what one after `tokens` adds.
 
     No context exceeds what is held.

@@ -191,14 +191,13 @@ class TimeColumns:
         count = len(kind_of)
         self._rows: Numbers = np.zeros((len(_PART_OF), count))
         self._known: Flags = np.zeros((len(_PART_OF), count), np.bool_)
-        self._means = self._rows.copy()
         self.steps, self.handovers = self._rows[:7], self._rows[7:]
-        self.mean_steps = self._means[:7]
-        """Of the workers of the same kind."""
+        self.mean_steps: list[float] | Numbers = []
+        """As `steps`, of the workers of the same kind. Numbers where all are of one kind."""
         self.prompts: Numbers = np.zeros((5, count))
         self.with_prompts: set[int] = set()
         """The workers with prompts that are not known to be computed."""
-        self._kinds = [kind_of == kind for kind in np.unique(kind_of)]
+        self._kinds = np.eye(max(kind_of, default=0) + 1)[kind_of]
         self._models: dict[int, TimeModel] = {}
         self._learned_s = 0.0
         self._filled_s = -math.inf
@@ -246,11 +245,11 @@ class TimeColumns:
         if prefill.knows_prompts:
             unlearned = np.where(_PART_OF == _PROMPTS, _values(prefill, NO_HANDOVERS), unlearned)
         overall = np.where(counts, overall, unlearned)
-        for same in self._kinds:
-            counts = self._known[:, same].sum(1)
-            own = learned[:, same].sum(1) / np.maximum(1, counts)
-            self._means[:, same] = np.where(counts, own, overall)[:, None]
-        np.copyto(self._rows, self._means, where=~self._known)
+        counts = self._known @ self._kinds
+        means = np.where(counts, learned @ self._kinds / np.maximum(1, counts), overall[:, None])
+        columns = means @ self._kinds.T
+        np.copyto(self._rows, columns, where=~self._known)
+        self.mean_steps = columns[:7] if means.shape[1] > 1 else means[:7, 0].tolist()
 
 
 def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
