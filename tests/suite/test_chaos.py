@@ -26,8 +26,8 @@ async def chaos(
 
 
 @pytest.mark.core
-async def test_200_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
-    report = await chaos(scenario("all", SEED, 200, credentials="tls"), tmp_path)
+async def test_450_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
+    report = await chaos(scenario("all", SEED, 450, credentials="tls"), tmp_path)
     assert not report.violations
     assert report.process_faults.total() >= 3
     assert report.wire_faults["lost"]

@@ -67,11 +67,10 @@ async def test_streams_leave_a_decode_worker_with_a_step_that_does_not_end(tmp_p
         for name in (victim, survivor):
             await it.wait_empty(name)
 
-        async def is_shown_as_serving() -> bool:
+        async def steps_again() -> bool:
             return await state_of(it, victim) == "serving"
 
-        await until(is_shown_as_serving)
-
+        await until(steps_again)
         # New prompts: a repeated one goes to the worker that has it.
         seeds = itertools.count(51)
 
