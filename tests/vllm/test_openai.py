@@ -144,6 +144,7 @@ async def check_forms(client: openai.AsyncOpenAI) -> None:
         "model": MODEL,
         "messages": [{"role": "user", "content": "The weather of two days in Paris?"}],
         "max_completion_tokens": 64,
+        "temperature": 0,
     }
     form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
     answer = await client.chat.completions.create(**fields, response_format=form)
