@@ -4,14 +4,14 @@
         [--accelerator 70b-4xh100] [--slowness 4] [--engines 4] [--load plain] [--seconds 30] [--seeds 0]
         [--keep FILE] [--output bench/results]
 
-Engines are real ones, whose steps and writes take as long as those of an accelerator (bench/gpu_pace). The ways are in
+Engines are real ones. Their steps and writes take as long as those of an accelerator (bench/gpu_pace). The ways are in
 ways.py, and the loads in load.py. Every way gets the same requests. A request is good when it keeps two bounds: of its
 time to the first token, and of its mean time per later token. Bounds are multiples of what the pace says for a prompt
-of 4,096 tokens alone. Workers of both roles get them with each request, so they are measured for each pair of bounds,
-where requests of the load have none of their own. --before tells what a way gets before its first block: after a cold
-start it has seen nothing, or prompts of one length. A request that has not ended --drain seconds after the last arrival
-has failed. With --search, a way's goodput for --bounds is searched for between two rates, to 5 %. --keep adds the
-blocks to those in FILE, and reports on all of them.
+of 4,096 tokens alone. Workers of both roles get them with each request. So they are measured for each pair of bounds,
+unless requests of the load have their own. --before is what a way gets before its first block. After a cold start it
+has seen nothing, or prompts of one length. A request that has not ended --drain seconds after the last arrival has
+failed. With --search, a way's goodput for --bounds is searched for between two rates, to 5 %. --keep adds the blocks to
+those in FILE, and reports on all of them.
 """
 
 from __future__ import annotations

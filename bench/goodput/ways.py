@@ -1,9 +1,11 @@
-"""The ways that the goodput benchmark compares, by name. Each starts its engines and gives the call that sends.
+"""The ways that the goodput benchmark compares, by name. Each starts its engines, and has a call that sends.
 
-plain-alternating, plain-least   vLLM engines behind a balancer: in turn, or with the fewest requests first
-mooncake-P-D                     vLLM's MooncakeConnector, P prefill and D decode engines, fewest requests first
-pools-P-D[-FIRST]                Headrace, P prefill and D decode workers; FIRST: decode, prefill or hidden
-both                             Headrace, workers of both roles; requests carry their bounds
+plain-alternating, plain-least: vLLM engines behind a balancer, in turn or with the fewest requests first.
+mooncake-P-D: vLLM's MooncakeConnector, P prefill and D decode engines, with the fewest requests first.
+pools-P-D[-FIRST]: Headrace, P prefill and D decode workers. FIRST is decode, prefill or hidden.
+both: Headrace, workers of both roles. Requests carry their bounds.
+pools-P-D-http, both-http: the same over HTTP.
+router-POLICY: vllm-router with a policy of its own or "default", before `vllm serve`, over HTTP.
 """
 
 from __future__ import annotations
@@ -231,7 +233,7 @@ def by_pairs(prefill: list[Child], decode: list[Child], ports: list[int]) -> Ask
 
 
 def by_pools(pools: Ours, first_token: int) -> Ask:
-    """Sends a request to the services, whose prefill workers compute all prompts."""
+    """Sends a request to the services. Their prefill workers compute all prompts."""
 
     async def ask(
         prompt: list[int], count: int, number: int, objective: Objective | None

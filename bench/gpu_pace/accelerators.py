@@ -1,7 +1,7 @@
 """How long steps and KV writes take on given accelerators, and the environment that makes engines take as long.
 
-The times follow from public figures of the devices: weights are read once a step at 0.7 of the memory's rate, prompt
-tokens are computed at 0.45 of the dense rate of bfloat16, and attention costs what its operations do at the same rate.
+The times follow from public figures of the devices. Weights are read once a step at 0.7 of the memory's rate. Prompt
+tokens are computed at 0.45 of the dense rate of bfloat16, and attention at the same rate.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def register() -> None:
 
 
 def _pace_mooncake(link: Link) -> None:
-    """Replaces Mooncake's engine by one whose writes end when the link would have carried them."""
+    """Replaces Mooncake's engine by one with a slower link."""
     from mooncake import engine as mooncake
 
     class PacedEngine(mooncake.TransferEngine):  # type: ignore[misc]
