@@ -125,14 +125,37 @@ def goodput_table(blocks: Sequence[Block], alone: Objective) -> str:
                 if answers:
                     shares[rate] = attained(answers, alone, factors)
             if shares:
-                name = _bounds(alone.times(factors), factors) if factors else "each its own"
+                name = _bounds(alone, factors) if factors else "each its own"
                 cells = [f"{100 * shares[rate]:.0f} %" if rate in shares else "-" for rate in rates]
-                lines.append(f"| {' | '.join((name, way, *cells, f'{goodput(shares):g}/s'))} |")
+                lines.append(
+                    f"| {' | '.join((name, name_of(way), *cells, f'{goodput(shares):g}/s'))} |"
+                )
     return "\n".join(lines)
 
 
-def _bounds(objective: Objective, factors: Factors) -> str:
-    return f"{factors[0]:g} x, {factors[1]:g} x: {objective.ttft_ms:,.0f} ms, {objective.tpot_ms:.0f} ms"
+def name_of(way: str) -> str:
+    """What readers call a way."""
+    kind, _, step = way.partition("@")
+    first, *rest = kind.split("-")
+    names = {
+        "plain": "vLLM engines",
+        "router": "vllm-router before vLLM servers",
+        "mooncake": "vLLM's MooncakeConnector",
+        "pools": "Headrace",
+        "both": "Headrace, workers of both roles",
+    }
+    terms = {"least": "fewest requests first", "alternating": "in turn", "http": "over HTTP"}
+    parts = [names[first]]
+    if rest[:1] and rest[0].isdigit():
+        parts.append(f"{rest[0]} prefill and {rest[1]} decode")
+        rest = rest[2:]
+    by = {"decode", "prefill", "hidden"}
+    parts += [f"first token by {one}" if one in by else terms.get(one, one) for one in rest]
+    return ", ".join([*parts, *([f"steps of {step}"] if step else [])])
+
+
+def _bounds(alone: Objective, factors: Factors) -> str:
+    return f"{factors[0]:g} x {alone.ttft_ms:,.0f} ms, {factors[1]:g} x {alone.tpot_ms:.1f} ms"
 
 
 def times_table(blocks: Sequence[Block], step_ms: float) -> str:
@@ -157,7 +180,7 @@ def times_table(blocks: Sequence[Block], step_ms: float) -> str:
         carried = asked_factors(block.answers)
         one = next(iter(carried)) if len(carried) == 1 else None
         cells = (
-            *(f"{block.rate:g}", block.way, f"{one[0]:g} x, {one[1]:g} x" if one else "-"),
+            *(f"{block.rate:g}", name_of(block.way), f"{one[0]:g} x, {one[1]:g} x" if one else "-"),
             *(f"{percentile(ttft_ms, share):,.0f}" for share in (0.5, 0.9, 0.99)),
             f"{percentile(ttft_ms, 0.5) / step_ms:.1f}",
             *(f"{percentile(tpot_ms, share):,.0f}" for share in (0.5, 0.99)),
