@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import Cancelled, HeadraceError
 from headrace_engine.interface import (
     Arrived,
     DecodeTokens,
@@ -92,9 +92,11 @@ class Rig:
 
     @asynccontextmanager
     async def prefilling(self, length: int) -> AsyncIterator[asyncio.Task[object]]:
-        """Runs a prefill without a decode worker, and aborts it at the end."""
+        """Runs a prefill for blocks that decode never reserves, and aborts it at the end."""
         blocks = tuple(range(1, 1 + -(-length // 32)))
-        target = self.pair.target(Reservation(self.pair.new_transfer_id(), blocks, 0, length))
+        transfer_id = self.pair.new_transfer_id()
+        self.pair.receiver.expect(transfer_id)
+        target = self.pair.target(Reservation(transfer_id, blocks, 0, length))
         work = PrefillWork(tuple(self.prompt(length)), target)
         task: asyncio.Task[object] = asyncio.create_task(self.pair.prefill.prefill(work))
         try:
@@ -102,6 +104,7 @@ class Rig:
         finally:
             task.cancel()
             await asyncio.wait({task})
+            self.pair.receiver.cancel(transfer_id, Cancelled.reason, "the test has ended it")
 
 
 async def decode_waiting(rig: Rig) -> None:
