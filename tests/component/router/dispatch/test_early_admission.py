@@ -104,10 +104,6 @@ async def test_a_prompt_is_cancelled_when_its_blocks_are_refused(rig: Rig) -> No
     await until(lambda: prefill.cancels == [prefill.tasks[0].transfer_id])
 
 
-def request_of(**sampling: Any) -> decode_pb2.GenerateRequest:
-    return decode_pb2.GenerateRequest(sampling=sampling_pb2.SamplingParams(**sampling))
-
-
 @pytest.mark.parametrize(
     ("cached", "remote", "sampling", "early"),
     [
@@ -123,4 +119,5 @@ def test_only_new_prompts_without_constraints_begin_early(
 ) -> None:
     worker = Worker(WorkerRef("d0", "1"), "d0:1", "sim", 4_096, 10, LAYOUT)
     decision = Decision(worker, remote, "", (), decode_cached_tokens=cached)
-    assert begins_early(request_of(**sampling), decision) is early
+    request = decode_pb2.GenerateRequest(sampling=sampling_pb2.SamplingParams(**sampling))
+    assert begins_early(request, decision) is early
