@@ -141,8 +141,6 @@ async def send(
     A request that has not ended `drain_s` after the last arrival has failed. `bounds` makes those of a request from
     its factors.
     """
-    start_s = time.monotonic()
-    end_s = start_s + max((one.due_s for one in arriving), default=0.0) + drain_s
     # Prompts are made before the first request is due.
     prompts = [one.prompt() for one in arriving]
 
