@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -185,6 +186,16 @@ def test_a_worker_that_has_learned_nothing_is_as_fast_as_the_mean_of_the_others(
     decision = _choose(new, _FREE)
     assert (decision.first_s, decision.others) == (None, ())
     assert _choose(_FREE, _FREE).first_s is not None
+
+
+def test_steps_of_an_answer_may_be_learned_as_nothing() -> None:
+    """A fit may give all of their time to the context."""
+    steps = replace(_TIMES.steps, fixed_s=0.0, s_per_answer=0.0, s_per_context_token=1e-6)
+    free = replace(_FREE, times=replace(_TIMES, steps=steps))
+    request = replace(_REQUEST, targets=costs.NO_TARGETS)
+    first_s = _choose(free, replace(free, requests=2), request=request).first_s
+    assert first_s is not None
+    assert math.isfinite(first_s)
 
 
 def test_workers_that_pull_no_prompts_compute_only_their_own() -> None:
