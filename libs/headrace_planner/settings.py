@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
@@ -25,6 +25,7 @@ from headrace_common.time_model.model import (
     HandoverTimes,
     StepTimes,
     TimeModel,
+    impossible_part,
     mean_model,
 )
 
@@ -55,10 +56,9 @@ class WorkerProfile(_Point):
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:
-        for times in (self.steps, self.handovers):
-            wrong = [one for one, value in asdict(times).items() if not 0 <= value < math.inf]
-            if wrong:
-                raise ValueError(f"{wrong[0]} must be a number from 0")
+        wrong = impossible_part(self.steps, self.handovers)
+        if wrong:
+            raise ValueError(f"{wrong} must be a number from 0")
         if not (self.steps.knows_prompts and self.steps.knows_answers):
             raise ValueError(
                 "the times of at least 5 steps with prompts and with answers are needed"

@@ -66,7 +66,7 @@ def profile_of(
     workers: Sequence[registry_pb2.Member], statuses: Sequence[worker_pb2.WatchStatusResponse]
 ) -> WorkerProfile:
     """The profile of the workers of one model. Raises ConfigError while their times are not known."""
-    times = [time_model_from_proto(status.times) for status in statuses]
+    times = [time_model_from_proto(status.times, status.worker_id) for status in statuses]
     learned = learned_profile(
         [one for one, worker in zip(times, workers, strict=True) if worker.role in COMPUTE_PROMPTS],
         [one for one, worker in zip(times, workers, strict=True) if worker.role in GENERATE],

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import add, mul
-from typing import Final
+from typing import Final, NamedTuple
 
 _KEPT: Final = 0.99
 """What an observation still counts after the next one of its kind: about 100 of a kind decide."""
@@ -24,15 +23,11 @@ _PACE_GAIN: Final = 0.2
 _ERRORS_MAX: Final = 200
 
 
-@dataclass(frozen=True, slots=True)
-class FitError:
+class FitError(NamedTuple):
     """Quantiles of the relative errors of the last predictions, each made before its observation. 0 without any."""
 
     p50: float = 0.0
     p90: float = 0.0
-
-
-NO_ERROR: Final = FitError()
 
 
 class OnlineFit:
@@ -81,9 +76,7 @@ class OnlineFit:
 
     def error(self) -> FitError:
         """The relative errors of the last predictions."""
-        errors = sorted(self._errors)
-        if not errors:
-            return NO_ERROR
+        errors = sorted(self._errors) or [0.0]
         return FitError(errors[len(errors) // 2], errors[len(errors) * 9 // 10])
 
     def _usual(self, features: Sequence[float]) -> float:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Final, TypeVar
 
 from headrace.worker.v1 import time_model_pb2
 from headrace_common.time_model.fit import OnlineFit
 
+_LOG = logging.getLogger(__name__)
+# Of any value. Sums of products of larger ones may overflow.
+_POSSIBLE_MAX: Final = 1e12
 _STEPS_MIN: Final = 5
 """Steps with prompts, or with answers, before which the time of such a step is unknown."""
 _HANDOVERS_MIN: Final = 3
@@ -145,7 +150,7 @@ def mean_model(models: Collection[TimeModel]) -> TimeModel:
 def _mean(zero: Times, several: Sequence[Times]) -> Times:
     if not several:
         return zero
-    names = [field.name for field in fields(zero)]
+    names = zero.__match_args__
     columns = zip(*map(attrgetter(*names), several), strict=True)
     # Counts stay whole numbers.
     means = (type(column[0])(sum(column) / len(several)) for column in columns)
@@ -187,22 +192,13 @@ class StepLearner:
     @property
     def times(self) -> StepTimes:
         """What it has learned. Other threads may read it."""
-        fixed, token, attended, sent, prompt, answer, context = self._fit.coefficients
+        fixed, token, prior, sent, prompt, answer, context = self._fit.coefficients
         prompts, answers, both = self._fit.counts
-        error = self._fit.error()
-        return StepTimes(
-            fixed_s=fixed,
-            prompt_s=prompt,
-            s_per_prompt_token=token,
-            s_per_attended_token=attended,
-            s_per_answer=answer,
-            s_per_context_token=context,
-            prompt_steps=prompts + both,
-            answer_steps=answers + both,
-            error_p50=error.p50,
-            error_p90=error.p90,
-            s_per_sent_token=sent,
-        )
+        parts = fixed, prompt, token, prior, answer, context
+        return StepTimes(*parts, prompts + both, answers + both, *self._fit.error(), sent)
+
+
+_handover_fit = partial(OnlineFit, 2, known_count=_HANDOVERS_MIN)
 
 
 class HandoverLearner:
@@ -234,18 +230,9 @@ class HandoverLearner:
         return {} if fit is None else {link: _handover_times(fit)}
 
 
-def _handover_fit() -> OnlineFit:
-    return OnlineFit(2, known_count=_HANDOVERS_MIN)
-
-
 def _handover_times(fit: OnlineFit) -> HandoverTimes:
     fixed_s, s_per_byte = fit.coefficients
-    error = fit.error()
-    return HandoverTimes(fixed_s, s_per_byte, fit.counts[0], error.p50, error.p90)
-
-
-_STEP_FIELDS = tuple(field.name for field in fields(StepTimes))
-_HANDOVER_FIELDS = tuple(field.name for field in fields(HandoverTimes))
+    return HandoverTimes(fixed_s, s_per_byte, fit.counts[0], *fit.error())
 
 
 def step_times_to_proto(times: StepTimes) -> time_model_pb2.StepTimes:
@@ -253,28 +240,40 @@ def step_times_to_proto(times: StepTimes) -> time_model_pb2.StepTimes:
 
 
 def step_times_from_proto(message: time_model_pb2.StepTimes) -> StepTimes:
-    return StepTimes(**{name: getattr(message, name) for name in _STEP_FIELDS})
+    return StepTimes(*attrgetter(*StepTimes.__match_args__)(message))
 
 
 def time_model_to_proto(model: TimeModel) -> time_model_pb2.TimeModel:
-    return time_model_pb2.TimeModel(
-        steps=step_times_to_proto(model.steps),
-        handovers=_handovers_to_proto(model.handovers),
-        links={link: _handovers_to_proto(times) for link, times in model.links.items()},
+    return time_model_pb2.TimeModel(**asdict(model))
+
+
+def time_model_from_proto(message: time_model_pb2.TimeModel, worker: str) -> TimeModel:
+    """What `worker` has learned: nothing if a value of its report is not possible, which is logged once."""
+    links = {link: _handovers_from_proto(times) for link, times in message.links.items()}
+    steps, handovers = (
+        step_times_from_proto(message.steps),
+        _handovers_from_proto(message.handovers),
     )
+    impossible = impossible_part(steps, handovers, *links.values())
+    if impossible:
+        _log_impossible(worker, impossible)
+        return TimeModel()
+    return TimeModel(steps, handovers, links)
 
 
-def time_model_from_proto(message: time_model_pb2.TimeModel) -> TimeModel:
-    return TimeModel(
-        steps=step_times_from_proto(message.steps),
-        handovers=_handovers_from_proto(message.handovers),
-        links={link: _handovers_from_proto(times) for link, times in message.links.items()},
+def impossible_part(*several: StepTimes | HandoverTimes) -> str:
+    """The name of a value that is negative, not a number, or too large to compute with. Empty without one."""
+    values = ((name, getattr(one, name)) for one in several for name in one.__match_args__)
+    return next((name for name, value in values if not 0 <= value < _POSSIBLE_MAX), "")
+
+
+@lru_cache(maxsize=4_096)
+def _log_impossible(worker: str, name: str) -> None:
+    """Once for each worker and name."""
+    _LOG.warning(
+        "%s reports an impossible %s: times of other workers replace its own", worker, name
     )
-
-
-def _handovers_to_proto(times: HandoverTimes) -> time_model_pb2.HandoverTimes:
-    return time_model_pb2.HandoverTimes(**asdict(times))
 
 
 def _handovers_from_proto(message: time_model_pb2.HandoverTimes) -> HandoverTimes:
-    return HandoverTimes(**{name: getattr(message, name) for name in _HANDOVER_FIELDS})
+    return HandoverTimes(*attrgetter(*HandoverTimes.__match_args__)(message))

@@ -98,8 +98,8 @@ def _profile(
 ) -> WorkerProfile | None:
     computing = [*prefill, *(one.status for one in decode if one.has_both)]
     return learned_profile(
-        [time_model_from_proto(one.times) for one in computing],
-        [time_model_from_proto(one.status.times) for one in decode],
+        [time_model_from_proto(one.times, one.worker_id) for one in computing],
+        [time_model_from_proto(one.status.times, one.status.worker_id) for one in decode],
         max_num_seqs=min(one.max_num_seqs for one in decode),
     )
 

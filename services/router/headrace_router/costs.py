@@ -68,8 +68,6 @@ _LENGTH_GAIN: Final = 0.05
 _FIRST_LENGTH: Final = 128.0
 _DEFAULT_TPOT_STEPS: Final = 4.0
 """Without a bound on the time per output token, steps may take this many times those of one answer."""
-_STEP_MIN_S: Final = 1e-5
-"""Of one answer. What was learned may give all time of a step to its context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +265,7 @@ def costs_of_both(
     now_step_s, added_s = _steps_s(table, table.times.steps, missing)
     step_s = now_step_s + added_s
     now_step_s = np.where(table.requests > 0, now_step_s, 0.0)
-    tpot_s: float | Numbers = targets.tpot_s or _DEFAULT_TPOT_STEPS * np.maximum(
-        _STEP_MIN_S, fixed + answer
-    )
+    tpot_s: float | Numbers = targets.tpot_s or _DEFAULT_TPOT_STEPS * (fixed + answer)
     missing_s = _missing_s(table, asked)
     compute_s = _computed_s(table, asked, missing_s, now_step_s, tpot_s)
 

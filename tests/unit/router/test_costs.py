@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
+from headrace_common.time_model.model import (
+    HandoverTimes,
+    StepTimes,
+    TimeModel,
+    time_model_from_proto,
+    time_model_to_proto,
+)
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router import costs
@@ -188,14 +197,51 @@ def test_a_worker_that_has_learned_nothing_is_as_fast_as_the_mean_of_the_others(
     assert _choose(_FREE, _FREE).first_s is not None
 
 
-def test_steps_of_an_answer_may_be_learned_as_nothing() -> None:
-    """A fit may give all of their time to the context."""
-    steps = replace(_TIMES.steps, fixed_s=0.0, s_per_answer=0.0, s_per_context_token=1e-6)
-    free = replace(_FREE, times=replace(_TIMES, steps=steps))
-    request = replace(_REQUEST, targets=costs.NO_TARGETS)
-    first_s = _choose(free, replace(free, requests=2), request=request).first_s
-    assert first_s is not None
-    assert math.isfinite(first_s)
+_PART = st.sampled_from([0.0, 5e-324, 0.01, 9e11])
+_REPORTED = st.tuples(*[_PART] * 8, _PART | st.sampled_from([1e308, -1.0, math.inf, math.nan]))
+
+
+@given(
+    reports=st.lists(_REPORTED.flatmap(st.permutations), min_size=2, max_size=3),
+    held=st.sampled_from([0, 50, 2**32]),
+    running=st.integers(0, 4),
+    waiting=st.sampled_from([0, 700]),
+    targets=st.sampled_from([_REQUEST.targets, costs.NO_TARGETS, costs.TokenTargets(0.001, 1e-6)]),
+    queue_s=st.sampled_from([0.0, math.inf]),
+    placed=st.sampled_from([_choose, _pool]),
+)
+def test_costs_are_finite_and_grow_with_missing_tokens_whatever_workers_report(
+    reports: list[list[float]],
+    held: int,
+    running: int,
+    waiting: int,
+    targets: costs.TokenTargets,
+    queue_s: float,
+    placed: Callable[..., Decision],
+) -> None:
+    models = [
+        time_model_from_proto(
+            time_model_to_proto(
+                TimeModel(
+                    StepTimes(*report[:6], 9, 9, 0, 0, report[6]), HandoverTimes(*report[7:], 9)
+                )
+            ),
+            "w",
+        )
+        for report in reports
+    ]
+    load = Load(running, 0, held, prompts=PromptWork(waiting, waiting**2, 9, 9, 0.0))
+    loads = [replace(load, times=model) for model in (models[0], *models[:-1])]
+    decision = placed(
+        *loads,
+        cached=(0, *[500] * (len(loads) - 1)),
+        request=replace(_REQUEST, targets=targets),
+        queue=(queue_s, None, models[-1]),
+    )
+    shown = {names[0]: numbers for names, numbers in decision.shown}
+    assert np.isfinite([*shown.values()]).all()
+    # The first two workers differ only in their caches.
+    assert shown["w0"][:2] >= shown["w1"][:2]
 
 
 def test_workers_that_pull_no_prompts_compute_only_their_own() -> None:

@@ -80,7 +80,7 @@ class LearnedTimes:
     ) -> float:
         """How many tokens are computed in the time of a worker's hand-over to decode worker `link`. 0 while unknown."""
         model, token_s = self._models.get(ref), self.token_s(now_s)
-        if model is None or token_s <= 0:
+        if model is None or token_s < 1e-9:
             return 0.0
         return (model.handover_s(payload_bytes, link) or 0.0) / token_s
 

@@ -258,7 +258,7 @@ class PrefillQueue:
         if not done.reason:
             group.task_succeeded(stream, queued, done.cached_tokens)
             if done.HasField("time_model"):
-                model = time_model_from_proto(done.time_model)
+                model = time_model_from_proto(done.time_model, str(stream.ref))
                 group.times.report(stream.ref, model, time.monotonic())
             queued.end(None, done)
             return

@@ -302,7 +302,7 @@ class WorkerConnection:
             self._status_s = asyncio.get_running_loop().time()
             self._set_stuck(_stall_of(status))
             if status.HasField("times"):
-                self._times = time_model_from_proto(status.times)
+                self._times = time_model_from_proto(status.times, str(self.worker.ref))
         elif self._status is None:
             return
         self._status = status

@@ -118,6 +118,8 @@ NO_TIMES: Final = TimeModel()
 GENERIC_STEPS: Final = StepTimes(fixed_s=0.01, s_per_prompt_token=1e-4, s_per_context_token=1e-8)
 """Where nothing is known."""
 _PRIOR_AGE_S: Final = 0.5
+# Of a step. What was learned may give all of its time to the context.
+_FIXED_MIN_S: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,7 @@ class TimeColumns:
         learned, counts = np.where(self._known, self._rows, 0.0), self._known.sum(1)
         generic = np.array(_values(GENERIC_STEPS, NO_HANDOVERS))
         overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), generic)
-        unlearned = ((overall[0] / generic[0]) or 1.0) * generic
+        unlearned = overall[0] / generic[0] * generic
         if prefill.knows_prompts:
             unlearned = np.where(_PART_OF == _PROMPTS, _values(prefill, NO_HANDOVERS), unlearned)
         overall = np.where(counts, overall, unlearned)
@@ -254,7 +256,8 @@ class TimeColumns:
 
 def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
     """One for each row of TimeColumns."""
-    return (*_STEP_ROWS(steps), handovers.fixed_s, handovers.s_per_byte)
+    fixed_s, *others = _STEP_ROWS(steps)
+    return (max(_FIXED_MIN_S, fixed_s), *others, handovers.fixed_s, handovers.s_per_byte)
 
 
 class Pulling(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -147,4 +148,13 @@ def test_short_steps_are_not_all_learned() -> None:
 def test_messages_keep_every_value() -> None:
     handovers = HandoverTimes(0.001, 1e-9, 7, 0.1, 0.2)
     model = TimeModel(StepTimes(1, 2, 3, 4, 5, 6, 7, 8, 0.1, 0.2), handovers, {"d0": handovers})
-    assert time_model_from_proto(time_model_to_proto(model)) == model
+    assert time_model_from_proto(time_model_to_proto(model), "w") == model
+
+
+def test_a_report_of_the_impossible_is_left_out_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for value in (-1.0, math.inf, math.nan, 1e300):
+        report = time_model_to_proto(TimeModel(links={"d0": HandoverTimes(s_per_byte=value)}))
+        assert time_model_from_proto(report, "hostile") == TimeModel()
+    assert [one.args for one in caplog.records] == [("hostile", "s_per_byte")]
