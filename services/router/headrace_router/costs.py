@@ -44,7 +44,6 @@ from headrace_router.workers.table import NO_TIMES, TOKEN_ROW, Flags, LoadTable,
 
 Rows = NDArray[np.intp]
 _Bound: TypeAlias = float | Numbers | None
-_Times: TypeAlias = tuple[Numbers, Numbers]
 LOCAL: Final = "local prefill"
 REMOTE: Final = "remote prefill"
 OTHER_PREFILL: Final = "other prefill worker"
@@ -115,13 +114,15 @@ class AnswerLengths:
 class Asked:
     """What a request asks of each worker: `missing` has the prompt tokens that it lacks, of `needed_tokens`.
 
-    `missing_weight` is a factor on the time of these in costs, and not in times.
+    `missing_weight` is a factor on the time of these in costs, and not in times. `early_first`: whether the first token
+    waits for no hand-over.
     """
 
     missing: Numbers
     needed_tokens: int
     targets: TokenTargets
     missing_weight: float = 1.0
+    early_first: bool = False
 
     @cached_property
     def before(self) -> Numbers:
@@ -216,7 +217,7 @@ class CostsOfBoth(Costs):
     """Until an answer joins the steps of a worker. Infinite beside prompts: their steps may be long."""
 
     def others(
-        self, table: LoadTable, missing: Numbers, row: int, fit: Flags
+        self, table: LoadTable, asked: Asked, row: int, fit: Flags
     ) -> tuple[OtherDecision, ...]:
         """The best decision of each kind other than the cheapest one on worker `row`, which was made.
 
@@ -227,10 +228,13 @@ class CostsOfBoth(Costs):
         started_s = self.started_s.copy()
         started_s[taken] = 0.0
         own = self.prefill_row == table.rows
-        away_s = self.first_s + np.where(own, 0.0, self.joined_s) + started_s[self.prefill_row]
+        joined_s = np.where(own | asked.early_first, 0.0, self.joined_s)
+        away_s = self.first_s + joined_s + started_s[self.prefill_row]
         away_s[~fit] = away_s[row] = np.inf
-        handed_over_s = _handed_over_s(table, missing, self.step_s, slice(None), row)
-        here_s = self.computed_s + handed_over_s + self.joined_s[row] + started_s
+        early = asked.early_first and asked.missing[row] > 0
+        handed_over_s = _handed_over_s(table, asked.missing, self.step_s, slice(None), row)
+        after_s = MESSAGES_S if early else handed_over_s + self.joined_s[row]
+        here_s = self.computed_s + after_s + started_s
         here_s[[taken, row]] = np.inf
         prompt_s = float((self.local_s if taken == row else self.computed_s)[taken])
         away, prefill = int(away_s.argmin()), int(here_s.argmin())
@@ -277,27 +281,23 @@ def costs_of_both(
     order = np.argsort(computed_s)[:2]
     best = np.full(len(table), order[0])
     best[order[0]] = order[-1]
+    # The answer goes on after the hand-over, whichever worker makes its first token.
     remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, table.rows)
     remote_s = np.where(best != table.rows, remote_s, np.inf)
     local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
     chosen = remote_s < local_s
-    first_s = np.minimum(remote_s, local_s)
+    begun_s = np.minimum(remote_s, local_s)
+    first_s = np.where(chosen & asked.early_first, computed_s[best] + MESSAGES_S, begun_s)
     # Sending takes the time of one worker, and receiving about as much of the other one.
     others_s = np.where(chosen, others_s + 2.0 * sent_s[best], others_s)
     prefill_row: Rows = np.where(chosen, best, table.rows)
-    cost_s = first_s + _OTHERS_WEIGHT * others_s + asked.late_s(first_s, step_s, tpot_s)
+    cost_s = begun_s + _OTHERS_WEIGHT * others_s + asked.late_s(first_s, step_s, tpot_s)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s[prefill_row]
-    started_s = np.where(now_step_s > 0, np.inf, fixed)
+    started_s = np.where(missing > 0, np.where(now_step_s > 0, np.inf, fixed), now_step_s / 2)
+    joined_s = np.where(table.times.prompts[0] > 0, np.inf, now_step_s / 2)
     return CostsOfBoth(
-        cost_s=cost_s,
-        prefill_row=prefill_row,
-        first_s=first_s,
-        step_s=step_s,
-        local_s=local_s,
-        computed_s=computed_s,
-        started_s=np.where(missing > 0, started_s, now_step_s / 2),
-        joined_s=np.where(table.times.prompts[0] > 0, np.inf, now_step_s / 2),
+        cost_s, first_s, step_s, prefill_row, local_s, computed_s, started_s, joined_s
     )
 
 
@@ -317,13 +317,14 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
             prompt_s = np.where(remote, queued[1], prompt_s)
             if asked.missing_weight != 1.0:
                 missing_s = np.where(remote, queued[0], missing_s)
-    first_s = prompt_s + step_s
+    begun_s = first_s = prompt_s + step_s
+    if asked.early_first and remote is not None:
+        first_s = np.where(remote, prompt_s - _handover_s(candidates, asked), begun_s)
     # What others lose: time in each step, or room for the prefixes that they will need.
     held_s = (_HELD_SHARE * table.times.mean_steps[TOKEN_ROW]) * table.held_tokens
     others_s = np.maximum((targets.answer_tokens * added_s) * table.requests, held_s)
-    cost_s = first_s + targets.answer_tokens * step_s + others_s
-    if targets.tpot_s is not None or targets.ttft_s is not None:
-        cost_s += asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
+    late_s = asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
+    cost_s = begun_s + targets.answer_tokens * step_s + others_s + late_s
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s
     prefill_row = table.rows if remote is None else np.where(remote, -1, table.rows)
@@ -376,29 +377,33 @@ def _computed_s(
     return np.where(asked.missing > 0, np.minimum(alone_s / share, ended_s), 0.0)
 
 
-def _queued_s(candidates: Candidates, asked: Asked) -> _Times:
+def _queued_s(candidates: Candidates, asked: Asked) -> tuple[Numbers, Numbers]:
     """How long the prefill queue takes for what each worker lacks, without and with the wait.
 
     Unknown times are as if the worker itself computed.
     """
-    table, missing = candidates.decode, asked.missing
-    steps, handovers = candidates.prefill_times.steps, candidates.prefill_times.handovers
+    steps = candidates.prefill_times.steps
     if steps.knows_prompts:
         token_s = steps.s_per_prompt_token + steps.s_per_attended_token * asked.before
-        compute_s = steps.fixed_s + steps.prompt_s + token_s * missing
+        compute_s = steps.fixed_s + steps.prompt_s + token_s * asked.missing
     else:
-        compute_s = _missing_s(table, asked)
+        compute_s = _missing_s(candidates.decode, asked)
     if candidates.pairs is not None:
         compute_s = compute_s * (1.0 + candidates.pairs.extra)
-    handover_s = handovers.s_per_byte * table.token_bytes * missing
-    queued_s: Numbers = compute_s + (handover_s + handovers.fixed_s + MESSAGES_S)
+    queued_s: Numbers = compute_s + (_handover_s(candidates, asked) + MESSAGES_S)
     return queued_s, queued_s + min(_WAIT_MAX_S, candidates.queue_wait_s)
+
+
+def _handover_s(candidates: Candidates, asked: Asked) -> Numbers:
+    """How long prefill workers hand over what each worker lacks."""
+    times = candidates.prefill_times.handovers
+    return times.fixed_s + times.s_per_byte * candidates.decode.token_bytes * asked.missing
 
 
 def _handed_over_s(
     table: LoadTable, missing: Numbers, step_s: Numbers, by: Rows | slice, rows: Rows | int
 ) -> Numbers:
-    """From the end of computing on workers `by` to the first token on others. Infinite where nothing is missing."""
+    """From the end of computing on workers `by` until others generate. Infinite where nothing is missing."""
     fixed_s, byte_s = table.times.handovers[:, by]
     found_s = fixed_s + byte_s * (table.token_bytes[rows] * missing[rows])
     found: Numbers = np.where(missing[rows] > 0, found_s + MESSAGES_S + step_s[rows], np.inf)

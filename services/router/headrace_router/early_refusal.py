@@ -3,8 +3,8 @@
     time to first token = time since arrival + wait for a decode slot + wait in the prefill queue + prefill
 
 The prefill queue counts only for a prompt that placement sends there. The time of the prefill is that of the missing
-tokens and of their hand-over, by the mean time model of the prefill workers. It is 0 while none has reported one within
-30 s. Among workers of both roles it is what placement has predicted.
+tokens by the mean time model of the prefill workers, and of their hand-over where decode makes the first token. It is 0
+while none has reported one within 30 s. Among workers of both roles it is what placement has predicted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import ArrivedRequest
 from headrace_router.dispatch.attempt import RoutedRequest
 from headrace_router.dispatch.dispatcher import PolicySource
+from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
@@ -190,7 +191,8 @@ class EarlyRefusal:
             wait_s = self.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
             # The error of a full queue has a hint of its own.
             queue_wait_s = wait_s if math.isfinite(wait_s) else 0.0
-            sent_bytes = decision.missing_tokens * decision.worker.layout.token_bytes
+            if first_token_maker(prepared, self.policy(), True, 0, 1) == BY_DECODE:
+                sent_bytes = decision.missing_tokens * decision.worker.layout.token_bytes
 
         def predict(cached_tokens: int) -> FirstTokenPrediction:
             missing_tokens = max(0, len(prepared.token_ids) - 1 - cached_tokens)

@@ -49,8 +49,7 @@ class RoutePolicy:
     @classmethod
     def from_proto(cls, policy: registry_pb2.Policy) -> RoutePolicy:
         """Converts a policy. Absent fields get their defaults."""
-        has_weight = policy.HasField("overlap_weight")
-        has_wait = policy.HasField("max_queue_wait")
+        has_weight, has_wait = policy.HasField("overlap_weight"), policy.HasField("max_queue_wait")
         return cls(
             local_prefill_max_tokens=policy.local_prefill_max_tokens,
             overlap_weight=policy.overlap_weight if has_weight else _DEFAULT_OVERLAP_WEIGHT,
@@ -64,7 +63,7 @@ class PlacementRequest:
     """The request to place. Workers in `failed` are never chosen, those in `suspect` only as the last resort.
 
     `local_only` forces prefill on the decode worker. `remaining_s` is the time to the deadline. Only workers with the
-    `adapter` are chosen.
+    `adapter` are chosen. `early_first`: whether a prefill worker makes the first token, or sends its hidden state.
     """
 
     model: str
@@ -77,6 +76,7 @@ class PlacementRequest:
     local_only: bool = False
     adapter: Adapter | None = None
     targets: TokenTargets = NO_TARGETS
+    early_first: bool = False
 
 
 def candidate_text(one: inference_pb2.Candidate) -> str:
@@ -152,8 +152,7 @@ class Decision:
         if not self.remote or not distrusted:
             return self
         if not distrusted.keys() >= set(pulling) - {self.worker.ref}:
-            trusted = self.prefill not in distrusted
-            return self if trusted else replace(self, prefill=None)
+            return replace(self, prefill=None) if self.prefill in distrusted else self
         why = "; ".join(
             f"{ref.worker_id}: {why}" for ref, why in distrusted.items() if ref in pulling
         )
@@ -195,7 +194,7 @@ class KvAware(Placement):
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
         table.times.fill(candidates.prefill_times.steps)
         missing_weight = policy.overlap_weight / _DEFAULT_OVERLAP_WEIGHT
-        asked = Asked(missing, needed_tokens, request.targets, missing_weight)
+        asked = Asked(missing, needed_tokens, request.targets, missing_weight, request.early_first)
         # These decide before the cost, the most severe first. Most requests meet none of them.
         faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
         if request.suspect:
@@ -217,7 +216,7 @@ class KvAware(Placement):
         others: tuple[OtherDecision, ...] = ()
         # Priors are no predictions.
         if isinstance(costs, CostsOfBoth) and table.times.all_known(usable):
-            first_s, others = float(costs.first_s[row]), costs.others(table, missing, row, fit)
+            first_s, others = float(costs.first_s[row]), costs.others(table, asked, row, fit)
         return Decision(
             table.workers[row],
             prefill_row != row,
@@ -321,10 +320,10 @@ def remote_wanted(request: PlacementRequest, queue_wait_s: float) -> tuple[bool,
 
 def _why_local(request: PlacementRequest, missing_tokens: float) -> str:
     """Why a worker computes a prompt itself that might go to the queue."""
-    missing_tokens_min = max(1, request.policy.local_prefill_max_tokens)
+    tokens_min = max(1, request.policy.local_prefill_max_tokens)
     forced = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-    if missing_tokens < missing_tokens_min and not forced:
-        return f"{missing_tokens:.0f} missing tokens are below {missing_tokens_min}"
+    if missing_tokens < tokens_min and not forced:
+        return f"{missing_tokens:.0f} missing tokens are below {tokens_min}"
     return "no prefill worker with a matching KV layout and place pulls"
 
 

@@ -8,15 +8,16 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
+from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_router.placement import KvAware
 from headrace_router.workers.table import TimeColumns
 from tests.kit.router import Rig, text_of, with_settings
-from tests.kit.workers import hand_over, reply
+from tests.kit.workers import hand_over, reply, send_first_token
 
 _WAIT_S = 100.0
 _SHORT_S = 60.0
@@ -129,6 +130,21 @@ async def test_the_prediction_of_placement_decides_while_workers_learn(
     # What is not the prefill of this prompt is a wait, which may be shorter later.
     assert error.metadata["queue_wait_s"] == "100.000"
     assert error.retry_after_s is not None
+
+
+async def test_a_first_token_of_the_prefill_worker_waits_for_no_hand_over(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.add_decode(reply("ok", after_first_token=True))
+    await rig.add_prefill(send_first_token("a"))
+    handovers = HandoverTimes(fixed_s=_WAIT_S, count=9)
+    times = TimeModel(StepTimes(fixed_s=0.001, prompt_steps=9), handovers)
+    monkeypatch.setattr(rig.router.queue, "mean_times", lambda *_: times)
+    target = duration_from_seconds(_SHORT_S)
+    rig.policy.first_token = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    assert await rig.text(ttft_target=target, timeout_s=_LONG_S) == "aok"
+    rig.policy.first_token = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+    assert isinstance(await rig.error_of(ttft_target=target, timeout_s=_LONG_S), FirstTokenLate)
 
 
 async def test_over_http_the_refusal_is_429_with_retry_after(waiting_rig: Rig) -> None:

@@ -219,17 +219,11 @@ def test_costs_are_finite_and_grow_with_missing_tokens_whatever_workers_report(
     queue_s: float,
     placed: Callable[..., Decision],
 ) -> None:
-    models = [
-        time_model_from_proto(
-            time_model_to_proto(
-                TimeModel(
-                    StepTimes(*report[:6], 9, 9, 0, 0, report[6]), HandoverTimes(*report[7:], 9)
-                )
-            ),
-            "w",
-        )
-        for report in reports
-    ]
+    models = []
+    for fixed, prompt, token, attended, answer, context, sent, handover, byte in reports:
+        steps = StepTimes(fixed, prompt, token, attended, answer, context, 9, 9, 0, 0, sent)
+        report = time_model_to_proto(TimeModel(steps, HandoverTimes(handover, byte, 9)))
+        models.append(time_model_from_proto(report, "w"))
     load = Load(running, 0, held, prompts=PromptWork(waiting, waiting**2, 9, 9, 0.0))
     loads = [replace(load, times=model) for model in (models[0], *models[:-1])]
     decision = placed(
@@ -314,6 +308,14 @@ def test_what_the_same_worker_computes_is_not_predicted_again() -> None:
     assert other.estimate_s(prompt_s=1.0) == pytest.approx(1.0105)
 
 
+def test_the_first_token_of_another_worker_waits_for_no_hand_over() -> None:
+    early = replace(_REQUEST, early_first=True)
+    # 302 ms to compute the prompt, then 20 ms of messages. A step of a worker with prompts takes 10 ms beside them.
+    assert _choose(_busy(4), _FREE, request=early).first_s == pytest.approx(0.322)
+    remote = {one.kind: one for one in _choose(_FREE, _FREE, request=early).others}[costs.REMOTE]
+    assert remote.first_s == pytest.approx(0.332)
+
+
 def test_ways_beside_answers_or_into_long_steps_have_no_estimate() -> None:
     computing = replace(_FREE, prompts=PromptWork(tokens=300))
     decision = _choose(_busy(4), _FREE, computing)
@@ -385,6 +387,11 @@ def test_a_remote_prompt_takes_the_wait_its_computing_its_hand_over_and_a_step()
     pairs = costs.PairCosts(np.array([True]), np.array([0.5]))
     far = _shown(_pool(_FREE, queue=(0.5, pairs, prefill)))["w0"]
     assert far.first_token_ms == pytest.approx(3_200.5)
+    # A first token of the prefill worker waits for no hand-over and no step. The answer does, and is not late.
+    early = replace(_REQUEST, early_first=True)
+    (own,) = _pool(_FREE, queue=(0.5, None, prefill), request=early).candidates
+    assert own.first_token_ms == pytest.approx(1_620)
+    assert own.cost_ms == pytest.approx(near.cost_ms - 1e3 * 2 * (2.6505 - 0.85 * 2))
 
 
 def test_priors_are_of_the_same_kind_else_of_all_else_generic() -> None:

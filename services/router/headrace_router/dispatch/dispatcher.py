@@ -28,7 +28,7 @@ from headrace_router.dispatch.attempt import (
     AttemptPlan,
     RoutedRequest,
 )
-from headrace_router.dispatch.messages import first_token_maker
+from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import Decision, Placement, PlacementRequest, RoutePolicy
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -244,18 +244,20 @@ class RequestDispatcher:
         retries: RetryState,
         targets: TokenTargets,
     ) -> Decision:
-        candidates = self._candidates(request, token_ids)
+        candidates, policy = self._candidates(request, token_ids), self._policy()
+        generated, number = len(token_ids) - len(request.prefix_ids), 1 + bool(retries.last_error)
         asked = PlacementRequest(
             model=request.model,
             prompt_tokens=len(token_ids),
             prefill_placement=request.placement,
-            policy=RoutePolicy.from_proto(self._policy()),
+            policy=RoutePolicy.from_proto(policy),
             remaining_s=deadline.remaining_s(),
             failed=retries.excluded,
             suspect=retries.avoided,
             local_only=retries.local_only,
             adapter=request.adapter,
             targets=targets,
+            early_first=first_token_maker(request, policy, True, generated, number) != BY_DECODE,
         )
         try:
             decision = self._placement.choose(asked, candidates)
@@ -331,7 +333,7 @@ class RequestDispatcher:
             planned=decision.prefill,
         )
         first_token = first_token_maker(
-            request.prepared, self._policy(), decision, generated_tokens, number
+            request.prepared, self._policy(), decision.remote, generated_tokens, number
         )
         bounds = self._targets(request.prepared, request.timeline.arrival_ns).bounds(
             started=generated_tokens > 0

@@ -21,9 +21,8 @@ REMOVED = 3
 
 def maker(policy: Any, attempt: int = 1, wanted: Any = 0) -> int:
     request: Any = SimpleNamespace(first_token=wanted)
-    decision: Any = SimpleNamespace(remote=True)
     stored = registry_pb2.Policy(first_token=policy)
-    return first_token_maker(request, stored, decision, generated_tokens=0, attempt=attempt)
+    return first_token_maker(request, stored, True, 0, attempt)
 
 
 @pytest.mark.parametrize(
