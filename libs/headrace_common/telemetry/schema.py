@@ -409,6 +409,9 @@ METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
 METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
 # Tokens with KV that a prefill worker has fetched from decode workers instead of computing it.
 METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
+# Tokens of prompts that began on a prefill worker and failed there or were cancelled. A cancellation after the first
+# token does not count. All tokens of such a prompt count, so fewer may have been computed.
+METRIC_WASTED_TOKENS: Final = "headrace.prefill.wasted_tokens"
 # Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Blocks of
 # the remote pool are fetched into main memory first, and count there too when they are loaded. Hits in decode's KV
 # memory and below are the source "decode_cache" of headrace.prompt.tokens.

@@ -77,9 +77,9 @@ class WorkerMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         store, worker = metrics.store, schema.ATTRIBUTE_WORKER_ID
-        self._transfers = store.counter(
-            schema.METRIC_TRANSFERS, worker, schema.ATTRIBUTE_END_REASON
-        )
+        end = schema.ATTRIBUTE_END_REASON
+        self._transfers = store.counter(schema.METRIC_TRANSFERS, worker, end)
+        self._wasted_tokens = store.counter(schema.METRIC_WASTED_TOKENS, worker, end)
         self._bytes = store.counter(schema.METRIC_TRANSFER_BYTES, worker)
         link = (schema.ATTRIBUTE_LINK_KIND, schema.ATTRIBUTE_TRANSPORT)
         pair = (worker, schema.ATTRIBUTE_DECODE_WORKER_ID, *link)
@@ -92,9 +92,7 @@ class WorkerMetrics:
         self._callers_refused = store.counter(
             schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
         )
-        self._prefix_fetches = store.counter(
-            schema.METRIC_PREFIX_FETCHES, worker, schema.ATTRIBUTE_END_REASON
-        )
+        self._prefix_fetches = store.counter(schema.METRIC_PREFIX_FETCHES, worker, end)
         self._fetched_tokens = store.counter(schema.METRIC_PREFIX_FETCHED_TOKENS, worker)
         self._comparisons = store.counter(
             schema.METRIC_CANARY_COMPARISONS,
@@ -114,15 +112,10 @@ class WorkerMetrics:
         self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE, worker)
         self._blocks_reserved = store.gauge(schema.METRIC_BLOCKS_RESERVED, worker)
         self._blocks_quarantined = store.gauge(schema.METRIC_BLOCKS_QUARANTINED, worker)
-        self._tier_blocks = store.counter(
-            schema.METRIC_TIER_LOADED_BLOCKS, worker, schema.ATTRIBUTE_TIER
-        )
-        self._tier_failed = store.counter(
-            schema.METRIC_TIER_FAILED_BLOCKS, worker, schema.ATTRIBUTE_TIER
-        )
-        self._tier_stored = store.counter(
-            schema.METRIC_TIER_STORED_BLOCKS, worker, schema.ATTRIBUTE_TIER
-        )
+        tier = schema.ATTRIBUTE_TIER
+        self._tier_blocks = store.counter(schema.METRIC_TIER_LOADED_BLOCKS, worker, tier)
+        self._tier_failed = store.counter(schema.METRIC_TIER_FAILED_BLOCKS, worker, tier)
+        self._tier_stored = store.counter(schema.METRIC_TIER_STORED_BLOCKS, worker, tier)
         self._states = store.gauge(
             schema.METRIC_TRANSFER_STATES, worker, schema.ATTRIBUTE_TRANSFER_STATE
         )
@@ -195,9 +188,15 @@ class WorkerMetrics:
         reason: str,
         payload_bytes: int,
         reports: Sequence[SendReport] = (),
+        wasted_tokens: int = 0,
     ) -> None:
-        """A worker has ended sending: `reason` is an error's, or empty. `reports` are those of its ranks."""
+        """A worker has ended sending: `reason` is an error's, or empty. `reports` are those of its ranks.
+
+        `wasted_tokens`: those of a prompt that was computed in vain.
+        """
         self._transfers.add(1, worker_id, reason or _DONE)
+        if wasted_tokens:
+            self._wasted_tokens.add(wasted_tokens, worker_id, reason)
         self._bytes.add(payload_bytes, worker_id)
         for report in reports:
             for link in report.links:

@@ -187,10 +187,8 @@ class Receiver:
         transfer_id = reservation.transfer_id
         if self._draining:
             raise Draining("the decode worker takes no new transfers")
-        if (
-            self._transfers.get(transfer_id)
-            or self._transfers.ended_detail(transfer_id) is not None
-        ):
+        ended = self._transfers.ended_detail(transfer_id) is not None
+        if ended or self._transfers.get(transfer_id):
             raise DuplicateTransfer(
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
@@ -311,16 +309,16 @@ class Receiver:
     def _on_open(self, peer: PrefillPeer, transfer_id: str, ticket: bytes) -> None:
         if self._refused_tickets.get(peer, 0) >= _REFUSED_TICKETS_MAX:
             return
-        transfer = self._transfers.get(transfer_id)
-        ended_detail = self._transfers.ended_detail(transfer_id)
+        transfer, opened = self._transfers.get(transfer_id), self._expected.get(transfer_id)
         if transfer is not None:
             self._add_writer(transfer, peer, ticket)
-        elif ended_detail is not None:
+        elif (ended_detail := self._transfers.ended_detail(transfer_id)) is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
-        elif transfer_id in self._expected and len(ticket) <= TICKET_BYTES_MAX:
-            self._expected[transfer_id][peer] = ticket
-        else:
+        elif opened is None or len(ticket) > TICKET_BYTES_MAX:
             peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
+        elif len(opened.keys() | {peer}) <= peer.layout.rank_count:
+            # A worker may have many streams, and its tickets are not verified yet.
+            opened[peer] = ticket
 
     def _add_writer(self, transfer: IncomingTransfer, peer: PrefillPeer, ticket: bytes) -> None:
         transfer_id = transfer.transfer_id
@@ -346,8 +344,9 @@ class Receiver:
                 _log.warning("refused an Open: %s", error.detail)
                 peer.refuse(transfer_id, error.reason, error.detail)
                 return
-        reservation = reservation_to_proto(transfer.reservation)
-        peer.send(handoff_pb2.HandoffResponse(reservation=reservation))
+        peer.send(
+            handoff_pb2.HandoffResponse(reservation=reservation_to_proto(transfer.reservation))
+        )
 
     def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
         """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""

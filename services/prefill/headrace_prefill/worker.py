@@ -54,8 +54,8 @@ class PrefillWorker:
     """Owns the worker's slots. A task waits for a slot when its router was idle and others use all slots.
 
     `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
-    reason, or "", the payload bytes, and the reports of its ranks. `prefixes` may have prefixes fetched.
-    `handovers` learns from the tasks.
+    reason, or "", the payload bytes, the reports of its ranks, and how many tokens were computed in vain, at most.
+    `prefixes` may have prefixes fetched. `handovers` learns from the tasks.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PrefillWorker:
         engine: Engine,
         telemetry: Telemetry,
         slot_count: int,
-        on_ended: Callable[[str, str, int, Sequence[SendReport]], None] | None = None,
+        on_ended: Callable[[str, str, int, Sequence[SendReport], int], None] = lambda *_: None,
         on_received: Callable[[], None] = lambda: None,
         task_timeout_s: float = TASK_TIMEOUT_S,
         prefixes: PrefixFetcher | None = None,
@@ -89,7 +89,7 @@ class PrefillWorker:
         self,
         task: prefill_pb2.PrefillTask,
         on_start: Callable[[], Awaitable[None]] | None = None,
-        on_first_token: Callable[[prefill_pb2.FirstToken], None] | None = None,
+        on_first_token: Callable[[prefill_pb2.FirstToken], None] = lambda first: None,
     ) -> prefill_pb2.TaskDone:
         """Executes the task and returns its result, failures included.
 
@@ -102,6 +102,16 @@ class PrefillWorker:
         error: HeadraceError | None = None
         reports: list[SendReport] = []
         fetch: PrefixFetch | None = None
+        has_sent_token = False
+
+        def forward_first_token(tokens: DecodeTokens) -> None:
+            nonlocal has_sent_token
+            has_sent_token = True
+            first = _first_token_to_proto(task.transfer_id, tokens)
+            sent_ns = start_unix_ns + time.monotonic_ns() - start_ns
+            first.times.CopyFrom(_task_times(None, start_unix_ns, sent_ns))
+            on_first_token(first)
+
         for name in (task.request_id, task.transfer_id):
             TRACE_NAMES.add(name, task.traceparent)
         self._held += 1
@@ -115,8 +125,7 @@ class PrefillWorker:
                 replace(work, prefix=fetch),
                 deadline,
                 on_start,
-                on_first_token,
-                start_unix_ns,
+                forward_first_token,
                 reports.append,
             )
         except asyncio.CancelledError:
@@ -138,8 +147,10 @@ class PrefillWorker:
         ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns, fetched)
         self._spans.record(ended)
         done = _done_to_proto(ended)
-        if self._on_ended is not None:
-            self._on_ended(task.decode_worker_id, done.reason, done.payload_bytes, reports)
+        # A cancelled prompt was not computed in vain if its first token may have ended the answer.
+        used = error is None or (has_sent_token and isinstance(error, Cancelled))
+        wasted = len(task.token_ids) if reports and not used else 0
+        self._on_ended(task.decode_worker_id, done.reason, done.payload_bytes, reports, wasted)
         return done
 
     def stall(self) -> Stall | None:
@@ -178,21 +189,12 @@ class PrefillWorker:
         work: PrefillWork,
         deadline: Deadline,
         on_start: Callable[[], Awaitable[None]] | None,
-        on_first_token: Callable[[prefill_pb2.FirstToken], None] | None,
-        start_unix_ns: int,
+        on_first_token: Callable[[DecodeTokens], None],
         on_report: Callable[[SendReport], None],
     ) -> PrefillOutcome:
-        start_ns = time.monotonic_ns()
         if work.target.with_hidden_state and not self._engine.hidden_format:
             what = f"the engine of {self.ref.worker_id} sends no hidden states"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
-
-        def forward_first_token(tokens: DecodeTokens) -> None:
-            if on_first_token is not None:
-                first = _first_token_to_proto(work.target.transfer_id, tokens)
-                sent_ns = start_unix_ns + time.monotonic_ns() - start_ns
-                first.times.CopyFrom(_task_times(None, start_unix_ns, sent_ns))
-                on_first_token(first)
 
         try:
             async with (
@@ -204,7 +206,7 @@ class PrefillWorker:
                 try:
                     if on_start is not None:
                         await on_start()
-                    on_token = forward_first_token if work.sampling else None
+                    on_token = on_first_token if work.sampling else None
                     outcome = await self._engine.prefill(work, on_token, on_report)
                     self._measure(work, outcome)
                     return outcome

@@ -3,8 +3,9 @@
     time to first token = time since arrival + wait for a decode slot + wait in the prefill queue + prefill
 
 The prefill queue counts only for a prompt that placement sends there. The time of the prefill is that of the missing
-tokens by the mean time model of the prefill workers, and of their hand-over where decode makes the first token. It is 0
-while none has reported one within 30 s. Among workers of both roles it is what placement has predicted.
+tokens, by the mean time model of the prefill workers. Where decode makes the first token, that of their hand-over is
+added. Both are 0 while no worker has reported one within 30 s. Among workers of both roles it is what placement has
+predicted.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ async def test_a_rank_that_ends_before_the_blocks_is_no_writer(
     assert served.receiver.lease_count == 0
     call.cancel()
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
+
+
+async def test_no_more_streams_wait_for_the_blocks_than_a_worker_has_ranks(
+    served: Served, rank: PrefillRank
+) -> None:
+    call = await admitted(served, rank)
+    (peer,) = served.receiver._expected["x1"]
+    opened = handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id="x1", ticket=b"any"))
+    for _ in range(peer.layout.rank_count):
+        served.receiver.handle(replace(peer, end=lambda _: None), opened)
+    assert len(served.receiver._expected["x1"]) == peer.layout.rank_count
+    # A repeated Open of one that waits is not too many.
+    served.receiver.handle(peer, opened)
+    assert served.receiver._expected["x1"][peer] == b"any"
+    call.cancel()
 
 
 async def test_an_open_before_the_blocks_needs_a_ticket(served: Served, rank: PrefillRank) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from headrace.inference.v1 import adapter_pb2
+from headrace.inference.v1 import adapter_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import InternalError, TransferFailed
@@ -65,13 +66,16 @@ def telemetry(exporter: InMemorySpanExporter) -> Iterator[Telemetry]:
     telemetry.shutdown()
 
 
-def worker_of(behaviour: Behaviour, telemetry: Telemetry, slots: int = 2) -> PrefillWorker:
+def worker_of(
+    behaviour: Behaviour, telemetry: Telemetry, slots: int = 2, **more: Any
+) -> PrefillWorker:
     return PrefillWorker(
         ref=REF,
         engine=ScriptedEngine(behaviour),  # type: ignore[arg-type]
         telemetry=telemetry,
         slot_count=slots,
         task_timeout_s=30,
+        **more,
     )
 
 
@@ -179,8 +183,12 @@ async def test_a_failure_is_reported_by_reason(
     async def fail(work: PrefillWork) -> PrefillOutcome:
         raise failure
 
-    done = await worker_of(fail, telemetry).run(task())
+    ended: list[tuple[object, ...]] = []
+    worker = worker_of(fail, telemetry, on_ended=lambda *args: ended.append(args))
+    done = await worker.run(task())
     assert (done.transfer_id, done.reason, bool(done.detail)) == ("x1", reason, True)
+    # All tokens of the prompt count as computed in vain.
+    assert ended == [("decode-0", reason, 0, [REPORT], 3)]
 
 
 async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetry) -> None:
@@ -198,8 +206,9 @@ async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetr
     assert quiet.is_set()
 
 
+@pytest.mark.parametrize("fields", [{}, {"sampling": sampling_pb2.SamplingParams(max_tokens=1)}])
 async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
-    telemetry: Telemetry,
+    telemetry: Telemetry, fields: dict[str, Any]
 ) -> None:
     order: list[str] = []
 
@@ -211,12 +220,16 @@ async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
             order.append("quiet")
         return OUTCOME
 
-    running = asyncio.create_task(worker_of(slow, telemetry).run(task()))
+    wasted: list[int] = []
+    worker = worker_of(slow, telemetry, on_ended=lambda *args: wasted.append(args[-1]))
+    running = asyncio.create_task(worker.run(task(**fields)))
     await asyncio.sleep(0.02)
     running.cancel()
     done = await running
     order.append("done")
     assert (done.reason, order) == ("CANCELLED", ["quiet", "done"])
+    # A first token may have ended the answer.
+    assert wasted == [0 if fields else 3]
 
 
 @pytest.mark.parametrize(

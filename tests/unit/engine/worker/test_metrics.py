@@ -43,7 +43,8 @@ def test_links_count_by_workers_kind_and_transport(shown: Shown) -> None:
     near = SendReport("x1", 0, "", "", (sent_link(),), 10, "10.0.0.2")
     far = SendReport("x1", 1, "", "", (sent_link(), sent_link(payload_bytes=0)), 10, "10.0.0.1")
     shown.workers.transfer_ended("prefill-0", "decode-0", "", 800, [near, far])
-    shown.workers.transfer_ended("prefill-0", "decode-1", "CANCELLED", 0, [far])
+    shown.workers.transfer_ended("prefill-0", "decode-1", "CANCELLED", 0, [far], 700)
+    assert shown(schema.METRIC_WASTED_TOKENS) == {("prefill-0", "CANCELLED"): 700}
     assert shown(schema.METRIC_TRANSFERS) == {
         ("prefill-0", "done"): 1,
         ("prefill-0", "CANCELLED"): 1,
