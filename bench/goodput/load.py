@@ -29,6 +29,9 @@ PHASE_S: Final = 15.0
 _AGENTS: Final = 0.3
 _AGENT_SHARED: Final = 0.96
 _AGENT_PREFIXES: Final = 4
+BESIDE: Final = 3
+_BESIDE_TOKENS: Final = (128, 512)
+LENGTHS: Final = (512, 1_024, 2_048, 4_096, 8_192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,41 @@ def _poisson(
         )
 
 
+async def send_alone(
+    ask: Ask, seconds: float, seed: int, step_ms: float, bounds: Callable[[Factors], Objective]
+) -> list[Answer]:
+    """The first tokens of prompts of all LENGTHS, one request after the other, beside BESIDE answers without end."""
+    numbers = random.Random(f"handover/{seed}")
+    requests = itertools.count()
+
+    def new_one(tokens: tuple[int, int]) -> Arrival:
+        return Arrival(0.0, *tokens, numbers.getrandbits(48), factors=FACTORS[1])
+
+    async def generate() -> None:
+        await asyncio.sleep(numbers.uniform(0, BESIDE))
+        while True:
+            one = new_one(_BESIDE_TOKENS)
+            objective = bounds(FACTORS[1])
+            async for _ in ask(one.prompt(), one.answer_tokens, next(requests), objective):
+                pass
+
+    beside = [asyncio.create_task(generate()) for _ in range(BESIDE)]
+    answers: list[Answer] = []
+    try:
+        await asyncio.sleep(2 * BESIDE)
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            for tokens in numbers.sample(LENGTHS, len(LENGTHS)):
+                # Requests arrive at any moment of a step.
+                await asyncio.sleep(1e-3 * step_ms * numbers.uniform(4, 6))
+                answers += await send(ask, [new_one((tokens, 4))], seconds, bounds)
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+    return answers
+
+
 async def send(
     ask: Ask, arriving: Sequence[Arrival], drain_s: float, bounds: Callable[[Factors], Objective]
 ) -> list[Answer]:
@@ -163,6 +201,7 @@ async def send(
             failed=failed or len(token_ms) < arrival.answer_tokens,
             prompt_tokens=arrival.prompt_tokens,
             factors=arrival.factors,
+            due_s=arrival.due_s,
         )
 
     start_s = time.monotonic()

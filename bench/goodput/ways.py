@@ -39,7 +39,6 @@ from headrace_cli.up.deployment import Signals, deployed
 from headrace_cli.up.topology import Topology
 from headrace_common.ports import free_port
 
-_CACHE_TOKENS: Final = 400_000
 _SEQUENCES: Final = 64
 _CONTEXT_TOKENS: Final = 16_384
 _FIRST: Final = {"decode": DECODE, "prefill": PREFILL, "hidden": HIDDEN}
@@ -53,6 +52,7 @@ class Engines:
     count: int
     step_tokens: int
     folder: Path
+    cache_tokens: int
 
     async def start(self, stack: AsyncExitStack, way: str) -> Ask:
         """Starts the engines of a way. They end with the stack. Raises ValueError for an unknown one."""
@@ -69,12 +69,12 @@ class Engines:
             return await start_router(stack, rest, self.count, self._arguments(), self.folder)
         if kind == "pools":
             computing, generating, *first = rest.split("-")
-            pools = await self._ours(stack, int(computing), int(generating), 0)
+            pools = await self.headrace(stack, self.topology(int(computing), int(generating), 0))
             if "http" in first:
                 return await by_http(stack, pools.http, self.model.name, bounded=False)
             return by_pools(pools, _FIRST[first[0] if first else "decode"])
         if kind == "both":
-            workers = await self._ours(stack, 0, 0, self.count)
+            workers = await self.headrace(stack, self.topology(0, 0, self.count))
             if rest == "http":
                 return await by_http(stack, workers.http, self.model.name, bounded=True)
             return by_both(workers)
@@ -83,7 +83,7 @@ class Engines:
     def _arguments(self, **more: Any) -> dict[str, Any]:
         """vLLM's arguments of an engine."""
         return {
-            **engine_arguments(self.model, "float32", _CACHE_TOKENS, **more),
+            **engine_arguments(self.model, "float32", self.cache_tokens, **more),
             "max_num_seqs": _SEQUENCES,
             "max_num_batched_tokens": self.step_tokens,
             "max_model_len": _CONTEXT_TOKENS,
@@ -123,16 +123,17 @@ class Engines:
         await loaded(*children)
         return by_pairs(children[:prefill], children[prefill:], ports)
 
-    async def _ours(self, stack: AsyncExitStack, prefill: int, decode: int, both: int) -> Ours:
+    def topology(self, prefill: int, decode: int, both: int) -> Topology:
+        """Services with so many workers of each kind."""
         settings = {
             "dtype": "float32",
             "max_num_seqs": str(_SEQUENCES),
             "max_num_batched_tokens": str(self.step_tokens),
             "max_model_len": str(_CONTEXT_TOKENS),
-            "num_gpu_blocks_override": str(_CACHE_TOKENS // BLOCK_TOKENS),
+            "num_gpu_blocks_override": str(self.cache_tokens // BLOCK_TOKENS),
         }
         services = ("worker",) if both else ("prefill", "decode")
-        topology = Topology(
+        return Topology(
             model=str(self.model),
             prefill_count=prefill,
             decode_count=decode,
@@ -143,9 +144,12 @@ class Engines:
                 (service, name, value) for service in services for name, value in settings.items()
             ),
         )
-        console = stack.enter_context((self.folder / "console.log").open("w"))
+
+    async def headrace(self, stack: AsyncExitStack, topology: Topology) -> Ours:
+        """Starts the services."""
         folder = self.folder / "services"
-        await asyncio.to_thread(folder.mkdir)
+        await asyncio.to_thread(folder.mkdir, parents=True)
+        console = stack.enter_context((self.folder / "console.log").open("w"))
         deployment = await stack.enter_async_context(
             deployed(topology, folder, Console(file=console), Signals())
         )
