@@ -43,6 +43,7 @@ from bench.goodput.report import (
     Factors,
     Objective,
     attained,
+    day_table,
     goodput_table,
     handover_table,
     next_rate,
@@ -56,8 +57,10 @@ ALONE_TOKENS: Final = 4_096
 _WARM_S: Final = 20.0
 _WARM_RATE: Final = 0.3
 """Requests of each engine in a second while a way warms up."""
-_BOTH: Final = ("both", "both-http")
+_BOTH: Final = ("both", "both-http", "planned")
 HANDOVER: Final = "handover"
+_COUNT_S: Final = 2.0
+_FAULT_SEEDS: Final = 1_000
 BEFORE: Final[dict[str, Callable[[float], Sequence[Arrival]]]] = {
     "mixed": lambda rate: arrivals("plain", rate, _WARM_S, -1),
     "one": lambda rate: [
@@ -88,6 +91,14 @@ class Steps:
                 tokens += int(computed)
             self._read[file] = len(text)
         return (taken_ms / modelled_ms if modelled_ms else 0.0), tokens
+
+
+async def count_engines(counts: list[int]) -> None:
+    """Adds the number of engines that run, again and again."""
+    while True:
+        running = psutil.Process().children(recursive=True)
+        counts.append(sum(one.name().startswith("VLLM::Engine") for one in running))
+        await asyncio.sleep(_COUNT_S)
 
 
 class Bench:
@@ -138,8 +149,11 @@ class Bench:
             workers = await engines.headrace(stack, engines.topology(0, 0, arguments.engines))
             faults, ask = Faults(workers, arguments.engines), by_both(workers)
             blocks = []
-            for fault in arguments.faults.split(","):
-                for seed in map(int, arguments.seeds.split(",")):
+            for number, fault in enumerate(arguments.faults.split(",")):
+                # Prompts of an earlier block would be cached.
+                for seed in (
+                    _FAULT_SEEDS * number + int(one) for one in arguments.seeds.split(",")
+                ):
                     for rate in map(float, arguments.rates.split(",")):
                         await faults.prepare(fault)
                         await self._warm(ask, arguments.before)
@@ -153,7 +167,9 @@ class Bench:
     def _engines(self, name: str, step_tokens: int) -> Engines:
         arguments = self._arguments
         folder = self._folder / name
-        return Engines(paced_model(), arguments.engines, step_tokens, folder, arguments.cache)
+        return Engines(
+            paced_model(), arguments.engines, step_tokens, folder, arguments.cache, self.alone
+        )
 
     async def _warm(self, ask: Ask, before: str) -> None:
         arriving = BEFORE[before](_WARM_RATE * self._arguments.engines)
@@ -204,9 +220,13 @@ class Bench:
             # Engines of this way have seen the prompts with other bounds.
             arriving = with_factors(arriving, factors)
         self._begin()
+        engines: list[int] = []
+        counting = asyncio.create_task(count_engines(engines)) if arguments.load == "day" else None
         answers = await send(ask, arriving, arguments.drain, self.alone.times)
+        if counting is not None:
+            counting.cancel()
         block = Block(way, arguments.load, rate, seed, tuple(answers), 0.0, 0.0)
-        return self._end(replace(block, before=before, fault=fault))
+        return self._end(replace(block, before=before, fault=fault, engines=tuple(engines)))
 
     def _begin(self) -> None:
         self._steps.since()
@@ -264,7 +284,7 @@ def _block(kept: dict[str, Any]) -> Block:
         )
         for one in kept.pop("answers")
     )
-    return Block(**kept, answers=answers)
+    return Block(**{**kept, "engines": tuple(kept.get("engines", ()))}, answers=answers)
 
 
 _NOTES: Final = """# Goodput at the pace of GPUs{load_title}
@@ -294,12 +314,12 @@ def tables_of(arguments: argparse.Namespace, pace: Pace, blocks: list[Block]) ->
     blocks = [block for block in blocks if block.load == arguments.load and not block.fault]
     parts = []
     if faults:
-        factors = FACTORS[arguments.bounds]
-        pairs = [(one, arrivals(one.load, one.rate, arguments.seconds, one.seed)) for one in faults]
-        parts.append(faults_table(pairs, alone.times(factors)))
+        parts.append(faults_table(faults, alone))
     elif arguments.load == HANDOVER:
         prompt_ms = {tokens: pace.prompt_ms(tokens, arguments.step) for tokens in LENGTHS}
         parts.append(handover_table(blocks, prompt_ms, alone.tpot_ms))
+    elif arguments.load == "day":
+        parts.append(day_table(blocks, alone))
     elif arguments.starts:
         parts.append(starts_table(blocks))
     else:
@@ -352,7 +372,7 @@ def main() -> None:
         (folder / "steps").mkdir()
         os.environ.update(pace.variables(folder / "steps"))
         bench = Bench(arguments, pace, folder)
-        if arguments.faults:
+        if arguments.faults and arguments.ways:
             blocks += asyncio.run(bench.faults())
         for way in () if arguments.faults else filter(None, arguments.ways.split(",")):
             blocks += asyncio.run(bench.way(way))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Sequence
 from typing import Final
@@ -11,8 +10,8 @@ from typing import Final
 import numpy as np
 
 from bench.goodput.intervals import ATTAINED_MIN
-from bench.goodput.report import Block, Objective
-from bench.support.vllm_ways import Ours
+from bench.goodput.report import FACTORS, Block, Objective, bounds_text, row, rule
+from bench.support.vllm_ways import Ours, Tree
 from headrace_cli.commands.workers import drain_worker
 from headrace_cli.up.supervisor import Child
 
@@ -48,19 +47,23 @@ class Faults:
     async def cause(self, fault: str) -> None:
         """Causes the fault when it is due."""
         await asyncio.sleep(EVENT_S)
-        group = self._victim.process.pid
         if fault == "killed":
             self._victim.mark_replaced()
-            os.killpg(group, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
         elif fault == "frozen":
-            os.killpg(group, signal.SIGSTOP)
+            self._signal(signal.SIGSTOP)
             await asyncio.sleep(_FROZEN_S)
-            os.killpg(group, signal.SIGCONT)
+            self._signal(signal.SIGCONT)
         elif fault == "drained":
             registry, name = self._workers.deployment.registry, self._victim.spec.name
             await drain_worker(registry, name, None, wait=True, console=None)
         else:
             self._victim = await self._supervisor.add(self._victim.spec, _START_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Sends it to the worker and its engine, which has a process group of its own."""
+        for process in Tree(self._victim.process.pid).processes():
+            process.send_signal(number)
 
     async def repair(self) -> None:
         """Starts the worker again if it has ended, and waits until all serve."""
@@ -93,26 +96,28 @@ def seconds_below(due: Sequence[tuple[float, bool]], start_s: float, end_s: floa
     return float(below * _GRID_S)
 
 
-def faults_table(blocks: Sequence[Block], bounds: Objective) -> str:
-    """A row for each fault and rate, over all seeds."""
+def faults_table(blocks: Sequence[Block], alone: Objective) -> str:
+    """A row for each fault and pair of bounds, over all blocks of a rate."""
     titles = (
-        *("fault", "requests/s", "blocks", "seconds below 90 % before", "after", "requests"),
-        *("not good before", "after", "failed", "idle", "steps beside the model"),
+        *("fault", "requests/s", "TTFT and TPOT at most", "seconds below 90 % before", "after"),
+        *("not good before", "after", "requests", "failed", "blocks", "idle", "steps"),
     )
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = [row(titles), rule(len(titles))]
     for fault, rate in dict.fromkeys((block.fault, block.rate) for block in blocks):
         group = [one for one in blocks if (one.fault, one.rate) == (fault, rate)]
         answers = [answer for block in group for answer in block.answers]
-        due = [(answer.due_s, answer.keeps(bounds)) for answer in answers]
-        end_s = max(at_s for at_s, _ in due)
-        failed = sum(answer.failed for answer in answers)
-        before = sum(not good for at_s, good in due if at_s < EVENT_S)
-        cells = (
-            *(fault, f"{rate:g}", str(len(group)), f"{seconds_below(due, 0.0, EVENT_S):.1f}"),
-            *(f"{seconds_below(due, EVENT_S, end_s):.1f}", str(len(due)), str(before)),
-            *(str(sum(not good for _, good in due) - before), str(failed)),
-            f"{100 * min(block.idle for block in group):.0f} %",
-            f"{max(block.stretch for block in group):.3f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        end_s = max(answer.due_s for answer in answers)
+        for factors in FACTORS:
+            due = [(answer.due_s, answer.keeps(alone.times(factors))) for answer in answers]
+            before = sum(not good for at_s, good in due if at_s < EVENT_S)
+            cells = (
+                *(fault, f"{rate:g}", bounds_text(alone, factors)),
+                f"{seconds_below(due, 0.0, EVENT_S):.1f}",
+                *(f"{seconds_below(due, EVENT_S, end_s):.1f}", str(before)),
+                *(str(sum(not good for _, good in due) - before), str(len(due))),
+                *(str(sum(answer.failed for answer in answers)), str(len(group))),
+                f"{100 * min(block.idle for block in group):.0f} %",
+                f"{max(block.stretch for block in group):.3f}",
+            )
+            lines.append(row(cells))
     return "\n".join(lines)

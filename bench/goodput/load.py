@@ -110,7 +110,16 @@ def mixed(rate: float, seconds: float, numbers: random.Random) -> list[Arrival]:
     return found
 
 
-LOADS: Final[dict[str, Load]] = {"plain": plain, "chats": chats, "flips": flips, "mixed": mixed}
+def day(rate: float, seconds: float, numbers: random.Random) -> list[Arrival]:
+    """Arrivals rise from nothing to the rate and fall again, as in half of a wave."""
+    return [
+        one
+        for one in _poisson(rate, seconds, PROMPTS, ANSWERS, numbers)
+        if numbers.random() < math.sin(math.pi * one.due_s / seconds)
+    ]
+
+
+LOADS: Final[dict[str, Load]] = {one.__name__: one for one in (plain, chats, flips, mixed, day)}
 
 
 def arrivals(name: str, rate: float, seconds: float, seed: int) -> Sequence[Arrival]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -67,7 +68,7 @@ class Block:
 
     `idle` is the share of the processors that was idle. `stretch` is the time of all steps over the modelled one.
     `computed_tokens`: of prompts, by all engines. `before` is what the engines got before. `fault`: what befell a
-    worker meanwhile.
+    worker meanwhile. `engines`: how many ran, every few seconds.
     """
 
     way: str
@@ -80,6 +81,7 @@ class Block:
     computed_tokens: int = 0
     before: str = "mixed"
     fault: str = ""
+    engines: tuple[int, ...] = ()
 
     @property
     def cached(self) -> float:
@@ -120,10 +122,10 @@ def goodput_table(blocks: Sequence[Block], alone: Objective) -> str:
     """A row for each pair of bounds and way, with the share of good requests at each rate, and the goodput."""
     rates = sorted({block.rate for block in blocks})
     titles = ("TTFT and TPOT at most", "way", *(f"{rate:g}/s" for rate in rates))
-    lines = [_row((*titles, "goodput", "less the best other way's")), _rule(len(titles) + 2)]
+    lines = [row((*titles, "goodput", "less the best other way's")), rule(len(titles) + 2)]
     own = any(len(asked_factors(block.answers)) > 1 for block in blocks)
     for factors in (None,) if own else FACTORS:
-        name = _bounds(alone, factors) if factors else "each its own"
+        name = bounds_text(alone, factors) if factors else "each its own"
         ways = {
             way: kept
             for way in dict.fromkeys(block.way for block in blocks)
@@ -142,7 +144,7 @@ def goodput_table(blocks: Sequence[Block], alone: Objective) -> str:
                 beside = f"{goodput(shares[way]) - others[best]:+.2f}"
                 if (sure := interval(kept, ways[best])) is not None:
                     beside += f" ({sure[0]:+.2f} to {sure[1]:+.2f})"
-            lines.append(_row((name, name_of(way), *cells, goodput_text(shares[way]), beside)))
+            lines.append(row((name, name_of(way), *cells, goodput_text(shares[way]), beside)))
     return "\n".join(lines)
 
 
@@ -160,11 +162,13 @@ def _kept(blocks: Iterable[Block], alone: Objective, factors: Factors | None) ->
     return kept
 
 
-def _row(cells: Iterable[str]) -> str:
+def row(cells: Iterable[str]) -> str:
+    """A row of a table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _rule(columns: int) -> str:
+def rule(columns: int) -> str:
+    """The line below the titles of a table."""
     return "|---" * columns + "|"
 
 
@@ -178,6 +182,7 @@ def name_of(way: str) -> str:
         "mooncake": "vLLM's MooncakeConnector",
         "pools": "Headrace",
         "both": "Headrace, workers of both roles",
+        "planned": "Headrace, workers of both roles, planner",
     }
     terms = {"least": "fewest requests first", "alternating": "in turn", "http": "over HTTP"}
     parts = [names[first]]
@@ -189,7 +194,8 @@ def name_of(way: str) -> str:
     return ", ".join([*parts, *([f"steps of {step}"] if step else [])])
 
 
-def _bounds(alone: Objective, factors: Factors) -> str:
+def bounds_text(alone: Objective, factors: Factors) -> str:
+    """Bounds as multiples of the times alone."""
     return f"{factors[0]:g} x {alone.ttft_ms:,.0f} ms, {factors[1]:g} x {alone.tpot_ms:.1f} ms"
 
 
@@ -203,7 +209,7 @@ def times_table(blocks: Sequence[Block]) -> str:
         *("TPOT p50, ms", "p99, ms", "gap p99, ms", "cached", "requests", "failed"),
         *("idle", "steps beside the model", "valid"),
     )
-    lines = [_row(titles), _rule(len(titles))]
+    lines = [row(titles), rule(len(titles))]
     for (rate, way, factors), group in _groups(blocks):
         answers = [answer for block in group for answer in block.answers]
         whole = [answer for answer in answers if answer.token_ms and not answer.failed]
@@ -226,7 +232,7 @@ def times_table(blocks: Sequence[Block]) -> str:
             *(f"{max(block.stretch for block in group):.3f}",),
             *(f"{sum(block.valid for block in group)} of {len(group)}",),
         )
-        lines.append(_row(cells))
+        lines.append(row(cells))
     return "\n".join(lines)
 
 
@@ -261,7 +267,7 @@ def starts_table(blocks: Sequence[Block]) -> str:
         "p90 of each start, ms",
         "p90 beside plain",
     )
-    lines = [_row(titles), _rule(len(titles))]
+    lines = [row(titles), rule(len(titles))]
     for before in dict.fromkeys(block.before for block in blocks):
         plain: dict[float, float] = {}
         groups = _groups([block for block in blocks if block.before == before])
@@ -274,7 +280,7 @@ def starts_table(blocks: Sequence[Block]) -> str:
             if way.startswith("plain"):
                 plain.setdefault(rate, p90_ms)
             lines.append(
-                _row(
+                row(
                     (
                         *(f"{rate:g}", before, name_of(way), f"{percentile(pooled, 0.5):,.0f}"),
                         *(
@@ -293,13 +299,45 @@ def _ttft_ms(answers: Sequence[Answer]) -> list[float]:
     return [answer.ttft_ms if answer.token_ms else float("inf") for answer in answers]
 
 
+def day_table(blocks: Sequence[Block], alone: Objective) -> str:
+    """The good requests of each way by its bounds, and the engines that it needed for them."""
+    titles = (
+        "requests/s at noon",
+        "way",
+        "bounds",
+        "good",
+        "engines, mean",
+        "by tenths of the time",
+    )
+    lines = [row(titles), rule(len(titles))]
+    for block in blocks:
+        carried = [one for one in asked_factors(block.answers) if one]
+        tenths = [
+            statistics.fmean(
+                block.engines[len(block.engines) * at // 10 :][: max(1, len(block.engines) // 10)]
+            )
+            for at in range(10)
+        ]
+        for factors in carried or FACTORS:
+            good = attained(block.answers, alone, factors)
+            cells = (
+                f"{block.rate:g}",
+                name_of(block.way),
+                bounds_text(alone, factors),
+                f"{100 * good:.0f} %",
+            )
+            mean = f"{statistics.fmean(block.engines):.2f}"
+            lines.append(row((*cells, mean, " ".join(f"{one:.1f}" for one in tenths))))
+    return "\n".join(lines)
+
+
 def handover_table(blocks: Sequence[Block], prompt_ms: Mapping[int, float], step_ms: float) -> str:
     """First tokens less the computing of their prompts, and second tokens, in steps, by length and way."""
     titles = (
         *("prompt tokens", "way", "first token above the prompt p50, steps", "p90, steps"),
         *("second after first p50, steps", "p90, steps", "requests", "failed"),
     )
-    lines = [_row(titles), _rule(len(titles))]
+    lines = [row(titles), rule(len(titles))]
     for tokens in sorted(prompt_ms):
         for way in dict.fromkeys(block.way for block in blocks):
             answers = [
@@ -317,6 +355,6 @@ def handover_table(blocks: Sequence[Block], prompt_ms: Mapping[int, float], step
             parts = [percentile(one, share) for one in (above, second) for share in (0.5, 0.9)]
             counts = (str(len(answers)), str(len(answers) - len(whole)))
             lines.append(
-                _row((f"{tokens:,}", name_of(way), *(f"{part:.2f}" for part in parts), *counts))
+                row((f"{tokens:,}", name_of(way), *(f"{part:.2f}" for part in parts), *counts))
             )
     return "\n".join(lines)

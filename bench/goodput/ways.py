@@ -4,6 +4,7 @@ plain-alternating, plain-least: vLLM engines behind a balancer, in turn or with 
 mooncake-P-D: vLLM's MooncakeConnector, P prefill and D decode engines, with the fewest requests first.
 pools-P-D[-FIRST]: Headrace, P prefill and D decode workers. FIRST is decode, prefill or hidden.
 both: Headrace, workers of both roles. Requests carry their bounds.
+planned: the same, where the planner decides on the number of workers. It starts with one.
 pools-P-D-http, both-http: the same over HTTP.
 router-POLICY: vllm-router with a policy of its own or "default", before `vllm serve`, over HTTP.
 """
@@ -14,7 +15,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ from bench.support.vllm_ways import (
 )
 from headrace_cli.client import open_router, open_router_internally
 from headrace_cli.up.deployment import Signals, deployed
+from headrace_cli.up.keeping import NO_RESTARTS, keep
 from headrace_cli.up.topology import Topology
 from headrace_common.ports import free_port
 
@@ -53,6 +55,7 @@ class Engines:
     step_tokens: int
     folder: Path
     cache_tokens: int
+    alone: Objective
 
     async def start(self, stack: AsyncExitStack, way: str) -> Ask:
         """Starts the engines of a way. They end with the stack. Raises ValueError for an unknown one."""
@@ -73,6 +76,8 @@ class Engines:
             if "http" in first:
                 return await by_http(stack, pools.http, self.model.name, bounded=False)
             return by_pools(pools, _FIRST[first[0] if first else "decode"])
+        if kind == "planned":
+            return by_both(await self._planned(stack))
         if kind == "both":
             workers = await self.headrace(stack, self.topology(0, 0, self.count))
             if rest == "http":
@@ -144,6 +149,29 @@ class Engines:
                 (service, name, value) for service in services for name, value in settings.items()
             ),
         )
+
+    async def _planned(self, stack: AsyncExitStack) -> Ours:
+        """A worker of both roles, and a planner that adds others. Goals are five and two times those alone."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rules = self.folder / "planner.toml"
+        rules.write_text(
+            f"[goals]\nttft_s = {5e-3 * self.alone.ttft_ms}\nitl_s = {2e-3 * self.alone.tpot_ms}\nshare = 0.99\n"
+            f"[budget]\ndevices_max = {self.count}\n"
+        )
+        planner = {"settings_file": str(rules), "interval_s": "10", "sample_interval_s": "2"}
+        topology = self.topology(0, 0, 1)
+        settings = (*topology.settings, *(("planner", *one) for one in planner.items()))
+        topology = replace(topology, planner=True, settings=settings)
+        workers = await self.headrace(stack, topology)
+        console = Console(file=stack.enter_context((self.folder / "planner.log").open("w")))
+        keeping = asyncio.create_task(keep(topology, workers.deployment, console, NO_RESTARTS))
+
+        async def end() -> None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+        stack.push_async_callback(end)
+        return workers
 
     async def headrace(self, stack: AsyncExitStack, topology: Topology) -> Ours:
         """Starts the services."""
