@@ -1,9 +1,7 @@
 """Goodput of engines at the pace of GPUs: Headrace, vLLM's own pairs, and plain vLLM, one way after the other.
 
     python -m bench.goodput [--ways plain-least,mooncake-3-1,pools-3-1,both] [--rates 2.75,3.5 | --search 1,6]
-        [--accelerator 70b-4xh100] [--slowness 4] [--engines 4] [--load plain] [--seconds 30] [--seeds 0]
-        [--starts 3] [--before mixed] [--faults killed,frozen,drained,joins] [--keep FILE] [--report FILE...]
-        [--output bench/results]
+        [--load plain] [--seeds 0] [--starts 3] [--faults killed,frozen,drained,joins] [further options: --help]
 
 Engines are real ones. Their steps and writes take as long as those of an accelerator (bench/gpu_pace). The ways are in
 ways.py, and the loads in load.py. Every way gets the same requests. A request is good when it keeps two bounds: of its

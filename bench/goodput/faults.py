@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -59,6 +60,8 @@ class Faults:
             await drain_worker(registry, name, None, wait=True, console=None)
         else:
             self._victim = await self._supervisor.add(self._victim.spec, _START_S)
+            joined_s = self._victim.ready_s - self._victim.started_s
+            print(f"the worker serves after {joined_s:.1f} s", file=sys.stderr)
 
     def _signal(self, number: signal.Signals) -> None:
         """Sends it to the worker and its engine, which has a process group of its own."""
