@@ -25,12 +25,16 @@ _FIRST, _LAST = 0, 1
 
 @dataclass(slots=True, eq=False)
 class EnginePrompt:
-    """A prompt in computation. `computed` is called at the end of its last step."""
+    """A prompt in computation. `computed` is called at the end of its last step.
+
+    That step makes the first token of `answer`, which runs here from then on.
+    """
 
     missing_tokens: int
     prior_tokens: int
     bounds: TokenBounds
     computed: Callable[[], None]
+    answer: Job | None = None
     begun: bool = False
 
     def advance(self, tokens: int) -> None:
@@ -87,6 +91,8 @@ class SimulatedEngine:
         """Computes a prompt."""
         if not prompt.missing_tokens:
             prompt.computed()
+            if prompt.answer is not None:
+                self.add_answer(prompt.answer)
             return
         self._prompts.append(prompt)
         self._joined()
@@ -118,12 +124,7 @@ class SimulatedEngine:
 
     def _begin(self) -> None:
         for job in self._joining:
-            self._running += 1
-            self._context_base += job.prompt_tokens - self._step_count
-            number = job.request.number
-            heapq.heappush(self._marks, (self._step_count + 1, number, _FIRST, job))
-            last = self._step_count + job.answer_tokens
-            heapq.heappush(self._marks, (last, number, _LAST, job))
+            self._run(job, self._step_count)
         self._joining.clear()
         self._steps = None
         if not self._running and not self._prompts:
@@ -137,6 +138,14 @@ class SimulatedEngine:
         timer = self._loop.call_at(now_s + count * step_s, self._end)
         self._steps = _Steps(now_s, step_s, count, parts, timer)
 
+    def _run(self, job: Job, before: int) -> None:
+        """An answer runs, `before` steps before its first token."""
+        self._running += 1
+        self._context_base += job.prompt_tokens - before
+        number = job.request.number
+        heapq.heappush(self._marks, (before + 1, number, _FIRST, job))
+        heapq.heappush(self._marks, (before + job.answer_tokens, number, _LAST, job))
+
     def _end(self) -> None:
         steps = self._steps
         assert steps is not None
@@ -147,6 +156,8 @@ class SimulatedEngine:
             if not prompt.missing_tokens:
                 self._prompts.remove(prompt)
                 prompt.computed()
+                if prompt.answer is not None:
+                    self._run(prompt.answer, self._step_count - 1)
         self._pass_marks()
         self._ending = False
         self._begin()

@@ -170,7 +170,7 @@ class SimulatedRouter:
         if decision.remote:
             tokens = job.prompt_tokens - 1 - cached_tokens
             await asyncio.sleep(self._profile.handover_s(tokens) if tokens else 0.0)
-        worker.generate(job)
+            worker.generate(job)
         await job.finished
         self._lengths.ended(MODEL, job.answer_tokens)
 
@@ -253,7 +253,7 @@ class SimulatedRouter:
         """Has the prompt computed."""
         if not decision.remote:
             computed: asyncio.Future[None] = self._loop.create_future()
-            worker.compute(job, partial(computed.set_result, None))
+            worker.compute(job, partial(computed.set_result, None), answered=True)
             await computed
             return
         task = prefill_pb2.PrefillTask(

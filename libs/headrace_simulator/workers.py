@@ -114,7 +114,7 @@ class WorkerCache:
 
 
 # One prompt is computed, and the next one waits at the worker.
-_CREDITS: Final = 2
+_CREDITS: Final = 4
 ADMISSION_BLOCK_TOKENS: Final = 16
 
 
@@ -216,8 +216,11 @@ class SimulatedWorker:
         self._around.on_change(self)
         return min(job.prompt_tokens - 1, device * BLOCK_TOKENS)
 
-    def compute(self, job: Job, computed: Callable[[], None]) -> None:
-        """Computes the prompt except its last token. Blocks in main memory are loaded where that is faster."""
+    def compute(self, job: Job, computed: Callable[[], None], *, answered: bool = False) -> None:
+        """Computes the prompt, and generates the answer if it is `answered` here.
+
+        Blocks in main memory are loaded where that is faster.
+        """
         profile, whole = self._around.profile, job.prompt_tokens - 1
         cached, reached = (min(whole, one * BLOCK_TOKENS) for one in self.cache.depths(job.hashes))
         load_s = (reached - cached) * profile.host_load_s_per_token
@@ -235,14 +238,15 @@ class SimulatedWorker:
         bounds = TokenBounds(
             job.arrival_s + self._around.ttft_s, self._around.ttft_s, self._around.tpot_s
         )
-        prompt = EnginePrompt(whole - reached, reached, bounds, ended)
+        answer = job if answered else None
+        prompt = EnginePrompt(whole - reached, reached, bounds, ended, answer)
         if load_s:
             self._loop.call_later(load_s, self._engine.add_prompt, prompt)
         else:
             self._engine.add_prompt(prompt)
 
     def generate(self, job: Job) -> None:
-        """The KV cache of the prompt is complete: generates the answer."""
+        """The KV cache of the prompt has come: generates the answer."""
         self.cache.use(job.hashes)
         self._engine.add_answer(job)
 
