@@ -34,7 +34,6 @@ from headrace_simulator.settings import SimulationSettings
 from headrace_simulator.trace import TraceRequest
 
 _STEP_TOKENS: Final = 2_048
-_NO_BOUND_S: Final = 1e6
 _HASH_SEED: Final = "PYTHONHASHSEED"
 
 
@@ -88,11 +87,12 @@ def replayed(
         if counts
         else {"both_workers": 4}
     )
-    objective = alone_of(pace, _STEP_TOKENS).times(factors) if factors else None
+    objective = alone_of(pace, _STEP_TOKENS).times(factors or FACTORS[0])
     settings = SimulationSettings(
         **workers,
-        ttft_s=1e-3 * objective.ttft_ms if objective else _NO_BOUND_S,
-        itl_s=1e-3 * objective.tpot_ms if objective else _NO_BOUND_S,
+        ttft_s=1e-3 * objective.ttft_ms,
+        itl_s=1e-3 * objective.tpot_ms,
+        bounded=factors is not None,
     )
     outcomes: list[RequestOutcome] = []
     wrap = FewestRequests if kind == "plain" else lambda placement: placement

@@ -228,8 +228,8 @@ class SimulatedRouter:
             remaining_s=_REMAINING_S,
             failed=refused,
             targets=TokenTargets(
-                self._settings.ttft_s,
-                self._settings.itl_s,
+                self._settings.ttft_s if self._settings.bounded else None,
+                self._settings.itl_s if self._settings.bounded else None,
                 elapsed_s=self._loop.time() - job.arrival_s,
                 answer_tokens=self._lengths.expected(MODEL, job.answer_tokens),
             ),

@@ -113,14 +113,14 @@ class WorkerCache:
             self._announce(event)
 
 
-# One prompt is computed, and the next one waits at the worker.
-_CREDITS: Final = 4
+_CREDITS: Final = {PlannedRole.PREFILL: 4, PlannedRole.BOTH: 8}
+"""Prompts of others that a worker has at once, by the defaults of the services."""
 ADMISSION_BLOCK_TOKENS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What all workers have in common. `jobs` has the jobs by transfer id.
+    """What all workers have in common. `jobs` has the jobs by transfer id. A bound of 0 is none.
 
     `on_change` is called when the load of a worker has changed, and `on_gone` when it has drained.
     """
@@ -169,7 +169,7 @@ class SimulatedWorker:
         if role is not PlannedRole.DECODE:
             self._stream = around.queue.add_worker(worker.ref, worker.model, worker.layout)
             self._pulling = self._loop.create_task(self._pull())
-            around.queue.add_credits(self._stream, _CREDITS)
+            around.queue.add_credits(self._stream, _CREDITS[role])
 
     @property
     def kv_usage(self) -> float:
@@ -235,11 +235,16 @@ class SimulatedWorker:
             job.prefilled(reached)
             computed()
 
-        bounds = TokenBounds(
-            job.arrival_s + self._around.ttft_s, self._around.ttft_s, self._around.tpot_s
+        ttft_s = self._around.ttft_s
+        due_s = job.arrival_s + ttft_s if ttft_s else 0.0
+        prompt = EnginePrompt(
+            whole - reached,
+            reached,
+            TokenBounds(due_s, ttft_s, self._around.tpot_s),
+            self._loop.time(),
+            ended,
+            job if answered else None,
         )
-        answer = job if answered else None
-        prompt = EnginePrompt(whole - reached, reached, bounds, ended, answer)
         if load_s:
             self._loop.call_later(load_s, self._engine.add_prompt, prompt)
         else:
