@@ -79,10 +79,9 @@ class DecodeRequest:
         self._load_failed: asyncio.Future[bool] = loop.create_future()
         self._step_start_ns = 0
         self._has_tokens = False
-        self._put: Callable[[DecodeEvent], None] | None = None
-        """Gets the tokens, once what comes before them is there."""
-        self._early: list[RequestOutput] = []
-        """Outputs before that."""
+        self._put: Callable[[DecodeEvent], None] = lambda event: None
+        self._early: list[RequestOutput] | None = []
+        """Outputs that came before the reservation or the first token. None once outputs are put at once."""
         self._last: asyncio.Future[RequestOutput] = loop.create_future()
         """The output with the end, or the error. Until then vLLM has the request."""
 
@@ -90,6 +89,7 @@ class DecodeRequest:
         """The scheduler has allocated blocks."""
         if not self._reserved.done():
             self._reserved.set_result(reservation)
+            self._put(reservation)
 
     def step_started(self, monotonic_ns: int) -> None:
         """The scheduler has planned the first step with the request."""
@@ -116,11 +116,12 @@ class DecodeRequest:
 
     async def run(self, put: Callable[[DecodeEvent], None]) -> None:
         """See Engine.decode."""
+        self._put = put
         self._link.request_coming()
         outputs = await self._start()
         try:
             take_outputs(outputs, self._output_arrived)
-            await self._generate(put)
+            await self._generate()
         finally:
             # An exception is retrieved here, so that asyncio does not log it.
             if not self._last.done() or self._last.exception() is not None:
@@ -149,31 +150,29 @@ class DecodeRequest:
         except Exception as error:
             raise self._known_error(error) from error
 
-    async def _generate(self, put: Callable[[DecodeEvent], None]) -> None:
+    async def _generate(self) -> None:
         cached_tokens: int | None = None
         if self._work.remote_kv:
-            reservation = await self._wait_reserved()
-            cached_tokens = reservation.start_token
-            put(reservation)
+            cached_tokens = (await self._wait_reserved()).start_token
         if self._work.from_hidden_state:
             first = await self._choose_first_token()
             ended = self._end_after(first.token_ids[0])
             if ended is None:
                 given = FirstToken(self._work.transfer_id, first.token_ids[0])
                 self._link.transfer_event(given)
-            put(first)
+            self._put(first)
             if ended is not None:
-                put(ended)
+                self._put(ended)
                 return
-        self._put = put
-        for output in self._early:
-            self._put_tokens(put, output)
+        early, self._early = self._early or (), None
+        for output in early:
+            self._put_tokens(output)
         last = await self._last_output()
-        self._put_tokens(put, last)
+        self._put_tokens(last)
         if cached_tokens is None:
             cached_tokens = last.num_cached_tokens or 0
         stopped = await self._stopped(last.outputs[0].finish_reason)
-        put(DecodeEnded(stopped, cached_tokens, kept=read_kept(last.kv_transfer_params)))
+        self._put(DecodeEnded(stopped, cached_tokens, kept=read_kept(last.kv_transfer_params)))
 
     def _output_arrived(self, output: RequestOutput | Exception) -> None:
         """Called by vLLM's task that reads the outputs of all requests, which must not fail."""
@@ -183,17 +182,17 @@ class DecodeRequest:
             self._last.set_exception(self._known_error(output))
         elif output.finished:
             self._last.set_result(output)
-        elif self._put is None:
+        elif self._early is not None:
             self._early.append(output)
         else:
-            self._put_tokens(self._put, output)
+            self._put_tokens(output)
 
-    def _put_tokens(self, put: Callable[[DecodeEvent], None], output: RequestOutput) -> None:
+    def _put_tokens(self, output: RequestOutput) -> None:
         if not output.outputs[0].token_ids:
             return
         self._has_tokens = True
         try:
-            put(self._tokens_of(output))
+            self._put(self._tokens_of(output))
         except Exception as error:  # noqa: BLE001
             self.fail(self._known_error(error))
 
