@@ -40,6 +40,7 @@ from bench.goodput.report import (
     Block,
     Factors,
     Objective,
+    asked_factors,
     attained,
     day_table,
     goodput_table,
@@ -235,12 +236,14 @@ class Bench:
         stretch, tokens = self._steps.since()
         idle = psutil.cpu_times_percent().idle / 100
         block = replace(block, idle=idle, stretch=stretch, computed_tokens=tokens)
+        factors = asked_factors(block.answers)
         shares = " ".join(
             f"{100 * attained(block.answers, self.alone, one):.0f} %" for one in FACTORS
         )
         print(
-            f"{block.way} {block.load} {block.fault} {block.rate:g}/s, seed {block.seed}: {len(block.answers)} "
-            f"requests, good {shares}, cached {block.cached:.2f}, idle {idle:.2f}, steps {stretch:.3f}",
+            f"{block.way}, {block.fault or block.load}, {block.rate:g}/s, seed {block.seed}, before {block.before}, "
+            f"{factors}: {len(block.answers)} requests, good {shares}, cached {block.cached:.2f}, idle {idle:.2f}, "
+            f"steps {stretch:.3f}",
             file=sys.stderr,
             flush=True,
         )

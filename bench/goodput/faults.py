@@ -58,6 +58,7 @@ class Faults:
         elif fault == "drained":
             registry, name = self._workers.deployment.registry, self._victim.spec.name
             await drain_worker(registry, name, None, wait=True, console=None)
+            await self._victim.process.wait()
         else:
             self._victim = await self._supervisor.add(self._victim.spec, _START_S)
             joined_s = self._victim.ready_s - self._victim.started_s
