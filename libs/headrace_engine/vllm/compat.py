@@ -79,8 +79,7 @@ def take_outputs(
     """From now on `take` gets each output or error of a request as it comes, without a task and an event for each."""
     outputs.put = take
     if outputs.output is not None:
-        early, outputs.output = outputs.output, None
-        take(early)
+        take(outputs.output)
 
 
 def set_vllm_environment(

@@ -120,8 +120,12 @@ class OutgoingStream:
         self._has_end = True
         self._on_change(self)
 
-    def move_to(self, message: _Message) -> bool:
-        """Moves the events that credit and room allow, at least one. Whether credit allows more."""
+    def mark_listed(self) -> None:
+        """`Outgoing` will call `move_to`."""
+        self.is_listed = True
+
+    def move_to(self, message: _Message) -> None:
+        """Moves the events that credit and room allow, at least one. It stays listed while credit allows more."""
         response, stream_id = message.response, self.stream_id
         if self._reserved is not None:
             response.reserved.add(stream_id=stream_id, reserved=self._reserved)
@@ -134,15 +138,15 @@ class OutgoingStream:
                 self._times = None
             self._move_tokens(message)
         if self._token_ids or not self._has_end:
-            return bool(self._token_ids) and self._credit > 0
-        self.sent_end = True
+            self.is_listed = bool(self._token_ids) and self._credit > 0
+            return
+        self.is_listed, self.sent_end = False, True
         if self._finished is not None:
             response.finished.add(stream_id=stream_id, finished=self._finished)
             message.use(self._finished.ByteSize())
         else:
             response.failures.add(stream_id=stream_id, status=self._status)
             message.use(len(self._status))
-        return False
 
     def _move_tokens(self, message: _Message) -> None:
         token_ids = self._token_ids
@@ -246,7 +250,7 @@ class Outgoing:
         while queue and message.room_bytes > 0:
             stream_id = next(iter(queue))
             stream = queue.pop(stream_id)
-            stream.is_listed = stream.move_to(message)
+            stream.move_to(message)
             if stream.is_listed:
                 unfinished[stream_id] = stream
             elif stream.sent_end:
@@ -260,7 +264,7 @@ class Outgoing:
         dropped = stream_id not in self._streams
         if dropped or not stream.sendable or stream_id in self._queue:
             return
-        stream.is_listed = True
+        stream.mark_listed()
         self._on_sendable()
         if stream.may_wait:
             self._waiting[stream_id] = stream
