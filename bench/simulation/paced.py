@@ -4,8 +4,7 @@
         [--bounds-of 0,1,2,3] [--load plain] [--accelerator 70b-4xh100] [--slowness 4] [--processes 2]
 
 `both` is replayed once for each pair of bounds, which its requests carry. Shares are means over the seeds, with the
-half width of their 95 % interval. `plain` has no step budget and computes each prompt where it is answered, on the
-worker with the fewest requests. Pools make the first token where the prompt is computed.
+half width of their 95 % interval. Pools make the first token where the prompt is computed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from bench.goodput.report import FACTORS, Factors, Objective
 from bench.gpu_pace.accelerators import ACCELERATORS, Pace
 from headrace_common.time_model.model import HandoverTimes, StepTimes
 from headrace_planner.settings import WorkerProfile
-from headrace_router.costs import Candidates
-from headrace_router.placement import Decision, Placement, PlacementRequest
 from headrace_simulator.job import RequestOutcome
 from headrace_simulator.replay import simulate
 from headrace_simulator.settings import SimulationSettings
@@ -57,20 +54,6 @@ def profile_of(pace: Pace) -> WorkerProfile:
     )
 
 
-class FewestRequests(Placement):
-    """Each prompt is computed where it is answered, by the worker with the fewest requests."""
-
-    def __init__(self, inner: Placement) -> None:
-        self._inner = inner
-
-    def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
-        table = candidates.decode
-        fewest = table.workers[int(table.requests.argmin())].ref
-        others = frozenset(one.ref for one in table.workers) - {fewest}
-        asked = replace(request, failed=others, local_only=True)
-        return self._inner.choose(asked, candidates)
-
-
 def replayed(
     options: argparse.Namespace, way: str, rate: float, factors: Factors | None, seed: int
 ) -> list[RequestOutcome]:
@@ -93,10 +76,10 @@ def replayed(
         ttft_s=1e-3 * objective.ttft_ms,
         itl_s=1e-3 * objective.tpot_ms,
         bounded=factors is not None,
+        early_refusal=options.refuse and factors is not None,
     )
     outcomes: list[RequestOutcome] = []
-    wrap = FewestRequests if kind == "plain" else lambda placement: placement
-    simulate(settings, profile_of(pace), trace, wrap=wrap, on_ended=outcomes.append)
+    simulate(settings, profile_of(pace), trace, on_ended=outcomes.append)
     if kind == "pools":
         outcomes = [replace(one, ttft_s=one.prompt_s) for one in outcomes]
     return outcomes
@@ -130,7 +113,7 @@ def main() -> None:
         arguments = [sys.executable, "-m", "bench.simulation.paced", *sys.argv[1:]]
         os.execve(sys.executable, arguments, {**os.environ, _HASH_SEED: "0"})
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ways", default="plain,pools-3-1,both")
+    parser.add_argument("--ways", default="pools-3-1,both")
     parser.add_argument("--rates", default="2.75,3.5", help="requests per second")
     parser.add_argument("--seeds", default="7")
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in a block")
@@ -139,6 +122,7 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=ACCELERATORS, default="70b-4xh100")
     parser.add_argument("--slowness", type=float, default=4.0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--refuse", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
     pace = ACCELERATORS[options.accelerator].slower(options.slowness)

@@ -22,6 +22,13 @@ from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_planner.settings import WorkerProfile
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
+from headrace_router.early_refusal import (
+    REQUEST_TARGET,
+    FirstTokenBound,
+    is_late,
+    predicted,
+    refusal,
+)
 from headrace_router.placement import Decision, KvAware, Placement, PlacementRequest, RoutePolicy
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
@@ -212,12 +219,25 @@ class SimulatedRouter:
             except NoDecodeWorker:
                 return None
             worker = self._workers[decision.worker.ref]
+            if not refused:
+                self._refuse_late(job, decision, worker)
             try:
                 cached_tokens = worker.reserve(job)
             except DecodeFull:
                 refused |= {decision.worker.ref}
                 continue
             return decision, worker, cached_tokens
+
+    def _refuse_late(self, job: Job, decision: Decision, worker: SimulatedWorker) -> None:
+        """Raises FirstTokenLate as a router does among workers of both roles."""
+        settings, first_s = self._settings, decision.first_s
+        if not settings.early_refusal or first_s is None:
+            return
+        elapsed_s = self._loop.time() - job.arrival_s
+        prediction = predicted(elapsed_s, decision, first_s, worker.load().times)
+        bound = FirstTokenBound(settings.ttft_s, REQUEST_TARGET)
+        if is_late(prediction, bound):
+            raise refusal(prediction, bound)
 
     def _placement_request(self, job: Job, refused: frozenset[WorkerRef]) -> PlacementRequest:
         return PlacementRequest(

@@ -74,6 +74,7 @@ class SimulationSettings(_Settings):
     ttft_s: PositiveSeconds = 0.5
     itl_s: PositiveSeconds = 0.05
     bounded: bool = True
+    early_refusal: bool = False
     seed: NonNegativeCount = 0
     scaling: ScalingSettings = ScalingSettings()
 

@@ -208,8 +208,7 @@ FIELDS = {
         "model dtype seed max_model_len tensor_parallel_size pipeline_parallel_size block_size "
         "num_gpu_blocks_override max_num_seqs max_num_batched_tokens enable_prefix_caching "
         "speculative_config "
-        "kv_events_config enable_chunked_prefill long_prefill_token_threshold "
-        "long_prefill_token_threshold_adaptive limit_mm_per_prompt enforce_eager kv_cache_memory_bytes "
+        "kv_events_config enable_chunked_prefill limit_mm_per_prompt enforce_eager kv_cache_memory_bytes "
         "gpu_memory_utilization async_scheduling skip_tokenizer_init generation_config "
         "disable_log_stats use_tqdm_on_load worker_extension_cls kv_transfer_config"
     ),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from headrace_common.time_model.model import StepTimes
 from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.service import launch
 from headrace_kv.layout import WorkerRef
@@ -53,7 +54,9 @@ def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> N
     assert plain["left_blocks"] == ahead["left_blocks"] == [0, 0]
 
 
-def config_of(role: Role, *, ahead: bool | None, connector: str = "IdleConnector") -> Any:
+def config_of(
+    role: Role, *, ahead: bool | None, connector: str = "IdleConnector", **more: Any
+) -> Any:
     """vLLM's configuration as a worker of the role makes it, with a connector that transfers nothing."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -67,13 +70,14 @@ def config_of(role: Role, *, ahead: bool | None, connector: str = "IdleConnector
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         async_scheduling=ahead,
+        **more,
         kv_transfer_config={
             "kv_connector": connector,
             "kv_connector_module_path": "tests.vllm.idle_connector",
             "kv_role": launch.kv_role(ours),
         },
     ).create_engine_config()
-    launch._choose_scheduler(config, ahead, bounded=ours.receives)
+    launch._choose_scheduler(config, ahead)
     return config
 
 
@@ -149,6 +153,22 @@ def test_a_request_runs_in_the_first_step_that_is_planned_after_its_kv(ahead: bo
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_short_prompt_overtakes_a_begun_one_for_a_step(ahead: bool) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    scheduler = scheduler_of(config_of("prefill", ahead=ahead, max_num_batched_tokens=64))
+    scheduler.connector.step_times = StepTimes(s_per_prompt_token=1.0, prompt_steps=5)
+    for name, tokens in (("long", 160), ("short", 20)):
+        scheduler.add_request(Request(name, list(range(tokens)), SamplingParams(max_tokens=2), None))
+        if name == "long":
+            assert scheduler.schedule().num_scheduled_tokens == {"long": 64}
+    assert scheduler.schedule().num_scheduled_tokens == {"short": 20}
+    assert scheduler.schedule().num_scheduled_tokens["long"] >= 63
+
+
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("role", "ahead", "expected"),
     [
@@ -157,8 +177,8 @@ def test_a_request_runs_in_the_first_step_that_is_planned_after_its_kv(ahead: bo
         ("decode", False, "BudgetScheduler"),
         ("decode", True, "BudgetAsyncScheduler"),
         ("both", True, "BudgetAsyncScheduler"),
-        ("prefill", None, "Scheduler"),
-        ("prefill", True, "AsyncScheduler"),
+        ("prefill", None, "BudgetScheduler"),
+        ("prefill", True, "BudgetAsyncScheduler"),
     ],
 )
 def test_the_user_decides_or_vllm_by_the_platform(

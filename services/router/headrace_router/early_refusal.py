@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
+from headrace_common.time_model.model import TimeModel
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import ArrivedRequest
 from headrace_router.dispatch.attempt import RoutedRequest
@@ -72,6 +73,15 @@ class FirstTokenPrediction:
     def total_s(self) -> float:
         """From the arrival to the first token."""
         return self.elapsed_s + self.slot_wait_s + self.queue_wait_s + self.prefill_s
+
+
+def predicted(
+    elapsed_s: float, decision: Decision, first_s: float, times: TimeModel
+) -> FirstTokenPrediction:
+    """By the time to first token of a placement, on a worker with these times."""
+    prefill_s = min(first_s, times.step_s(decision.missing_tokens) or 0.0)
+    error_s = first_s * min(_ERROR_MAX, times.steps.error_p90)
+    return FirstTokenPrediction(elapsed_s, 0.0, first_s - prefill_s, prefill_s, error_s)
 
 
 def is_late(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> bool:
@@ -146,14 +156,7 @@ class EarlyRefusal:
         if decision.first_s is not None and table.times.age_s <= _AGE_MAX_S:
             load = table.load(decision.worker.ref)
             times = NO_TIMES if load is None else load.times
-            prefill_s = min(decision.first_s, times.step_s(decision.missing_tokens) or 0.0)
-            prediction = FirstTokenPrediction(
-                request.elapsed_s,
-                0.0,
-                decision.first_s - prefill_s,
-                prefill_s,
-                error_s=decision.first_s * min(_ERROR_MAX, times.steps.error_p90),
-            )
+            prediction = predicted(request.elapsed_s, decision, decision.first_s, times)
         else:
             prediction = self._predict(request, bound, decision=decision)
         self._predicted(request, bound, prediction)

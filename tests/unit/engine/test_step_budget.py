@@ -13,6 +13,7 @@ from headrace_engine.step_budget import (
     NextPrompt,
     TokenBounds,
     prompt_budget,
+    turns,
 )
 
 _TIMES = StepTimes(
@@ -98,3 +99,41 @@ def test_an_answer_may_end_soon_before_it_is_long() -> None:
     assert pace.due(1, 1_000).later_tokens < 20
     assert 200 < pace.due(200, 1_000).later_tokens < 220
     assert pace.due(990, 1_000).later_tokens == 9
+
+
+def _bounded(tokens: int, due_s: float, first_s: float = 2.0) -> NextPrompt:
+    return NextPrompt(TokenBounds(due_s, first_s), tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "order"),
+    [
+        # 1,000 tokens take 0.3 s. The earliest due is first, whatever came first.
+        ([_bounded(1_000, 1.0), _bounded(1_000, 0.8)], [1, 0]),
+        # The second cannot be in time behind the longer one, which cannot be in time before it.
+        ([_bounded(3_000, 1.0), _bounded(1_000, 1.1)], [1, 0]),
+        ([_bounded(3_000, 1.0), _bounded(1_000, 1.3)], [0, 1]),
+        # Alone it takes too long, so it delays no other one.
+        ([_bounded(4_000, 1.0), _bounded(1_000, 1.4)], [1, 0]),
+        # It waited for so many times its bound that it is first.
+        ([_bounded(1_000, 1.0), _bounded(4_000, -13.0)], [1, 0]),
+        # Without bounds, a short one is before a longer one that came a little earlier, and not much earlier.
+        ([NextPrompt(TokenBounds(), 1_000), NextPrompt(TokenBounds(), 100, 0, 0.5)], [1, 0]),
+        ([NextPrompt(TokenBounds(), 1_000), NextPrompt(TokenBounds(), 100, 0, 0.9)], [0, 1]),
+    ],
+)
+def test_most_prompts_keep_their_bounds_and_none_starves(
+    prompts: list[NextPrompt], order: list[int]
+) -> None:
+    assert turns(0.0, _TIMES, None, prompts) == order
+
+
+def test_prompts_are_late_by_the_time_that_answers_leave() -> None:
+    prompts = [_bounded(3_000, 1.5), _bounded(1_000, 1.55)]
+    assert turns(0.0, _TIMES, None, prompts) == [0, 1]
+    # Steps of 12 ms with answers leave three quarters of the time.
+    assert turns(0.0, _TIMES, _answers(0.05), prompts) == [1, 0]
+
+
+def test_prompts_keep_their_order_while_times_are_unknown() -> None:
+    assert turns(0.0, NO_STEPS, None, [_bounded(1_000, 1.0), _bounded(10, 0.5)]) == [0, 1]

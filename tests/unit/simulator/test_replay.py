@@ -119,8 +119,8 @@ def scaled(scaling: Scaling) -> dict[str, Any]:
 
 
 def rising_load() -> list[TraceRequest]:
-    """Two minutes with little load, five with much, then five with little."""
-    times = [*range(0, 120, 10), *(120 + number / 3 for number in range(900)), *range(420, 720, 10)]
+    """Two minutes with little load, five with much, then seven with little."""
+    times = [*range(0, 120, 10), *(120 + number / 3 for number in range(900)), *range(420, 840, 10)]
     return [request(number, float(at)) for number, at in enumerate(times)]
 
 

@@ -1,9 +1,10 @@
-"""vLLM's schedulers, with requests in the first step after their KV, and a budget of prompt tokens for each step."""
+"""vLLM's schedulers, with requests in the first step after their KV, and an order and budget of prompts in a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,6 +20,7 @@ from headrace_engine.step_budget import (
     NextPrompt,
     TokenBounds,
     prompt_budget,
+    turns,
 )
 from headrace_engine.vllm.settings import BOUNDS_KEY, waits_for_kv
 
@@ -28,15 +30,14 @@ if TYPE_CHECKING:
 
 
 class _StepBudget(Scheduler):
-    """Before each step, sets how many tokens vLLM may schedule. Answers come before prompts.
-
-    Without bounds of the running answers it changes nothing.
-    """
+    """Before each step, puts the prompts in order, and sets how many tokens vLLM may schedule. Answers come first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._most_tokens: int = self.max_num_scheduled_tokens
         self._paces: dict[str, AnswerPace] = {}
+        self._overtaking = ""
+        """The waiting prompt for which begun ones were put off last."""
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -47,7 +48,24 @@ class _StepBudget(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._add_received()
-        budget = self._prompt_budget()
+        prompts = self._prompts()
+        if not prompts:
+            self.max_num_scheduled_tokens = self._most_tokens
+            return super().schedule(throttle_prefills)
+        now_s = time.monotonic()
+        answers = self._answers(now_s)
+        times: StepTimes = getattr(self.connector, "step_times", NO_STEPS)
+        followed = [_prompt_of(one, now_s) for one in prompts]
+        order = turns(now_s, times, answers, followed)
+        put_off = self._put_in_order([prompts[index] for index in order])
+        budget = prompt_budget(now_s, times, answers, (followed[index] for index in order))
+        try:
+            return self._schedule_within(budget, throttle_prefills)
+        finally:
+            self.running += put_off
+
+    def _schedule_within(self, budget: int | None, throttle_prefills: bool) -> SchedulerOutput:
+        """A step with at most `budget` prompt tokens, if it has a limit."""
         if budget is None:
             self.max_num_scheduled_tokens = self._most_tokens
             return super().schedule(throttle_prefills)
@@ -57,7 +75,6 @@ class _StepBudget(Scheduler):
         tokens = answers + max(1, budget)
         self.max_num_scheduled_tokens = min(self._most_tokens, tokens)
         if budget:
-            self.running.sort(key=_is_prompt)
             return super().schedule(throttle_prefills)
         # vLLM's own way to leave out prompts, unless many wait.
         self.prefill_capacity_bound = False
@@ -73,16 +90,29 @@ class _StepBudget(Scheduler):
         self._paces.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
-    def _prompt_budget(self) -> int | None:
-        """None where it does not matter."""
-        if not self.waiting and not any(map(_is_prompt, self.running)):
-            return None
-        now_s = time.monotonic()
-        answers = self._answers(now_s)
-        if answers is None:
-            return None
-        times: StepTimes = getattr(self.connector, "step_times", NO_STEPS)
-        return prompt_budget(now_s, times, answers, self._prompts())
+    def _put_in_order(self, prompts: Sequence[Request]) -> list[Request]:
+        """Puts answers before the prompts, and these in this order. Returns begun ones that this step leaves out.
+
+        vLLM computes those that run before any that waits.
+        """
+        turn_of = {one.request_id: turn for turn, one in enumerate(prompts)}
+        self.running.sort(key=lambda one: turn_of.get(one.request_id, -1))
+        begun = {one.request_id for one in self.running}
+        waiting = [one for one in prompts if one.request_id not in begun]
+        if not waiting or not isinstance(self.waiting, deque):
+            return []
+        others = [one for one in self.waiting if one.request_id not in turn_of]
+        self.waiting.clear()
+        self.waiting.extend([*others, *waiting])
+        first = waiting[0].request_id
+        later = [one for one in self.running if turn_of.get(one.request_id, -1) > turn_of[first]]
+        # One that cannot run yet must not put off others again.
+        room = self.max_num_running_reqs - len(self.running) - len(self.waiting)
+        if not later or room < 0 or first == self._overtaking:
+            return []
+        self._overtaking = first
+        del self.running[-len(later) :]
+        return later
 
     def _answers(self, now_s: float) -> Answers | None:
         """None where no running answer has a bound."""
@@ -103,14 +133,10 @@ class _StepBudget(Scheduler):
             due.append(pace.due(request.num_output_tokens, request.max_tokens))
         return Answers(running, context, due) if due else None
 
-    def _prompts(self) -> Iterator[NextPrompt]:
-        """The prompts in the order in which vLLM computes them."""
-        for request in self.running:
-            if request.is_prefill_chunk:
-                yield _prompt_of(request)
-        for request in self.waiting:
-            if not waits_for_kv(request.kv_transfer_params):
-                yield _prompt_of(request)
+    def _prompts(self) -> list[Request]:
+        """In the order in which vLLM would compute them."""
+        waiting = (one for one in self.waiting if not waits_for_kv(one.kv_transfer_params))
+        return [*filter(_is_prompt, self.running), *waiting]
 
 
 class BudgetScheduler(_StepBudget):
@@ -137,6 +163,11 @@ def _next_tokens(request: Request) -> int:
     return max(1, int(known - request.num_computed_tokens))
 
 
-def _prompt_of(request: Request) -> NextPrompt:
+def _prompt_of(request: Request, now_s: float) -> NextPrompt:
     computed = int(request.num_computed_tokens)
-    return NextPrompt(_bounds_of(request), int(request.num_tokens) - computed, computed)
+    missing = int(request.num_tokens) - computed
+    if request.num_output_tokens:
+        # An answer that vLLM has stopped for want of blocks goes on first.
+        return NextPrompt(NO_BOUNDS, missing, computed)
+    arrival_s = now_s - (time.time() - request.arrival_time)
+    return NextPrompt(_bounds_of(request), missing, computed, arrival_s)

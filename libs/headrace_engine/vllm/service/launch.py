@@ -205,7 +205,7 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
     try:
         args, adapters = _engine_args(config, folder, link_path)
         vllm_config = args.create_engine_config()
-        _choose_scheduler(vllm_config, args.async_scheduling, bounded=config.receives)
+        _choose_scheduler(vllm_config, args.async_scheduling)
         place = group_place(vllm_config)
         if place is not None:
             log.info(
@@ -224,20 +224,14 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
         ) from exc
 
 
-def _choose_scheduler(
-    vllm_config: VllmConfig, async_scheduling: bool | None, *, bounded: bool
-) -> None:
-    """Unless the user has chosen, vLLM decides by the platform whether steps are planned ahead.
-
-    A `bounded` scheduler needs answers with bounds, and changes nothing without them.
-    """
+def _choose_scheduler(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
+    """Unless the user has chosen, vLLM decides by the platform whether steps are planned ahead."""
     scheduler = vllm_config.scheduler_config
     if async_scheduling:
         # For CPUs, vLLM turns it off whatever the user has chosen, although it works there.
         scheduler.async_scheduling = True
-    if bounded:
-        ahead = schedules_ahead(vllm_config)
-        scheduler.scheduler_cls = BUDGET_ASYNC_SCHEDULER if ahead else BUDGET_SCHEDULER
+    ahead = schedules_ahead(vllm_config)
+    scheduler.scheduler_cls = BUDGET_ASYNC_SCHEDULER if ahead else BUDGET_SCHEDULER
 
 
 def _caches_prefixes(folder: ModelFolder) -> bool:
@@ -358,10 +352,6 @@ def _engine_args(
         enable_chunked_prefill=True,
         # Requests have no others. vLLM would reserve memory for the largest ones.
         limit_mm_per_prompt={"video": 0, "audio": 0},
-        # Prompts share each step of a prefill worker. Else a short one would wait until long ones, perhaps of another
-        # tenant, have ended. A prompt alone has the whole step.
-        long_prefill_token_threshold=1 if config.role == "prefill" else 0,
-        long_prefill_token_threshold_adaptive=config.role == "prefill",
         **_device_args(config, folder, on_cpu=runs_on_cpu()),
         # vLLM needs the tokenizer for structured outputs only.
         skip_tokenizer_init=not folder.has_tokenizer,
