@@ -97,11 +97,9 @@ class PlannerMetrics:
     def __init__(self, telemetry: Telemetry) -> None:
         store = telemetry.metrics.store
         self._telemetry = telemetry
-        self._current = store.gauge(schema.METRIC_PLANNER_CURRENT, schema.ATTRIBUTE_MEMBER_ROLE)
-        self._target = store.gauge(schema.METRIC_PLANNER_TARGET, schema.ATTRIBUTE_MEMBER_ROLE)
-        self._decisions = store.counter(
-            schema.METRIC_PLANNER_DECISIONS, schema.ATTRIBUTE_PLANNER_OUTCOME
-        )
+        self._current = store.gauge(schema.METRIC_PLANNER_CURRENT)
+        self._target = store.gauge(schema.METRIC_PLANNER_TARGET)
+        self._decisions = store.counter(schema.METRIC_PLANNER_DECISIONS)
         self._missed = store.counter(schema.METRIC_PLANNER_MISSED_SAMPLES)
 
     def count_miss(self) -> None:
@@ -157,51 +155,43 @@ class TargetBoard:
 
     def __init__(self, planner: str) -> None:
         self._planner = planner
-        self._target: Target | None = None
-        self._pending = False
+        self.target: Target | None = None
+        """The target in force, None before the first."""
+        self.pending = False
+        """Whether the target waits for its acknowledgement."""
         self._closed = False
         self._changed = asyncio.Event()
-
-    @property
-    def target(self) -> Target | None:
-        """The target in force, None before the first."""
-        return self._target
-
-    @property
-    def pending(self) -> bool:
-        """Whether the target waits for its acknowledgement."""
-        return self._pending
 
     def publish(
         self, number: int, current: WorkerCounts, counts: WorkerCounts, decided_unix_s: float
     ) -> Target:
         """Replaces the target by that of a decision."""
-        self._target = Target(f"{self._planner}-{number}", number, current, counts, decided_unix_s)
-        self._pending = True
+        self.target = Target(f"{self._planner}-{number}", number, current, counts, decided_unix_s)
+        self.pending = True
         self._wake()
-        return self._target
+        return self.target
 
     def settle(self) -> None:
         """The target waits for no acknowledgement any more."""
-        self._pending = False
+        self.pending = False
 
     def require(self, target_id: str) -> Target:
         """The target in force. Raises NotFound when it has another id."""
-        if self._target is None or self._target.id != target_id:
-            in_force = self._target.id if self._target is not None else "none"
+        if self.target is None or self.target.id != target_id:
+            in_force = self.target.id if self.target is not None else "none"
             raise NotFound(
                 f"{target_id} is not the target in force, which is {in_force}: watch the targets again",
                 metadata={"target_id": target_id, "in_force": in_force},
             )
-        return self._target
+        return self.target
 
     async def wait_other(self, seen_id: str) -> Target:
         """The target in force, once its id differs from `seen_id`. Raises Draining after `close`."""
         while True:
             if self._closed:
                 raise Draining("the planner shuts down")
-            if self._target is not None and self._target.id != seen_id:
-                return self._target
+            if self.target is not None and self.target.id != seen_id:
+                return self.target
             await self._changed.wait()
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
     metrics = Metrics(resource, config.otlp_endpoint, readable=config.serves_metrics)
     corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
 
-    members = metrics.store.gauge(schema.METRIC_MEMBERS, schema.ATTRIBUTE_MEMBER_ROLE)
+    members = metrics.store.gauge(schema.METRIC_MEMBERS)
 
     async def sample() -> None:
         while True:
