@@ -43,6 +43,24 @@ async def end_task(task: asyncio.Task[_Result] | None) -> None:
         await asyncio.wait([task])
 
 
+class BackgroundTasks:
+    """Tasks that their owner starts, and waits for at its own end. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
+        """Starts a task, or keeps one that runs."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait(self) -> None:
+        """Returns when none is left."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         _log.critical("%s ended because of a bug", task.get_name(), exc_info=task.exception())
