@@ -31,7 +31,8 @@ from headrace_frontend.openai.conversion import (
 )
 from headrace_frontend.openai.errors import HttpError
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.intake import Intake, OpenAiParts, openai_names
+from headrace_frontend.openai.intake import Intake, openai_names
+from headrace_frontend.openai.parts import ClientParts
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -83,7 +84,7 @@ class Generation:
 class Answering:
     """Answers generations."""
 
-    def __init__(self, parts: OpenAiParts, intake: Intake) -> None:
+    def __init__(self, parts: ClientParts, intake: Intake) -> None:
         self._parts = parts
         self._intake = intake
 
@@ -277,7 +278,7 @@ def _leave_out_answer(message: inference_pb2.GenerateResponse) -> None:
 class TokenizeRoutes:
     """Answers about tokens, without a worker."""
 
-    def __init__(self, parts: OpenAiParts, intake: Intake) -> None:
+    def __init__(self, parts: ClientParts, intake: Intake) -> None:
         self._parts = parts
         self._intake = intake
 
@@ -339,7 +340,7 @@ class TokenizeRoutes:
 class GenerateRoutes:
     """Makes requests of the InferenceService from bodies, and formats for the answers."""
 
-    def __init__(self, parts: OpenAiParts, intake: Intake) -> None:
+    def __init__(self, parts: ClientParts, intake: Intake) -> None:
         self._parts = parts
         self._intake = intake
         self._answering = Answering(parts, intake)

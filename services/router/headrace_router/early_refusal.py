@@ -18,8 +18,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import ArrivedRequest
-from headrace_router.dispatch.attempt import RoutedRequest
+from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -133,7 +132,7 @@ class EarlyRefusal:
         if is_late(prediction, bound):
             self._predicted(request, bound, prediction)
 
-    def check_placed(self, routed: RoutedRequest, decision: Decision) -> None:
+    def check_placed(self, routed: AdmittedRequest, decision: Decision) -> None:
         """Refuses a request by its first placement."""
         prepared, arrival_ns = routed.prepared, routed.timeline.arrival_ns
         request = ArrivedRequest(prepared, routed.deadline, arrival_ns, routed.root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass
 
 from headrace.inference.v1 import inference_pb2
@@ -11,11 +12,11 @@ from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.registry.view import RegistryView
 from headrace_decode.attempts import Attempts
-from headrace_decode.http.own_attempt import OwnAttempt, OwnRequest
+from headrace_decode.http.own_attempt import OwnAttempt
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import BlockShares, RoomQueue
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import finish_response
+from headrace_frontend.running.completion import AdmittedRequest, finish_response
 from headrace_kv.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
@@ -45,13 +46,13 @@ class OwnDispatcher:
         self._blocks = blocks
         self._room = RoomQueue(worker.attempts)
 
-    async def run(self, request: OwnRequest) -> None:
+    async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
         request.timeline.slot_wanted()
-        async with self._blocks.holding(request.prepared, request.deadline):
+        with closing(await self._blocks.acquire(request.prepared, request.deadline)):
             await self._run(request)
 
-    async def _run(self, request: OwnRequest) -> None:
+    async def _run(self, request: AdmittedRequest) -> None:
         request.response.attempt_started(self._worker.ref)
         remote = self._prefills_remotely(request.prepared)
         attempt, attempts = self._new_attempt(request, remote=remote), 1
@@ -68,7 +69,7 @@ class OwnDispatcher:
             request, outcome, attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
         )
 
-    def _new_attempt(self, request: OwnRequest, *, remote: bool) -> OwnAttempt:
+    def _new_attempt(self, request: AdmittedRequest, *, remote: bool) -> OwnAttempt:
         worker = self._worker
         return OwnAttempt(
             request,

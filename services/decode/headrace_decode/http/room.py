@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from typing import Final
 
 from headrace.decode.v1 import decode_pb2
@@ -13,7 +13,7 @@ from headrace_common.errors import DeadlineExceeded, DecodeFull
 from headrace_decode.admission import Capacity
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.attempts import Attempts
-from headrace_frontend.admission.admission import BoundedResource
+from headrace_frontend.admission.admission import BoundedResource, Held
 from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.request.validation import PreparedRequest
 
@@ -32,14 +32,12 @@ class BlockShares:
         self.pool = FairPool(capacity.usable_blocks, weights, queue_above_share=True)
         self._blocks = BoundedResource("blocks", "KV blocks", self.pool, wait_s)
 
-    def holding(
-        self, request: PreparedRequest, deadline: Deadline
-    ) -> AbstractAsyncContextManager[None]:
-        """Blocks for a request over the block. Raises QueueFull or DeadlineExceeded."""
+    async def acquire(self, request: PreparedRequest, deadline: Deadline) -> Held:
+        """Blocks for a request. Raises QueueFull or DeadlineExceeded."""
         needed = self._capacity.blocks_for(len(request.token_ids), request.sampling.max_tokens)
         # The engine rejects a request for more blocks than there are.
         blocks = min(needed, self._capacity.usable_blocks)
-        return self._blocks.holding(request.tenant, blocks, deadline, request.priority)
+        return await self._blocks.acquire(request.tenant, blocks, deadline, request.priority)
 
 
 class RoomQueue:

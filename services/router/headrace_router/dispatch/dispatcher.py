@@ -16,18 +16,14 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AttemptOutcome, finish_response
+from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
 from headrace_router.decode_link.link import DecodeLinks
-from headrace_router.dispatch.attempt import (
-    Attempt,
-    AttemptPlan,
-    RoutedRequest,
-)
+from headrace_router.dispatch.attempt import Attempt, AttemptPlan
 from headrace_router.dispatch.messages import first_token_maker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import Decision, Placement, PlacementRequest, RoutePolicy
@@ -66,7 +62,7 @@ class RequestDispatcher:
         migration_wait_s: float,
         on_migration: Callable[[str], None],
         clocks: WorkerClocks,
-        check_placed: Callable[[RoutedRequest, Decision], None] = lambda request, decision: None,
+        check_placed: Callable[[AdmittedRequest, Decision], None] = lambda request, decision: None,
     ) -> None:
         """`on_migration` gets the error's reason each time that a response that has started needs another attempt.
 
@@ -85,7 +81,7 @@ class RequestDispatcher:
         self._lengths = AnswerLengths()
         self._ticket_key_id = ticket_key_id
 
-    async def run(self, request: RoutedRequest) -> None:
+    async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
 
         Raises the last attempt's error when no other attempt may be made.
@@ -96,7 +92,7 @@ class RequestDispatcher:
         outcome: AttemptOutcome | None = None
         while outcome is None and not request.response.ended_by:
             await self._wait_for_worker(request, retries, number)
-            timeline = request.timeline.attempt_started(AttemptTimeline(self._clocks))
+            timeline = self._new_timeline(request.timeline)
             token_ids = request.prefix_ids
             decision = self._route(
                 request=request.prepared,
@@ -149,7 +145,7 @@ class RequestDispatcher:
     def route(
         self,
         request: PreparedRequest,
-        timeline: RequestTimeline[AttemptTimeline],
+        timeline: RequestTimeline,
         deadline: Deadline,
         avoid: Collection[str] = (),
     ) -> Decision:
@@ -161,7 +157,7 @@ class RequestDispatcher:
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
-        attempt = timeline.attempt_started(AttemptTimeline(self._clocks))
+        attempt = self._new_timeline(timeline)
         targets = self._targets(request, timeline.arrival_ns)
         return self._route(request, token_ids, attempt, deadline, retries, targets)
 
@@ -195,13 +191,18 @@ class RequestDispatcher:
             planned=planned,
         )
 
+    def _new_timeline(self, request: RequestTimeline) -> AttemptTimeline:
+        timeline = AttemptTimeline(self._clocks)
+        request.attempts.append(timeline)
+        return timeline
+
     @property
     def _budget(self) -> int:
         policy = self._policy()
         return policy.retry_budget if policy.HasField("retry_budget") else _RETRY_BUDGET
 
     async def _wait_for_worker(
-        self, request: RoutedRequest, retries: RetryState, attempts: int
+        self, request: AdmittedRequest, retries: RetryState, attempts: int
     ) -> None:
         """Waits for a reachable decode worker, rather than spend retries on dead ones.
 
@@ -221,7 +222,7 @@ class RequestDispatcher:
             await asyncio.sleep(_POLL_INTERVAL_S)
             retries.readmit_full_workers()
 
-    async def _wait_for_slot(self, request: RoutedRequest, retries: RetryState) -> None:
+    async def _wait_for_slot(self, request: AdmittedRequest, retries: RetryState) -> None:
         """Waits while every worker that could serve the request had no free slot just now."""
         while retries.full and not request.deadline.expired:
             if self._available(request.prepared, retries):
@@ -310,7 +311,7 @@ class RequestDispatcher:
 
     def _plan(
         self,
-        request: RoutedRequest,
+        request: AdmittedRequest,
         token_ids: array[int],
         decision: Decision,
         links: DecodeLinks,
@@ -359,7 +360,7 @@ class RequestDispatcher:
             self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
 
     async def _run_attempt(
-        self, request: RoutedRequest, attempt: Attempt, number: int, retries: RetryState
+        self, request: AdmittedRequest, attempt: Attempt, number: int, retries: RetryState
     ) -> AttemptOutcome | None:
         """The outcome, or None after a failure if another attempt may be made or the response is complete.
 
