@@ -46,7 +46,7 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
     async def sample() -> None:
         while True:
             corrupt.set(store.corrupt_record_count)
-            members.replace(Counter(map(_role_name, store.members.values())))
+            members.replace(Counter(map(_role_name, store.feed.members.values())))
             await asyncio.sleep(_INTERVAL_S)
 
     task = run_forever(sample(), "registry-metrics") if metrics.has_readers else None

@@ -92,14 +92,14 @@ async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
     await fails(store.register(worker("decode-9"), LEASE_S))
     await fails(store.keep_alive(leases[0]))
     await fails(store.set_policy(registry_pb2.Policy(), 0))
-    assert len(store.members) == 3
+    assert len(store.feed.members) == 3
     assert await store.get_descriptor(reference(members[0])) == kv_descriptor()
     assert not change.done()
     await asyncio.to_thread(etcd.start)
     await until_renewed(store, leases[0])
     for lease_id in leases:
         assert await store.keep_alive(lease_id) is not None
-    assert {member.worker_id for member in store.members.values()} == {
+    assert {member.worker_id for member in store.feed.members.values()} == {
         member.worker_id for member in before.snapshot.members
     }
     registration = await store.register(worker("decode-3"), LEASE_S)
