@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from opentelemetry.trace import Span
 
@@ -22,7 +22,7 @@ from headrace_common.errors import (
 )
 from headrace_common.tickets import TicketKey
 from headrace_decode.event_buffer import EventBuffer
-from headrace_decode.proto import kept_to_proto, tokens_to_proto
+from headrace_decode.proto import kept_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import (
@@ -46,9 +46,6 @@ ERROR_MARGIN_S = 0.5
 ERROR_MARGIN_SHARE = 0.1
 
 
-AttemptEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
-
-
 class Progress(NamedTuple):
     """New tokens, and the end if it was reached.
 
@@ -63,8 +60,8 @@ class Progress(NamedTuple):
 class DecodeAttempt:
     """Owns all resources of one attempt, and runs it for one caller.
 
-    The HTTP API reads `events`. A link calls `reserve` and `wait_ready`, then `take` whenever the attempt is readable.
-    Both call `end` in any case. `error` is the result; None once the attempt has reached its end.
+    That calls `reserve` and `wait_ready`. Then a link calls `take` whenever the attempt is readable, and the HTTP API
+    calls `read`. Both call `end` in any case. `error` is the result; None once the attempt has reached its end.
     """
 
     def __init__(
@@ -148,18 +145,10 @@ class DecodeAttempt:
         with self._recorded():
             return self._progress(self._buffer.take())
 
-    async def events(self) -> AsyncGenerator[AttemptEvent, None]:
-        """Reserved, then tokens as they come, and Finished. Raises HeadraceError."""
-        yield await self.reserve()
-        await self.wait_ready()
-        while True:
-            with self._recorded():
-                progress = self._progress(await self._buffer.read(self._deadline))
-            if progress.tokens:
-                yield tokens_to_proto(progress.tokens)
-            if progress.finished is not None:
-                yield progress.finished
-                return
+    async def read(self) -> Progress:
+        """As `take`, once there are events."""
+        with self._recorded():
+            return self._progress(await self._buffer.read(self._deadline))
 
     @property
     def readable(self) -> bool:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
-from dataclasses import dataclass
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.registry.view import RegistryView
-from headrace_decode.attempts import Attempts
 from headrace_decode.http.own_attempt import OwnAttempt
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import BlockShares, RoomQueue
@@ -24,27 +22,28 @@ _LOG = logging.getLogger(__name__)
 _FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnWorker:
-    """The worker that runs the requests. `members` has the prefill workers and the policy."""
-
-    ref: WorkerRef
-    model: str
-    attempts: Attempts
-    prefills: RouterPrefills
-    members: RegistryView
-
-
 class OwnDispatcher:
     """Runs requests on this worker.
 
     A prompt goes to a prefill worker through a router. If that fails before the first token, this worker prefills it.
     """
 
-    def __init__(self, worker: OwnWorker, blocks: BlockShares) -> None:
-        self._worker = worker
+    def __init__(
+        self,
+        ref: WorkerRef,
+        model: str,
+        room: RoomQueue,
+        blocks: BlockShares,
+        prefills: RouterPrefills,
+        members: RegistryView,
+    ) -> None:
+        """`members` has the prefill workers and the policy."""
+        self._ref = ref
+        self._model = model
+        self._room = room
         self._blocks = blocks
-        self._room = RoomQueue(worker.attempts)
+        self._prefills = prefills
+        self._members = members
 
     async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
@@ -53,7 +52,7 @@ class OwnDispatcher:
             await self._run(request)
 
     async def _run(self, request: AdmittedRequest) -> None:
-        request.response.attempt_started(self._worker.ref)
+        request.response.attempt_started(self._ref)
         remote = self._prefills_remotely(request.prepared)
         attempt, attempts = self._new_attempt(request, remote=remote), 1
         try:
@@ -70,28 +69,23 @@ class OwnDispatcher:
         )
 
     def _new_attempt(self, request: AdmittedRequest, *, remote: bool) -> OwnAttempt:
-        worker = self._worker
+        incarnation = self._ref.incarnation
         return OwnAttempt(
-            request,
-            worker.ref.incarnation,
-            remote=remote,
-            room=self._room,
-            prefills=worker.prefills,
+            request, incarnation, remote=remote, room=self._room, prefills=self._prefills
         )
 
     def _prefills_remotely(self, prepared: PreparedRequest) -> bool:
-        worker = self._worker
         adapter = prepared.adapter
-        missing_min = max(1, worker.members.policy.local_prefill_max_tokens)
+        missing_min = max(1, self._members.policy.local_prefill_max_tokens)
         return (
-            worker.prefills.available
+            self._prefills.available
             and prepared.placement != inference_pb2.PREFILL_PLACEMENT_LOCAL
             # EnqueueRequest has no images.
             and not prepared.images
             and len(prepared.token_ids) - 1 >= missing_min
             and any(
-                member.model == worker.model
+                member.model == self._model
                 and (adapter is None or adapter in adapters_from_proto(member.adapters))
-                for member in worker.members.of_role(*COMPUTE_PROMPTS)
+                for member in self._members.of_role(*COMPUTE_PROMPTS)
             )
         )

@@ -18,9 +18,9 @@ from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.config import DecodeConfig
-from headrace_decode.http.dispatcher import OwnDispatcher, OwnWorker
+from headrace_decode.http.dispatcher import OwnDispatcher
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_decode.http.room import BlockShares
+from headrace_decode.http.room import BlockShares, RoomQueue
 from headrace_engine.interface import Engine
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import served_model
@@ -64,26 +64,20 @@ class _OwnModel:
     def list_models(self) -> Sequence[inference_pb2.Model]:
         members = self._host.members.of_role(*COMPUTE_PROMPTS)
         prefill = [member for member in members if member.model == self.name]
-        found = [
-            inference_pb2.Model(
-                name=self.name,
-                max_model_len=self._max_model_len,
-                prefill_worker_count=len(prefill),
-                decode_worker_count=1,
-            )
-        ]
+        served = [(self.name, "", len(prefill))]
         for adapter in self._adapters.announced:
             count = sum(adapter in adapters_from_proto(member.adapters) for member in prefill)
-            found.append(
-                inference_pb2.Model(
-                    name=adapter.name,
-                    max_model_len=self._max_model_len,
-                    prefill_worker_count=count,
-                    decode_worker_count=1,
-                    parent=self.name,
-                )
+            served.append((adapter.name, self.name, count))
+        return [
+            inference_pb2.Model(
+                name=name,
+                max_model_len=self._max_model_len,
+                prefill_worker_count=count,
+                decode_worker_count=1,
+                parent=parent,
             )
-        return found
+            for name, parent, count in served
+        ]
 
 
 class HttpDoor:
@@ -107,13 +101,7 @@ class HttpDoor:
         self._capacity = capacity
         self._hash_key = 0
         self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
-        self._worker = OwnWorker(
-            ref=hosted.ref,
-            model=self._model.name,
-            attempts=attempts,
-            prefills=self.prefills,
-            members=host.members,
-        )
+        self._ref, self._attempts = hosted.ref, attempts
         self._parts: ClientParts | None = None
         self._server: HttpServer | None = None
 
@@ -141,7 +129,7 @@ class HttpDoor:
 
     def _build_app(self, codecs: Mapping[str, TextCodec]) -> OpenAiApp:
         config, model, host = self._config, self._model, self._host
-        telemetry = host.telemetry.for_worker(self._worker.ref.worker_id)
+        telemetry = host.telemetry.for_worker(self._ref.worker_id)
         self._parts = parts = ClientParts(
             config,
             codecs,
@@ -158,15 +146,17 @@ class HttpDoor:
             lambda: host.members.policy.tenant_weights,
             config.admission_wait_s or math.inf,
         )
+        room = RoomQueue(self._attempts)
+        dispatcher = OwnDispatcher(self._ref, model.name, room, blocks, self.prefills, host.members)
         runner = RequestRunner(
             callers=parts.callers,
             admission=parts.admission,
             policy=lambda: host.members.policy,
             preparer=parts.preparer,
-            dispatch=OwnDispatcher(self._worker, blocks).run,
+            dispatch=dispatcher.run,
             tracer=RequestTracer(telemetry),
             # `Attempts` refuses requests once routers have noticed the drain.
-            drain_error=self._worker.attempts.refusal,
+            drain_error=self._attempts.refusal,
             runs_while_draining=True,
         )
         parts.run_by(runner)
@@ -178,7 +168,7 @@ class HttpDoor:
     ) -> keep_pb2.Kept:
         asked = worker_request(tenant, request)
         try:
-            kept = (await self._worker.attempts.keep(asked, deadline)).kept
+            kept = (await self._attempts.keep(asked, deadline)).kept
         except StaleIncarnation as error:
             raise no_promise() from error
         if kept.tokens:

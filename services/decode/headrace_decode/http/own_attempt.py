@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +14,15 @@ from opentelemetry import trace
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.errors import ProtocolViolation
 from headrace_common.identity import new_transfer_id
 from headrace_common.latency.clocks import ClockDifference
 from headrace_common.latency.steps import AttemptSteps, Call, decode_steps, with_task
 from headrace_common.rpc.trace_context import traceparent
-from headrace_decode.attempt import AttemptEvent, DecodeAttempt
+from headrace_common.tasks import end_task
+from headrace_decode.attempt import DecodeAttempt, Progress
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
+from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_frontend.promises import kept_of
 from headrace_frontend.request.validation import decode_request
@@ -138,21 +138,18 @@ class OwnAttempt:
 
     async def _add_tokens(self, running: DecodeAttempt, timeline: OwnTimeline) -> AttemptOutcome:
         response = self._request.response
-        async with aclosing(running.events()) as events:
-            first = await anext(events)
-            if not isinstance(first, decode_pb2.Reserved):
-                raise ProtocolViolation("the engine began without a reservation")
-            self._reserved = first
-            if first.start_token < first.end_token:
-                timeline.asked(self._start_prefill(first.start_token, traceparent(running.span)))
-            event = await _first_event(asyncio.ensure_future(anext(events)), timeline.outcome)
-            while not isinstance(event, decode_pb2.Finished):
-                if isinstance(event, decode_pb2.Tokens):
-                    await response.add_tokens(event)
-                if response.stopped:
-                    return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
-                event = await anext(events)
-            return self._outcome(event.reason, event)
+        self._reserved = reserved = await running.reserve()
+        if reserved.start_token < reserved.end_token:
+            timeline.asked(self._start_prefill(reserved.start_token, traceparent(running.span)))
+        progress = await _first_progress(running, timeline.outcome)
+        while True:
+            if progress.tokens:
+                await response.add_tokens(tokens_to_proto(progress.tokens))
+            if response.stopped:
+                return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
+            if progress.finished is not None:
+                return self._outcome(progress.finished.reason, progress.finished)
+            progress = await running.read()
 
     def _start_prefill(
         self, start_token: int, parent: str
@@ -186,20 +183,20 @@ class OwnAttempt:
         return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens, kept)
 
 
-async def _first_event(
-    read: asyncio.Future[AttemptEvent], prefill: asyncio.Task[Any] | None
-) -> AttemptEvent:
+async def _first_progress(running: DecodeAttempt, prefill: asyncio.Task[Any] | None) -> Progress:
     """The first tokens or the end. Raises the error of a prefill that fails before them."""
+
+    async def read() -> Progress:
+        await running.wait_ready()
+        return await running.read()
+
+    reading = asyncio.create_task(read())
     try:
         if prefill is not None:
-            either: set[asyncio.Future[Any]] = {read, prefill}
+            either: set[asyncio.Future[Any]] = {reading, prefill}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not read.done():
+            if not reading.done():
                 prefill.result()
-        return await read
-    except StopAsyncIteration:
-        raise ProtocolViolation("the engine ended without tokens and without an end") from None
+        return await reading
     finally:
-        if not read.done():
-            read.cancel()
-            await asyncio.wait({read})
+        await end_task(reading)

@@ -196,10 +196,7 @@ async def _ended(queued: QueuedTask, deadline: Deadline) -> TaskOutcome:
         async with asyncio.timeout(deadline.remaining_s()):
             return await asyncio.shield(queued.outcome)
     except TimeoutError:
-        what = "a prefill worker"
-        raise DeadlineExceeded(
-            f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-        ) from None
+        raise DeadlineExceeded.waiting_for("a prefill worker") from None
     finally:
         # Has no effect on a task that has ended.
         queued.cancel()
@@ -220,11 +217,8 @@ def _steps(attempt: AttemptSteps, arrival_ns: int) -> latency_pb2.TaskSteps:
         clock_error_us=attempt.error_us,
     )
     if prefill is not None:
-        steps.received_us = after_us(prefill.received)
-        steps.compute_start_us = after_us(prefill.compute_start)
-        steps.compute_end_us = after_us(prefill.compute_end)
-        steps.first_write_us = after_us(prefill.first_write)
-        steps.last_write_us = after_us(prefill.last_write)
+        for name in ("received", "compute_start", "compute_end", "first_write", "last_write"):
+            setattr(steps, f"{name}_us", after_us(getattr(prefill, name)))
     return steps
 
 
