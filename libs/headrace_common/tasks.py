@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
 from headrace_common.deadlines import Deadline
@@ -61,6 +62,13 @@ class BackgroundTasks:
             await asyncio.wait(set(self._tasks))
 
 
+async def wait_briefly(awaited: Awaitable[Any], seconds: float) -> None:
+    """Returns when `awaited` is over, after `seconds` at the latest."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await awaited
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         _log.critical("%s ended because of a bug", task.get_name(), exc_info=task.exception())
@@ -100,10 +108,7 @@ class BoundedQueue(Generic[T]):
             async with asyncio.timeout(deadline.remaining_s()):
                 await self._items.put(item)
         except TimeoutError:
-            what = f"room in queue {self.name}"
-            raise DeadlineExceeded(
-                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-            ) from None
+            raise DeadlineExceeded.waiting_for(f"room in queue {self.name}") from None
 
     async def get(self) -> T:
         """Waits for an item and removes the oldest. The caller bounds the wait."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -25,7 +24,7 @@ from headrace_common.errors import (
 )
 from headrace_common.limits import LEASES_PER_RENEWAL_MAX
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
-from headrace_common.tasks import end_task, run_forever
+from headrace_common.tasks import end_task, run_forever, wait_briefly
 
 
 class LeaseRenewals:
@@ -73,9 +72,7 @@ class LeaseRenewals:
                 lease_ids = list(self._kept)
                 for first in range(0, len(lease_ids), LEASES_PER_RENEWAL_MAX):
                     await self._renew(call, lease_ids[first : first + LEASES_PER_RENEWAL_MAX])
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_s):
-                        await ended.wait()
+                await wait_briefly(ended.wait(), self._interval_s)
         finally:
             call.cancel()
 

@@ -12,13 +12,13 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InvalidRequest, QueueFull
+from headrace_common.tasks import wait_briefly
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
 from headrace_frontend.tenants import DEFAULT_TENANT
 
@@ -86,9 +86,7 @@ class BoundedResource:
             left_s = min(deadline.remaining_s(), math.inf if within else bound.remaining_s())
             if left_s <= 0:
                 return False
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await granted.wait()
+            await wait_briefly(granted.wait(), left_s)
         return True
 
     def release(self, tenant: str, amount: int, priority: Priority, held_s: float) -> None:
@@ -120,10 +118,7 @@ class BoundedResource:
     def _timeout_error(self, request: CapacityRequest, deadline: Deadline) -> HeadraceError:
         if not deadline.expired:
             return self._full_error(request.tenant, request.amount, request.priority)
-        what = f"room for {request.amount} {self._unit}"
-        return DeadlineExceeded(
-            f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-        )
+        return DeadlineExceeded.waiting_for(f"room for {request.amount} {self._unit}")
 
     def _full_error(self, tenant: str, amount: int, priority: Priority) -> QueueFull:
         pool = self.pool

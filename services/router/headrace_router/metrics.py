@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.latency.breakdown import Breakdown, Owner
+from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import (
     BucketCounts,
@@ -266,9 +267,7 @@ class RouterMetrics(RequestCounter):
 
     async def close(self) -> None:
         """Stops sampling."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end_task(self._task)
 
     async def _sample_forever(self) -> None:
         while True:

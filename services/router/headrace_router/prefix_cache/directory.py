@@ -18,7 +18,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation
 from headrace_common.process.pacing import SHORTEST_S, heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
-from headrace_common.tasks import BackgroundTasks
+from headrace_common.tasks import BackgroundTasks, end_task
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_kv.prefix.events import Tier, event_from_proto, load_time_from_proto
 from headrace_kv.prefix.hashing import key_fingerprint
@@ -292,9 +292,7 @@ class PrefixCacheDirectory:
     async def close(self) -> None:
         """Ends every stream."""
         self._closed = True
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.wait([self._upkeep])
+        await end_task(self._upkeep)
         for feed in self._feeds.values():
             self._closing.start(feed.close())
         self._feeds.clear()
