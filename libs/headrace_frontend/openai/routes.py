@@ -230,39 +230,33 @@ class _EventStream:
         return self._form.first_event(index) + self._form.event(index, message)
 
 
+@dataclass(frozen=True, slots=True)
 class _ChoiceOutlet:
     """Sends one choice of an event stream at once. See Outlet."""
 
-    def __init__(
-        self,
-        index: int,
-        exchange: HttpExchange,
-        form: AnswerFormat,
-        event: Callable[[int, inference_pb2.GenerateResponse], bytes],
-    ) -> None:
-        self._index = index
-        self._exchange = exchange
-        self._form = form
-        self._event = event
+    index: int
+    exchange: HttpExchange
+    form: AnswerFormat
+    event: Callable[[int, inference_pb2.GenerateResponse], bytes]
 
     @property
     def writable(self) -> bool:
-        return self._exchange.writable
+        return self.exchange.writable
 
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
-        data = self._event(self._index, message)
-        if not self._exchange.started:
-            self._exchange.start_now(_STREAM_HEADERS, data)
+        data = self.event(self.index, message)
+        if not self.exchange.started:
+            self.exchange.start_now(_STREAM_HEADERS, data)
         elif data:
-            self._exchange.write_now(data)
+            self.exchange.write_now(data)
 
     def write_text(self, text: str) -> bool:
-        data = self._form.text_event(self._index, text)
+        data = self.form.text_event(self.index, text)
         if data is None:
             return False
         # Tokens without text are a part of a character.
         if text:
-            self._exchange.write_now(data)
+            self.exchange.write_now(data)
         return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from opentelemetry.trace import Span
@@ -57,6 +58,7 @@ class Progress(NamedTuple):
     times: decode_pb2.AttemptTimes | None = None
 
 
+@dataclass(eq=False, slots=True)
 class DecodeAttempt:
     """Owns all resources of one attempt, and runs it for one caller.
 
@@ -64,40 +66,29 @@ class DecodeAttempt:
     calls `read`. Both call `end` in any case. `error` is the result; None once the attempt has reached its end.
     """
 
-    def __init__(
-        self,
-        work: DecodeWork,
-        *,
-        engine: Engine,
-        receiver: Receiver,
-        deadline: Deadline,
-        timestamps: RequestTimestamps,
-        span: Span,
-        on_transfer_free: Callable[[IncomingTransfer], None],
-        on_end: Callable[[DecodeAttempt], None],
-        signer: TicketKey | None = None,
-    ) -> None:
-        """`on_end` is called once, and must call `close`. `signer`: see HandoffTickets.
-
-        `on_transfer_free` is called when the transfer's blocks are free.
-        """
-        self.work = work
-        self.timestamps = timestamps
-        self.span = span
-        self.error: HeadraceError | None = Cancelled("the caller cancelled or disconnected")
-        self.reservation: Reservation | None = None
-        self.generated_tokens = 0
-        self.cached_tokens = 0
-        self.tier_tokens: Mapping[Tier, int] = {}
-        self._engine = engine
-        self._receiver = receiver
-        self._deadline = deadline
-        self._on_transfer_free = on_transfer_free
-        self._on_end = on_end
-        self.signer = signer
-        self._events: EventBuffer | None = None
-        self._waiter: TransferWaiter | None = None
-        self._ended = False
+    work: DecodeWork
+    _: KW_ONLY
+    engine: Engine
+    receiver: Receiver
+    deadline: Deadline
+    timestamps: RequestTimestamps
+    span: Span
+    on_transfer_free: Callable[[IncomingTransfer], None]
+    """Called when the transfer's blocks are free."""
+    on_end: Callable[[DecodeAttempt], None]
+    """Called once. It must call `close`."""
+    signer: TicketKey | None = None
+    """See HandoffTickets."""
+    error: HeadraceError | None = field(
+        default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
+    )
+    reservation: Reservation | None = field(default=None, init=False)
+    generated_tokens: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict, init=False)
+    _events: EventBuffer | None = field(default=None, init=False)
+    _waiter: TransferWaiter | None = field(default=None, init=False)
+    _ended: bool = field(default=False, init=False)
 
     @property
     def awaits_kv(self) -> bool:
@@ -111,14 +102,14 @@ class DecodeAttempt:
 
     def expect_prefill(self) -> decode_pb2.Reserved:
         """Lets prefill begin, and open the transfer, before the blocks are reserved. Comes before `reserve`."""
-        self._receiver.expect(self.work.transfer_id)
+        self.receiver.expect(self.work.transfer_id)
         return decode_pb2.Reserved(end_token=self.work.transferable_tokens, admitted=True)
 
     async def reserve(self) -> decode_pb2.Reserved:
         """Starts the engine's request, and returns once it has its blocks. Raises HeadraceError."""
         with self._recorded():
             name = f"request {self.work.transfer_id}"
-            self._events = EventBuffer(self._engine.decode(self.work), name)
+            self._events = EventBuffer(self.engine.decode(self.work), name)
             if not self.work.remote_kv:
                 self.timestamps.blocks_reserved()
                 return decode_pb2.Reserved()
@@ -138,7 +129,7 @@ class DecodeAttempt:
             if self.work.from_hidden_state:
                 self._waiter.start_forwarding(self._buffer)
             else:
-                await self._waiter.wait_complete(self._buffer, self._deadline)
+                await self._waiter.wait_complete(self._buffer, self.deadline)
 
     def take(self) -> Progress:
         """The events since the last call. Only while the attempt is readable. Raises HeadraceError."""
@@ -148,7 +139,7 @@ class DecodeAttempt:
     async def read(self) -> Progress:
         """As `take`, once there are events."""
         with self._recorded():
-            return self._progress(await self._buffer.read(self._deadline))
+            return self._progress(await self._buffer.read(self.deadline))
 
     @property
     def readable(self) -> bool:
@@ -160,7 +151,7 @@ class DecodeAttempt:
 
         The deadline counts as an error.
         """
-        self._buffer.notify(on_readable, self._deadline)
+        self._buffer.notify(on_readable, self.deadline)
 
     def set_first_token(self, token_id: int) -> None:
         """Gives the engine the answer's first token, which a prefill worker has chosen.
@@ -176,11 +167,11 @@ class DecodeAttempt:
                 f"transfer {work.transfer_id} has its first token already",
                 metadata={"transfer_id": work.transfer_id},
             )
-        room = min(work.sampling.max_tokens, self._engine.max_model_len - len(work.token_ids))
+        room = min(work.sampling.max_tokens, self.engine.max_model_len - len(work.token_ids))
         if token_id in work.sampling.stop_token_ids or room < 2:
             raise InvalidRequest({"token_id": "ends the answer; cancel the attempt instead"})
         self.timestamps.token_received()
-        self._engine.transfer_event(FirstToken(work.transfer_id, token_id))
+        self.engine.transfer_event(FirstToken(work.transfer_id, token_id))
 
     def interrupt(self, error: HeadraceError) -> None:
         """Ends the stream with `error`, after the events that the engine has yielded."""
@@ -189,22 +180,22 @@ class DecodeAttempt:
 
     async def _reserve(self, events: EventBuffer) -> Reservation:
         """Waits for the engine's blocks and opens the transfer into them."""
-        first = await events.read_one(self._deadline)
+        first = await events.read_one(self.deadline)
         if not isinstance(first, Reservation):
             raise InternalError("the engine yielded another event before its reservation")
         self.reservation = first
         self.timestamps.blocks_reserved()
         if first.start_token < first.end_token:
-            transfer = self._receiver.reserve(
+            transfer = self.receiver.reserve(
                 first,
-                transfer_deadline(self._deadline),
-                self._on_transfer_free,
-                hidden_format=self._engine.hidden_format if self.work.from_hidden_state else None,
+                transfer_deadline(self.deadline),
+                self.on_transfer_free,
+                hidden_format=self.engine.hidden_format if self.work.from_hidden_state else None,
                 signer=self.signer,
             )
-            self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
+            self._waiter = TransferWaiter(transfer, self.engine, self.timestamps)
         else:
-            self._receiver.cancel(first.transfer_id, Cancelled.reason, "no token is missing")
+            self.receiver.cancel(first.transfer_id, Cancelled.reason, "no token is missing")
         return first
 
     @property
@@ -286,7 +277,7 @@ class DecodeAttempt:
         if not self._ended:
             self._ended = True
             self.timestamps.ended()
-            self._on_end(self)
+            self.on_end(self)
 
     async def close(self) -> None:
         """Gives back all resources."""
@@ -295,7 +286,7 @@ class DecodeAttempt:
         if self._waiter is not None:
             await self._waiter.stop_forwarding()
         if self.work.remote_kv and self.summary is None:
-            self._receiver.cancel(transfer_id, error.reason, error.detail)
+            self.receiver.cancel(transfer_id, error.reason, error.detail)
         if self._events is not None and not await self._events.close():
             log.error("the engine did not abort %s within its time", transfer_id)
         held = self.reservation
@@ -303,7 +294,7 @@ class DecodeAttempt:
             await self._waiter.wait_ended()
         elif self.work.remote_kv and (held is None or held.start_token < held.end_token):
             # No transfer was opened for the blocks.
-            self._engine.transfer_event(Released(transfer_id))
+            self.engine.transfer_event(Released(transfer_id))
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from headrace_common.errors import ConfigError, Draining, NotFound
@@ -213,37 +213,31 @@ class Rules:
     change_timeout_s: float
 
 
+@dataclass(eq=False, slots=True)
 class Steering:
     """Owns the planner's state, its decisions and its target.
 
     While a target is carried out, nothing is decided. A target that is not acknowledged in time expires.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        board: TargetBoard,
-        decisions: DecisionLog,
-        clock: Callable[[], float],
-    ) -> None:
-        """`clock` returns monotonic seconds."""
-        self._rules = rules
-        self._clock = clock
-        self._state = PlannerState()
-        self.published_s = 0.0
-        self.board = board
-        self.decisions = decisions
+    rules: Rules
+    board: TargetBoard
+    decisions: DecisionLog
+    clock: Callable[[], float]
+    """Returns monotonic seconds."""
+    published_s: float = field(default=0.0, init=False)
+    _state: PlannerState = field(default_factory=PlannerState, init=False)
 
     @property
     def publishes(self) -> bool:
         """Whether decisions become targets."""
-        return self._rules.publishes
+        return self.rules.publishes
 
     def end_interval(self, interval: Interval) -> DecisionEntry:
         """The decision at the end of an interval."""
         self._expire()
         if self.board.pending and self.board.target is not None:
-            self._state = record_interval(self._rules.settings, interval, self._state)
+            self._state = record_interval(self.rules.settings, interval, self._state)
             kept = ScalingDecision(interval.counts, self.board.target.counts, ())
             return self._add(
                 interval,
@@ -251,7 +245,7 @@ class Steering:
                 Outcome.CHANGING,
                 f"Target {self.board.target.id} is carried out.",
             )
-        decision, self._state = plan(self._rules.settings, interval, self._state)
+        decision, self._state = plan(self.rules.settings, interval, self._state)
         if interval.is_changing:
             return self._add(interval, decision, Outcome.CHANGING, "Workers join or leave.")
         if not decision.is_change:
@@ -259,7 +253,7 @@ class Steering:
         if not self.publishes:
             return self._add(interval, decision, Outcome.ADVISED)
         entry = self._add(interval, decision, Outcome.PUBLISHED)
-        self.published_s = self._clock()
+        self.published_s = self.clock()
         decided_unix_s = interval.start_unix_s + interval.duration_s
         self.board.publish(entry.number, decision.current, decision.target, decided_unix_s)
         return entry
@@ -299,10 +293,10 @@ class Steering:
             raise ConfigError("the planner only advises: start it with mode publish")
 
     def _expire(self) -> None:
-        target, age_s = self.board.target, self._clock() - self.published_s
-        if self.board.pending and target is not None and age_s > self._rules.change_timeout_s:
+        target, age_s = self.board.target, self.clock() - self.published_s
+        if self.board.pending and target is not None and age_s > self.rules.change_timeout_s:
             self.board.settle()
-            detail = f"No acknowledgement came within {self._rules.change_timeout_s:g} s."
+            detail = f"No acknowledgement came within {self.rules.change_timeout_s:g} s."
             self.decisions.set_outcome(target.number, Outcome.EXPIRED, detail)
 
     def _add(

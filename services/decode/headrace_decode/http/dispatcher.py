@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
+from dataclasses import dataclass
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InvalidRequest
@@ -22,37 +23,30 @@ _LOG = logging.getLogger(__name__)
 _FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
 
 
+@dataclass(frozen=True, slots=True)
 class OwnDispatcher:
     """Runs requests on this worker.
 
     A prompt goes to a prefill worker through a router. If that fails before the first token, this worker prefills it.
+
+    `members` has the prefill workers and the policy.
     """
 
-    def __init__(
-        self,
-        ref: WorkerRef,
-        model: str,
-        room: RoomQueue,
-        blocks: BlockShares,
-        prefills: RouterPrefills,
-        members: RegistryView,
-    ) -> None:
-        """`members` has the prefill workers and the policy."""
-        self._ref = ref
-        self._model = model
-        self._room = room
-        self._blocks = blocks
-        self._prefills = prefills
-        self._members = members
+    ref: WorkerRef
+    model: str
+    room: RoomQueue
+    blocks: BlockShares
+    prefills: RouterPrefills
+    members: RegistryView
 
     async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
         request.timeline.slot_wanted()
-        with closing(await self._blocks.acquire(request.prepared, request.deadline)):
+        with closing(await self.blocks.acquire(request.prepared, request.deadline)):
             await self._run(request)
 
     async def _run(self, request: AdmittedRequest) -> None:
-        request.response.attempt_started(self._ref)
+        request.response.attempt_started(self.ref)
         remote = self._prefills_remotely(request.prepared)
         attempt, attempts = self._new_attempt(request, remote=remote), 1
         try:
@@ -69,23 +63,23 @@ class OwnDispatcher:
         )
 
     def _new_attempt(self, request: AdmittedRequest, *, remote: bool) -> OwnAttempt:
-        incarnation = self._ref.incarnation
+        incarnation = self.ref.incarnation
         return OwnAttempt(
-            request, incarnation, remote=remote, room=self._room, prefills=self._prefills
+            request, incarnation, remote=remote, room=self.room, prefills=self.prefills
         )
 
     def _prefills_remotely(self, prepared: PreparedRequest) -> bool:
         adapter = prepared.adapter
-        missing_min = max(1, self._members.policy.local_prefill_max_tokens)
+        missing_min = max(1, self.members.policy.local_prefill_max_tokens)
         return (
-            self._prefills.available
+            self.prefills.available
             and prepared.placement != inference_pb2.PREFILL_PLACEMENT_LOCAL
             # EnqueueRequest has no images.
             and not prepared.images
             and len(prepared.token_ids) - 1 >= missing_min
             and any(
-                member.model == self._model
+                member.model == self.model
                 and (adapter is None or adapter in adapters_from_proto(member.adapters))
-                for member in self._members.of_role(*COMPUTE_PROMPTS)
+                for member in self.members.of_role(*COMPUTE_PROMPTS)
             )
         )
