@@ -26,6 +26,7 @@ from headrace_engine.interface import Arrived, DecodeTokens
 from headrace_kv.messages import Reservation
 from headrace_kv.tiers.tiers import TierSettings
 from tests.decoding import decoded
+from tests.sent_layers import sent_layers
 from tests.vllm.pair import GREEDY, TIMEOUT_S, Pair, running_pair
 from tests.waiting import until
 
@@ -75,7 +76,7 @@ async def hand_over(pair: Pair, prompt: Sequence[int]) -> HandedOver:
                 outcome, _ = await pair.hand_over(work.token_ids, event)
                 pair.decode.transfer_event(Arrived(work.transfer_id))
                 cached = outcome.cached_tokens
-                sent = {one.start_token for _, one in outcome.layers}
+                sent = {one.times.start_token for one in sent_layers(outcome.reports)}
             elif isinstance(event, DecodeTokens):
                 ttft_s = ttft_s or time.monotonic() - start_s
                 token_ids += event.token_ids

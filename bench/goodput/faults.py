@@ -79,7 +79,7 @@ class Faults:
     async def _until_served(self, count: int) -> None:
         async with asyncio.timeout(_START_S):
             while True:
-                listed = await self._workers.operator.models()
+                listed = await self._workers.operator.listing()
                 for model in listed.models:
                     if model.prefill_worker_count == model.decode_worker_count == count:
                         return

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from bench.goodput.__main__ import alone_of
 from bench.goodput.load import LOADS, arrivals
@@ -65,7 +65,7 @@ def replayed(
         for number, one in enumerate(arriving)
     ]
     kind, *counts = way.split("-")
-    workers = (
+    workers: dict[str, Any] = (
         {"prefill_workers": int(counts[0]), "decode_workers": int(counts[1])}
         if counts
         else {"both_workers": 4}
@@ -141,13 +141,23 @@ def main() -> None:
                     for one in carried
                 }
                 cells = [
-                    cell([share(one, alone.times(factors)) for one in found.get(factors, found.get(None, []))])
+                    cell(
+                        [
+                            share(one, alone.times(factors))
+                            for one in found.get(factors, found.get(None, []))
+                        ]
+                    )
                     for factors in chosen
                 ]
                 print(f"| {way} | {rate:g} | {' | '.join(cells)} |", flush=True)
                 if options.times:
                     for one, blocks in found.items():
-                        print("   ", one, percentiles([o for block in blocks for o in block]), flush=True)
+                        print(
+                            "   ",
+                            one,
+                            percentiles([o for block in blocks for o in block]),
+                            flush=True,
+                        )
 
 
 def _range(part: str) -> range:

@@ -21,7 +21,6 @@ from bench.support.vllm_child import TIMES_VARIABLE, Child, Piece, engine
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2, trace_pb2
 from headrace_cli.client import (
     RouterClient,
-    RouterOperator,
     open_router,
     open_router_internally,
     reset_prefix_cache,
@@ -90,7 +89,7 @@ class Ours:
 
     deployment: Deployment
     router: RouterClient
-    operator: RouterOperator
+    operator: RouterClient
     http: str
     """host:port of its OpenAI HTTP API."""
 

@@ -173,7 +173,7 @@ async def _check_member(member: registry_pb2.Member) -> list[Finding]:
     try:
         if member.role == _Role.ROLE_ROUTER:
             async with open_router_internally(member.endpoint) as router:
-                await router.models()
+                await router.listing()
             return [Finding(Verdict.OK, member.worker_id, "answers")]
         status = await worker_status(member.endpoint)
     except HeadraceError as error:

@@ -160,12 +160,13 @@ def read_api_key() -> str:
 
 
 class RouterClient:
-    """Calls the client listener of one router. `open_router` makes one."""
+    """Calls one router: its client listener, or its internal one, which alone explains and has traces."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel, api_key: str = "") -> None:
         self.endpoint = endpoint
         self._client = headrace_client.Client(channel, api_key=api_key, hint=_HINT, name=endpoint)
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._traces = trace_pb2_grpc.TraceServiceStub(channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
     async def generate(
@@ -188,39 +189,18 @@ class RouterClient:
         async for response in responses:
             yield response
 
-    async def models(self) -> list[inference_pb2.Model]:
-        """The models served."""
-        return list((await self.listing()).models)
-
     async def listing(self) -> inference_pb2.ListModelsResponse:
-        """The models served, and the addresses of the registry and of the status page."""
+        """The models served, the addresses of the registry and of the status page, and the prefix key's fingerprint."""
         with rpc_errors(f"the router on {self.endpoint}"):
             return await self._inference.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
-
-
-class RouterOperator:
-    """Calls the internal listener of one router. `open_router_internally` makes one."""
-
-    def __init__(self, endpoint: str, channel: grpc.aio.Channel, api_key: str = "") -> None:
-        self.endpoint = endpoint
-        self._client = headrace_client.Client(channel, api_key=api_key, hint=_HINT, name=endpoint)
-        self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        self._traces = trace_pb2_grpc.TraceServiceStub(channel)
 
     async def explain(self, request: inference_pb2.GenerateRequest) -> inference_pb2.RouteResponse:
         """Where the prompt would be routed now, with all candidates."""
         return await once_possible(
             lambda: self._client.route(request, CALL_TIMEOUT_S), NoDecodeWorker
         )
-
-    async def models(self) -> inference_pb2.ListModelsResponse:
-        """The models served, and the fingerprint of the key with which the router hashes prompts."""
-        with rpc_errors(f"the router on {self.endpoint}"):
-            return await self._inference.ListModels(
-                inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
-            )
 
     async def trace(self, trace_id: str, wait_s: float) -> trace_pb2.Trace:
         """The trace, after a wait of up to `wait_s` for its last spans. Raises NotFound."""
@@ -258,11 +238,11 @@ async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
 
 
 @asynccontextmanager
-async def open_router_internally(endpoint: str) -> AsyncIterator[RouterOperator]:
+async def open_router_internally(endpoint: str) -> AsyncIterator[RouterClient]:
     """As open_router, for the internal listener."""
     api_key = read_api_key()
     async with call_channel(endpoint) as channel:
-        yield RouterOperator(endpoint, channel, api_key)
+        yield RouterClient(endpoint, channel, api_key)
 
 
 async def registry_of(router: str, registry: str = "") -> str:

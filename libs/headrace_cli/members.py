@@ -56,7 +56,7 @@ async def _row(member: registry_pb2.Member) -> Row:
     try:
         if member.role == _Role.ROLE_ROUTER:
             async with open_router_internally(member.endpoint) as router:
-                fingerprint = (await router.models()).prefix_key_fingerprint
+                fingerprint = (await router.listing()).prefix_key_fingerprint
             return Row(member, hashing=worker_pb2.KvHashing(key_fingerprint=fingerprint))
         status = await worker_status(member.endpoint)
     except HeadraceError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from functools import wraps
+from typing import Annotated, Any, Final, ParamSpec
 
 import typer
 from google.protobuf.json_format import MessageToDict
@@ -138,10 +139,20 @@ _REMEDIES: Final = (
 )
 
 
-def run_command(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end. Raises typer.Exit when it fails."""
-    with failures_as_exit():
-        asyncio.run(work)
+_Options = ParamSpec("_Options")
+
+
+def run_command(
+    command: Callable[_Options, Coroutine[Any, Any, None]],
+) -> Callable[_Options, None]:
+    """Makes a coroutine function a command, which runs to its end. It raises typer.Exit when it fails."""
+
+    @wraps(command)
+    def run(*args: _Options.args, **options: _Options.kwargs) -> None:
+        with failures_as_exit():
+            asyncio.run(command(*args, **options))
+
+    return run
 
 
 @contextmanager

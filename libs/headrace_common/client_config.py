@@ -14,6 +14,7 @@ from headrace_common.config import (
     OptionalHostPort,
     PositiveCount,
     ServiceConfig,
+    checked,
     reachable_addresses,
     split_host_port,
     wildcard_problems,
@@ -168,9 +169,7 @@ class ClientFacingConfig(ClientAccessConfig):
     @model_validator(mode="after")
     def _check_tls(self) -> ClientFacingConfig:
         problems = self.tls_problems() if self.client_listeners else []
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)
 
     def tls_problems(self) -> list[str]:
         """What is wrong with the TLS files for clients."""
@@ -203,6 +202,4 @@ class ClientFacingConfig(ClientAccessConfig):
                 f"listen and internal_listen both take port {port}: give them different ports, because they serve "
                 "different callers"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)

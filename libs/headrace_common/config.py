@@ -10,7 +10,8 @@ A service derives a class from ServiceConfig with one field for each setting, an
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -251,9 +252,17 @@ class ServiceConfig(BaseModel):
                     self, "internal_listen", "internal_advertise"
                 )
             ]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)
+
+
+_Config = TypeVar("_Config", bound=BaseModel)
+
+
+def checked(config: _Config, problems: Sequence[str]) -> _Config:
+    """The config. Raises ValueError with all problems if there are any."""
+    if problems:
+        raise ValueError("; ".join(problems))
+    return config
 
 
 def wildcard_problems(config: ServiceConfig, listen: str, advertise: str) -> list[str]:
@@ -279,5 +288,4 @@ def require_order(config: BaseModel, *pairs: tuple[str, str]) -> None:
         for inner, outer in pairs
         if getattr(config, inner) >= getattr(config, outer)
     ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    checked(config, problems)

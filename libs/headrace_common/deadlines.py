@@ -47,6 +47,4 @@ class Deadline:
     def check(self, what: str) -> None:
         """Raises DeadlineExceeded after the deadline. `what` names the thing waited for."""
         if self.expired:
-            raise DeadlineExceeded(
-                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-            )
+            raise DeadlineExceeded.waiting_for(what)

@@ -245,6 +245,12 @@ class DeadlineExceeded(HeadraceError):
     reason = "DEADLINE_EXCEEDED"
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
+    @classmethod
+    def waiting_for(cls, what: str) -> DeadlineExceeded:
+        """It has passed while the request waited for `what`."""
+        detail = f"the deadline passed while waiting for {what}"
+        return cls(detail, metadata={"waited_for": what})
+
 
 class Cancelled(HeadraceError):
     """The request was cancelled."""

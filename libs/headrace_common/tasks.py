@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
 from headrace_common.deadlines import Deadline
@@ -41,6 +42,31 @@ async def end_task(task: asyncio.Task[_Result] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.wait([task])
+
+
+class BackgroundTasks:
+    """Tasks that their owner starts, and waits for at its own end. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
+        """Starts a task, or keeps one that runs."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait(self) -> None:
+        """Returns when none is left."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+
+async def wait_briefly(awaited: Awaitable[Any], seconds: float) -> None:
+    """Returns when `awaited` is over, after `seconds` at the latest."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await awaited
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
@@ -82,10 +108,7 @@ class BoundedQueue(Generic[T]):
             async with asyncio.timeout(deadline.remaining_s()):
                 await self._items.put(item)
         except TimeoutError:
-            what = f"room in queue {self.name}"
-            raise DeadlineExceeded(
-                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-            ) from None
+            raise DeadlineExceeded.waiting_for(f"room in queue {self.name}") from None
 
     async def get(self) -> T:
         """Waits for an item and removes the oldest. The caller bounds the wait."""

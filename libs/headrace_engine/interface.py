@@ -17,7 +17,7 @@ from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.steps import StepWatch
 from headrace_kv.hidden_state import HiddenFormat
 from headrace_kv.layout import KvDescriptor
-from headrace_kv.messages import LayerSent, Reservation, SendReport, TransferTarget
+from headrace_kv.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.tiers.load_times import LoadTimes
@@ -143,11 +143,6 @@ class PrefillOutcome:
     fetched_tokens: int = 0
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
     """The cached tokens that came from tiers below KV memory, by tier; empty where the engine does not report it."""
-
-    @property
-    def layers(self) -> tuple[tuple[int, LayerSent], ...]:
-        """The sent layer ranges with the rank that sent each, see SendReport.layers."""
-        return tuple((report.rank, sent) for report in self.reports for sent in report.layers)
 
 
 @dataclass(frozen=True, slots=True)

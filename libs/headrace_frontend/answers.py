@@ -17,6 +17,7 @@ from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.limits import ANSWERS_MAX
+from headrace_common.tasks import end_task
 from headrace_frontend.request.response_stream import Outlet, ResponseStream
 from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
@@ -228,9 +229,7 @@ class _Reader:
     async def close(self) -> None:
         """Ends the task."""
         self._producer = None
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await end_task(self._task)
 
     async def _write_all(self) -> None:
         while (message := await self._response.next_message()) is not None:

@@ -15,6 +15,7 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     PositiveSeconds,
+    checked,
     split_list,
 )
 from headrace_common.ports import is_loopback
@@ -156,9 +157,7 @@ class FrontendConfig(ClientAccessConfig):
     @model_validator(mode="after")
     def _check_http(self) -> FrontendConfig:
         problems = self.unguarded_problems("http_listen")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)
 
     @model_validator(mode="after")
     def _check_parsed_models(self) -> FrontendConfig:

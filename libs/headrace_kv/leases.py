@@ -158,35 +158,31 @@ class LateWriteGuard:
         self._timer = timer
         self._lock = threading.Lock()
         self._deadline_s = 0.0
-        self._in_flight = 0
+        self.in_flight = 0
+        """Writes that have started and not ended."""
 
     @staticmethod
     def allowed_s(quarantine_s: float) -> float:
         """How long after its lease a write may be in flight."""
         return max(_ALLOWED_MIN_S, _KILL_SHARE * quarantine_s)
 
-    @property
-    def in_flight(self) -> int:
-        """Writes that have started and not ended."""
-        return self._in_flight
-
     def lease_granted(self, end_s: float, quarantine_s: float) -> None:
         """The lease ends at `end_s` of `boottime_s`. Decode's quarantine goes on for `quarantine_s` after that."""
         with self._lock:
             self._deadline_s = end_s + self.allowed_s(quarantine_s)
-            if self._in_flight and self._timer is not None:
+            if self.in_flight and self._timer is not None:
                 self._timer.set(self, self._deadline_s)
 
     def write_started(self) -> None:
         """Call it before the transport gets the write."""
         with self._lock:
-            self._in_flight += 1
-            if self._in_flight == 1 and self._timer is not None:
+            self.in_flight += 1
+            if self.in_flight == 1 and self._timer is not None:
                 self._timer.set(self, self._deadline_s)
 
     def write_ended(self) -> None:
         """The transport has ended the write, successfully or not."""
         with self._lock:
-            self._in_flight -= 1
-            if not self._in_flight and self._timer is not None:
+            self.in_flight -= 1
+            if not self.in_flight and self._timer is not None:
                 self._timer.clear(self)

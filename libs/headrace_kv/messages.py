@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.engine.v1.link_pb2 import SentLink
 from headrace.kv.v1 import handoff_pb2
-from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
 from headrace_kv.copy_plan import BlockSpan
 from headrace_kv.layout import TOKENS, KvLayout, WorkerRef
 
@@ -104,38 +102,6 @@ class LayerRange:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSent:
-    """One layer range of a link that has landed."""
-
-    link: SentLink
-    times: LayerStamps
-
-    @property
-    def layer(self) -> int:
-        return self.times.layer
-
-    @property
-    def destination_rank(self) -> int:
-        return self.link.destination_rank
-
-    @property
-    def start_token(self) -> int:
-        return self.times.start_token
-
-    @property
-    def end_token(self) -> int:
-        return self.times.end_token
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.times.payload_bytes
-
-    @property
-    def ready_unix_ns(self) -> int:
-        return self.link.start_unix_ns + self.times.ready_ns
-
-
-@dataclass(frozen=True, slots=True)
 class SendReport:
     """What one prefill rank did for one transfer. Made once, when the transfer is quiet.
 
@@ -161,17 +127,6 @@ class SendReport:
     def kind_of(self, link: SentLink) -> str:
         """ "same_host" where both ends of a link are on one host, else "network"."""
         return "same_host" if self.host == link.destination_host else "network"
-
-    @property
-    def layers(self) -> tuple[LayerSent, ...]:
-        """The last writes of each link that have landed. Unpacks them, which takes microseconds for each."""
-        return tuple(self._layers())
-
-    def _layers(self) -> Iterator[LayerSent]:
-        for link in self.links:
-            for times in unpack_writes(link.layers):
-                if times.finished:
-                    yield LayerSent(link, times)
 
 
 def reserved_span(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from headrace_common.errors import ConfigError, HeadraceError
+from headrace_common.tasks import end_task
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import WorkerProfile
 from headrace_router.placement import Placement
@@ -82,9 +83,7 @@ class _Replay:
                 await asyncio.sleep(start_s + request.arrival_s - self._loop.time())
                 group.create_task(self._serve(request))
         result = self._result(self._loop.time() - start_s)
-        if scaling is not None:
-            scaling.cancel()
-            await asyncio.wait([scaling])
+        await end_task(scaling)
         await self._fleet.close()
         return result
 

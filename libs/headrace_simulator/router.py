@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -159,7 +159,7 @@ class SimulatedRouter:
         try:
             deadline = Deadline.after(_REMAINING_S)
             permit = await self._admission.admit(_TENANT, deadline, job.priority)
-            with self._admission.holding(permit):
+            with closing(permit):
                 await permit.acquire_slot(MODEL)
                 await self._serve(job)
         finally:

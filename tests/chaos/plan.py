@@ -363,10 +363,17 @@ def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
         case "quarantine":
             wire = WireFaults(seed, cut=0.03, slow_write_max_s=0.3, break_part=broken)
             return ChaosPlan(seed, requests, wire=wire, kinds=frozenset())
-        case "lease":
-            # A resumed sender has the end of its stream and its next write before it.
+        case "lease" | "kill_timer":
+            # A resumed sender has the end of its stream and its next write before it. Or it is frozen within a write,
+            # for longer than lease and quarantine.
+            between = name == "lease"
+            slow_turn_s, slow_write_s = (0.05, 0.0) if between else (0.0, 0.3)
             wire = WireFaults(
-                seed, cut_after_silence_s=1.0, slow_turn_max_s=0.05, break_part=broken
+                seed,
+                cut_after_silence_s=1.0,
+                slow_turn_max_s=slow_turn_s,
+                slow_write_max_s=slow_write_s,
+                break_part=broken,
             )
             return ChaosPlan(
                 seed,
@@ -374,24 +381,9 @@ def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
                 wire=wire,
                 kinds=frozenset({(_PREFILL, FaultKind.FREEZE)}),
                 gap_max_s=1.0,
-                freezes_s=(4.0,),
+                freezes_s=(4.0 if between else 8.0,),
                 lease_ttl_s=0.4,
-                quarantine_s=0.5,
-            )
-        case "kill_timer":
-            # A sender is frozen within a write for longer than lease and quarantine.
-            wire = WireFaults(
-                seed, cut_after_silence_s=1.0, slow_write_max_s=0.3, break_part=broken
-            )
-            return ChaosPlan(
-                seed,
-                requests,
-                wire=wire,
-                kinds=frozenset({(_PREFILL, FaultKind.FREEZE)}),
-                gap_max_s=1.0,
-                freezes_s=(8.0,),
-                lease_ttl_s=0.4,
-                quarantine_s=5.0,
+                quarantine_s=0.5 if between else 5.0,
             )
     wire = WireFaults(
         seed,

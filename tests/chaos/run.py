@@ -154,7 +154,7 @@ async def until_served(processes: Processes, timeout_s: float = SERVED_WITHIN_S)
 
 async def _serves(router: RouterClient) -> bool:
     try:
-        return any(model.decode_worker_count for model in await router.models())
+        return any(model.decode_worker_count for model in (await router.listing()).models)
     except HeadraceError:
         # On a machine that stands still, even this may take longer than its limit.
         return False

@@ -15,8 +15,6 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.server import HttpServer
 from tests.clients.commands import run
 from tests.clients.installed import NODE_LISTS, ROOT, tools
 from tests.documented import blocks_of
@@ -62,14 +60,7 @@ async def served(
     rig = await Rig(
         http_listen="127.0.0.1:0", tool_call_parser="hermes", reasoning_parser="deepseek_r1"
     ).start()
-    config = rig.config
-    server = HttpServer(
-        rig.router.openai,
-        config.http_listen,
-        setting="http_listen",
-        tls=config.listen_tls,
-        bounds=HttpBounds(config.connections_max()),
-    )
+    server = rig.http_server()
     try:
         decode = await rig.add_decode(answer)
         decode.change_member(max_model_len=context)

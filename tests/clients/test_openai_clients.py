@@ -13,8 +13,6 @@ import openai
 import pytest
 
 from build_clients import ROOT, SOURCES
-from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.server import HttpServer
 from tests.clients.commands import run
 from tests.clients.router import KEY, full_at_first, secured_listen
 from tests.documented import blocks_of
@@ -34,14 +32,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str, FakeDecode]]:
     listen = secured_listen(folder, authority)
     rig = await Rig(http_listen="127.0.0.1:0", **listen).start()
     rig.policy.retry_budget = 0
-    config = rig.config
-    server = HttpServer(
-        rig.router.openai,
-        config.http_listen,
-        setting="http_listen",
-        tls=config.listen_tls,
-        bounds=HttpBounds(config.connections_max()),
-    )
+    server = rig.http_server()
     try:
         decode = await rig.add_decode(full_at_first)
         server.start()

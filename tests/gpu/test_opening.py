@@ -52,11 +52,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         return memory
 
     def open_one(
-        kind: str,
-        host: str,
-        protocol: str = "auto",
-        memory: Any = None,
-        **settings: Any,
+        kind: str, host: str, protocol: str = "auto", memory: Any = None, **settings: Any
     ) -> KvTransport:
         seen.calls.append((kind, protocol, memory.staged))
         transport = open_transport(KIND, host, memory=memory)
@@ -92,15 +88,11 @@ def test_without_an_adapter_the_memory_is_staged(
     usual: Callable[..., KvTransport] = vars(device_memory)["open_transport"]
 
     def refuse(
-        kind: str,
-        host: str,
-        protocol: str = "auto",
-        memory: Any = None,
-        **settings: Any,
+        kind: str, host: str, protocol: str = "auto", *more: Any, **named: Any
     ) -> KvTransport:
         if protocol == "rdma":
             raise ConfigError("this machine has no RDMA device")
-        return usual(kind, host, protocol, memory, **settings)
+        return usual(kind, host, protocol, *more, **named)
 
     monkeypatch.setattr(device_memory, "open_transport", refuse)
     transport, stream_order = open_one()

@@ -7,7 +7,8 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 from opentelemetry import trace
@@ -21,12 +22,12 @@ from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.intake import OpenAiParts
 from headrace_frontend.promises import no_promise
 from headrace_frontend.request.preparation import RequestPreparer, Result, TextThreads
 from headrace_frontend.request.response_stream import Outlet
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.runner import RequestCounter
 from headrace_frontend.tenants import Tenants
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
@@ -61,6 +62,7 @@ class Runner:
 
     def __init__(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
+        self.counter = RequestCounter()
         self.texts: Sequence[str] = (ANSWER,)
         self.last = inference_pb2.GenerateResponse(finish_reason=sampling_pb2.FINISH_REASON_STOP)
         """Joins the last message of each answer."""
@@ -244,23 +246,24 @@ class LocalApp:
         preparer._threads = NoThreads()
         self.runner = Runner(preparer)
         self.runner.texts = texts
-        parts = OpenAiParts(
+        parts: Any = SimpleNamespace(
             codecs=codecs,
             parsers={"sim": ModelParsers(tool_calls, reasoning)},
             models=Mock(system_fingerprint=lambda choice: FINGERPRINT),
             tenants=tenants or Tenants(None),
-            runner=cast("Any", self.runner),
+            runner=self.runner,
             preparer=preparer,
             size=RequestSizeCheck(lambda: {"sim": context}),
-            count_failures=contextlib.nullcontext,
             callers=callers or CallerBounds(1_024, check_s=0.05),
             conversations=ConversationStore(2**20, 60.0),
             keep=self._keep,
             images=ImageFetcher(image_hosts),
             rejects_unknown_fields=rejects_unknown_fields,
+            deadline_s=60.0,
+            body_bytes_max=body_bytes_max,
         )
         page = metrics or MetricsPage(Tenants(None), str, "")
-        self._app = OpenAiApp(parts, page, deadline_s=60.0, body_bytes_max=body_bytes_max)
+        self._app = OpenAiApp(parts, page)
 
     async def _keep(
         self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline

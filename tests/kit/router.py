@@ -24,6 +24,8 @@ from headrace.inference.v1 import (
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import HeadraceError
+from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.server import HttpServer
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
@@ -190,6 +192,16 @@ class Rig:
         app: Any = self.router.openai
         transport = httpx.ASGITransport(app=app)
         return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+    def http_server(self) -> HttpServer:
+        """A server of the HTTP API at `http_listen`."""
+        return HttpServer(
+            self.router.openai,
+            (config := self.config).http_listen,
+            setting="http_listen",
+            tls=config.listen_tls,
+            bounds=HttpBounds(config.connections_max()),
+        )
 
     async def error_of(self, **fields: Any) -> HeadraceError:
         """The error of a request that must fail."""

@@ -238,7 +238,7 @@ async def _joined(router: RouterClient, group: Group) -> None:
         with contextlib.suppress(DeadlineExceeded):
             listed[:] = [
                 (m.name, m.prefill_worker_count, m.decode_worker_count)
-                for m in await router.models()
+                for m in (await router.listing()).models
             ]
         return expected in listed
 

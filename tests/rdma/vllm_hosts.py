@@ -145,7 +145,7 @@ async def _ask_all(site: Site) -> tuple[str, list[list[int]], list[list[int]]]:
     async with open_router(site.router) as router:
 
         async def joined() -> bool:
-            found = await router.models()
+            found = (await router.listing()).models
             return any((m.prefill_worker_count, m.decode_worker_count) == (1, 1) for m in found)
 
         await until(joined, ANSWER_TIMEOUT_S, "both workers have joined", interval_s=0.5)

@@ -22,7 +22,7 @@ from headrace.inference.v1 import (
     trace_pb2,
 )
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import RouterClient, RouterOperator, worker_status
+from headrace_cli.client import RouterClient, worker_status
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.supervisor import Child, ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec, Topology
@@ -71,8 +71,8 @@ class Suite:
         return RouterClient(self.deployment.router, self.channel)
 
     @property
-    def operator(self) -> RouterOperator:
-        return RouterOperator(self.deployment.router_internal, self.internal_channel)
+    def operator(self) -> RouterClient:
+        return RouterClient(self.deployment.router_internal, self.internal_channel)
 
     def child(self, name: str) -> Child:
         """The latest process of that name, including processes that a test added or restarted."""
@@ -261,7 +261,7 @@ class Suite:
         """Waits until this router has these numbers of workers."""
 
         async def joined() -> bool:
-            models = (await self.operator.models()).models
+            models = (await self.operator.listing()).models
             counts = [
                 (one.prefill_worker_count, one.decode_worker_count)
                 for one in models

@@ -90,7 +90,7 @@ async def wait_served(it: Suite, adapter: Adapter, counts: tuple[int, int]) -> N
     """Waits until the router has the change, with these numbers of prefill and decode workers."""
 
     async def answered() -> bool:
-        models = (await it.operator.models()).models
+        models = (await it.operator.listing()).models
         found = [
             (one.prefill_worker_count, one.decode_worker_count) for one in models if one.parent
         ]

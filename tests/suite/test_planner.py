@@ -99,7 +99,7 @@ async def kept(it: Suite, topology: Topology, log: Path) -> AsyncIterator[None]:
 
 async def counts(it: Suite) -> tuple[int, int]:
     """The prefill and decode workers that the router uses."""
-    (model,) = await it.client.models()
+    (model,) = (await it.client.listing()).models
     return model.prefill_worker_count, model.decode_worker_count
 
 

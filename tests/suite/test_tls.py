@@ -77,7 +77,7 @@ async def check_commands(
     status = await worker_status(children["decode"].endpoint)
     assert status.state == worker_pb2.WatchStatusResponse.STATE_SERVING
     async with open_router(children["router"].client_endpoint) as router:
-        assert await router.models()
+        assert (await router.listing()).models
 
 
 async def refused(channel: grpc.aio.Channel) -> bool:

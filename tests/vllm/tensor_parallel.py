@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from headrace_engine.interface import Sampling
+from tests.sent_layers import sent_layers
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import ENGINE_ARGS, Answer, Pair, reset, running_pair
 
@@ -65,8 +66,8 @@ def transferred(answer: Answer) -> Transferred:
         found.local_bytes = answer.summary.local_bytes
         found.acknowledgement_count = answer.summary.acknowledgement_count
         found.sent = [
-            [rank, sent.destination_rank, sent.layer, sent.start_token]
-            for rank, sent in answer.prefill.layers
+            [sent.rank, sent.link.destination_rank, sent.times.layer, sent.times.start_token]
+            for sent in sent_layers(answer.prefill.reports)
         ]
     return found
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.sent_layers import sent_layers
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Pair, prompt_of
 from tests.waiting import until
@@ -86,14 +87,15 @@ async def test_chunks_are_sent_while_later_chunks_are_computed(pair: Pair) -> No
         assert split.summary is not None
         assert split.prefill is not None
         assert split.summary.acknowledgement_count == layer_count(pair) * chunk_count
-        first_chunk = [sent for _, sent in split.prefill.layers if sent.start_token == 0]
+        layers = sent_layers(split.prefill.reports)
+        first_chunk = [sent for sent in layers if sent.times.start_token == 0]
         assert len(first_chunk) == layer_count(pair)
-        assert all(sent.end_token == CHUNK_TOKENS for sent in first_chunk)
+        assert all(sent.times.end_token == CHUNK_TOKENS for sent in first_chunk)
         # The last chunk starts after the last layer of the chunk before it.
         last_chunk_start_ns = max(
             sent.ready_unix_ns
-            for _, sent in split.prefill.layers
-            if sent.end_token <= CHUNK_TOKENS * (chunk_count - 1)
+            for sent in layers
+            if sent.times.end_token <= CHUNK_TOKENS * (chunk_count - 1)
         )
         outcome = split.prefill
         assert outcome.compute_start_unix_ns < last_chunk_start_ns < outcome.compute_end_unix_ns
@@ -110,7 +112,7 @@ async def test_layers_are_sent_before_the_forward_pass_ends(pair: Pair) -> None:
         await pair.reset()
         assert split.summary is not None
         assert split.prefill is not None
-        ready = [sent.ready_unix_ns for _, sent in split.prefill.layers]
+        ready = [sent.ready_unix_ns for sent in sent_layers(split.prefill.reports)]
         assert ready == sorted(ready)
         assert ready[0] < ready[-1]
         if split.summary.first_ack_unix_ns < split.prefill.compute_end_unix_ns:

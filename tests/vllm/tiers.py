@@ -14,6 +14,7 @@ from headrace_kv.prefix.events import Tier, load_time_from_proto
 from headrace_kv.tiers.promises import KeepTerms
 from headrace_kv.tiers.tiers import TierSettings
 from tests.decoding import decoded
+from tests.sent_layers import sent_layers
 from tests.vllm.pair import ENGINE_ARGS, GREEDY, Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import storm
 from tests.waiting import until
@@ -136,7 +137,9 @@ async def _split(pair: Pair, prompt: list[int], result: Result) -> None:
     result.split.append(answer.token_ids)
     result.received.append(answer.reservation.start_token)
     result.prefill_cached.append(answer.prefill.cached_tokens)
-    result.sent.append(sorted({one.start_token for _, one in answer.prefill.layers}))
+    result.sent.append(
+        sorted({one.times.start_token for one in sent_layers(answer.prefill.reports)})
+    )
 
 
 async def _preempted(pair: Pair) -> list[list[list[int]]]:

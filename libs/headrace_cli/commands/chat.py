@@ -94,7 +94,8 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     """Runs one prompt, or on a terminal a conversation."""
     options = ChatOptions(model, max_tokens, temperature, seed, system, timeout, timing)
 
-    async def work(question: str) -> None:
+    @run_command
+    async def answer_once(question: str) -> None:
         async with open_router(router) as client:
             answer = await chat_once(client, question, options, show=not as_json)
             if as_json:
@@ -112,7 +113,7 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
             converse(router, options)
             return
         question = prompt or read_piped()
-    run_command(work(question))
+    answer_once(question)
 
 
 async def ask(

@@ -189,17 +189,15 @@ def register(app: typer.Typer) -> None:
     )(doctor)
 
 
-def doctor(
+@run_command
+async def doctor(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     as_json: Json = False,
 ) -> None:
     """Checks credentials, members, clocks, RDMA and software. Exit status 1 after an error."""
 
-    async def work() -> None:
-        report(await examine(registry, router), as_json=as_json)
-
-    run_command(work())
+    report(await examine(registry, router), as_json=as_json)
 
 
 def report(findings: Sequence[Finding], *, as_json: bool) -> None:

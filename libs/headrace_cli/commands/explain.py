@@ -24,7 +24,8 @@ def register(app: typer.Typer) -> None:
     )(explain)
 
 
-def explain(
+@run_command
+async def explain(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     internal: RouterInternal = "",
@@ -33,16 +34,13 @@ def explain(
 ) -> None:
     """Shows how much earlier first tokens would have come with the best other decisions, by kind."""
 
-    async def work() -> None:
-        found = await find_internal(internal, registry, router)
-        async with open_router_internally(found) as client:
-            regrets = regrets_of([trace async for trace in newest_traces(client)])
-        if as_json:
-            print_json({"regrets": list(map(asdict, regrets))})
-        else:
-            answer_console().print(regrets_table(regrets))
-
-    run_command(work())
+    found = await find_internal(internal, registry, router)
+    async with open_router_internally(found) as client:
+        regrets = regrets_of([trace async for trace in newest_traces(client)])
+    if as_json:
+        print_json({"regrets": list(map(asdict, regrets))})
+    else:
+        answer_console().print(regrets_table(regrets))
 
 
 def regrets_table(regrets: Sequence[Regrets]) -> Table:

@@ -18,7 +18,8 @@ def register(app: typer.Typer) -> None:
     )(pair)
 
 
-def pair(
+@run_command
+async def pair(
     prefill: Annotated[
         str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_producer or kv_both.")
     ],
@@ -39,12 +40,9 @@ def pair(
 ) -> None:
     """Joins two vLLM servers that have Headrace's connector; needs no service of Headrace."""
 
-    async def work() -> None:
-        require_extra("headrace pair", "pair")
-        from headrace_cli.pair import PairOptions, run_pair
+    require_extra("headrace pair", "pair")
+    from headrace_cli.pair import PairOptions, run_pair
 
-        await run_pair(
-            PairOptions(prefill, decode, pair_address, host, port, timeout, transfer_timeout)
-        )
-
-    run_command(work())
+    await run_pair(
+        PairOptions(prefill, decode, pair_address, host, port, timeout, transfer_timeout)
+    )

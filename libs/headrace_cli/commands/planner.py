@@ -50,7 +50,8 @@ class Explanation(NamedTuple):
     decisions: list[planner_pb2.Decision]
 
 
-def explain(
+@run_command
+async def explain(
     planner: Annotated[
         str,
         typer.Option(
@@ -71,21 +72,18 @@ def explain(
 ) -> None:
     """Shows what a running planner has decided, and why."""
 
-    async def work() -> None:
-        if planner:
-            address = check_address("--planner", planner)
-        else:
-            await wait_until_started(router)
-            address = find_planner(router)
-        found = await read_explanation(address, count)
-        decisions = [one for one in found.decisions if not changes or one.target != one.current]
-        if as_json:
-            objects = list(map(message_object, found.decisions))
-            print_json(message_object(found.status) | {"decisions": objects})
-        else:
-            _show_status(found.status, decisions)
-
-    run_command(work())
+    if planner:
+        address = check_address("--planner", planner)
+    else:
+        await wait_until_started(router)
+        address = find_planner(router)
+    found = await read_explanation(address, count)
+    decisions = [one for one in found.decisions if not changes or one.target != one.current]
+    if as_json:
+        objects = list(map(message_object, found.decisions))
+        print_json(message_object(found.status) | {"decisions": objects})
+    else:
+        _show_status(found.status, decisions)
 
 
 async def read_explanation(planner: str, count: int) -> Explanation:

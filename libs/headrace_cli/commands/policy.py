@@ -49,7 +49,8 @@ def register(app: typer.Typer) -> None:
     app.add_typer(policy_app, name="policy")
 
 
-def get_policy(
+@run_command
+async def get_policy(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     wait: Wait = WAIT_S,
@@ -57,13 +58,11 @@ def get_policy(
 ) -> None:
     """Shows the policy in force."""
 
-    async def work() -> None:
-        _show(await read_policy(await registry_of(router, registry)), as_json=as_json)
-
-    run_command(work())
+    _show(await read_policy(await registry_of(router, registry)), as_json=as_json)
 
 
-def change_policy(
+@run_command
+async def change_policy(
     changes: Annotated[
         list[str],
         typer.Argument(metavar="FIELD=VALUE...", help="Nothing after = restores the default."),
@@ -75,10 +74,7 @@ def change_policy(
 ) -> None:
     """Changes the named fields; every router follows within a second."""
 
-    async def work() -> None:
-        _show(await set_policy(await registry_of(router, registry), changes), as_json=as_json)
-
-    run_command(work())
+    _show(await set_policy(await registry_of(router, registry), changes), as_json=as_json)
 
 
 async def read_policy(registry: str) -> registry_pb2.GetPolicyResponse:

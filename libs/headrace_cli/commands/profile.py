@@ -32,7 +32,8 @@ def register(app: typer.Typer) -> None:
     )(profile)
 
 
-def profile(
+@run_command
+async def profile(
     output: Annotated[Path, typer.Option(metavar="FILE", help="File for the profile, as JSON.")],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
@@ -41,25 +42,18 @@ def profile(
 ) -> None:
     """Writes what the workers of a model have learned of their times, as the mean, and the size of one."""
 
-    async def work() -> None:
-        members = await list_members(await registry_of(router, registry))
-        workers = [
-            one for one in members if one.role in WORKERS and (not model or one.model == model)
-        ]
-        if len(models := sorted({one.model for one in workers})) != 1:
-            raise ConfigError(
-                f"workers serve {', '.join(models) or 'no model'}: name one with --model"
-            )
-        statuses = await asyncio.gather(*(worker_status(one.endpoint) for one in workers))
-        found = profile_of(workers, statuses)
-        text = json.dumps(found.model_dump(mode="json"), indent=1)
-        try:
-            output.write_text(f"{text}\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-        notice_console().print(f"wrote {output}")
-
-    run_command(work())
+    members = await list_members(await registry_of(router, registry))
+    workers = [one for one in members if one.role in WORKERS and (not model or one.model == model)]
+    if len(models := sorted({one.model for one in workers})) != 1:
+        raise ConfigError(f"workers serve {', '.join(models) or 'no model'}: name one with --model")
+    statuses = await asyncio.gather(*(worker_status(one.endpoint) for one in workers))
+    found = profile_of(workers, statuses)
+    text = json.dumps(found.model_dump(mode="json"), indent=1)
+    try:
+        output.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
+    notice_console().print(f"wrote {output}")
 
 
 def profile_of(

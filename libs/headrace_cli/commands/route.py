@@ -52,7 +52,8 @@ def register(app: typer.Typer) -> None:
     )(route)
 
 
-def route(
+@run_command
+async def route(
     prompt: Annotated[str, typer.Argument(help="Prompt to route.")],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
@@ -68,19 +69,16 @@ def route(
     """Shows where a prompt would be routed now, and why, without running it."""
     messages = [("system", system)] if system else []
 
-    async def work() -> None:
-        found = await find_internal(internal, registry, router)
-        async with open_router_internally(found) as client:
-            routed = await client.explain(
-                build_request(messages=[*messages, ("user", prompt)], model=model)
-            )
-            if as_json:
-                print_json(message_object(routed))
-            else:
-                console = answer_console()
-                console.print(route_view(routed, console, explain=explain))
-
-    run_command(work())
+    found = await find_internal(internal, registry, router)
+    async with open_router_internally(found) as client:
+        routed = await client.explain(
+            build_request(messages=[*messages, ("user", prompt)], model=model)
+        )
+        if as_json:
+            print_json(message_object(routed))
+        else:
+            console = answer_console()
+            console.print(route_view(routed, console, explain=explain))
 
 
 async def find_internal(internal: str, registry: str, router: str) -> str:

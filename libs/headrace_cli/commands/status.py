@@ -24,7 +24,8 @@ def register(app: typer.Typer) -> None:
     )(status)
 
 
-def status(
+@run_command
+async def status(
     address: Annotated[
         str,
         typer.Argument(
@@ -38,15 +39,12 @@ def status(
 ) -> None:
     """Prints the address of a router's status page, with this operator's token: keep it secret."""
 
-    async def work() -> None:
-        found = address or await find_page(router)
-        url = page_url(found, Credentials.from_environment(Role.OPERATOR))
-        if as_json:
-            print_json({"url": url})
-        else:
-            answer_console().print(url, soft_wrap=True, markup=False, highlight=False)
-
-    run_command(work())
+    found = address or await find_page(router)
+    url = page_url(found, Credentials.from_environment(Role.OPERATOR))
+    if as_json:
+        print_json({"url": url})
+    else:
+        answer_console().print(url, soft_wrap=True, markup=False, highlight=False)
 
 
 async def find_page(router: str) -> str:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.client import WAIT_S, RouterOperator, Wait, open_router_internally
+from headrace_cli.client import WAIT_S, RouterClient, Wait, open_router_internally
 from headrace_cli.commands.route import find_internal
 from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
 from headrace_cli.output import (
@@ -58,7 +58,8 @@ def register(app: typer.Typer) -> None:
     )(trace)
 
 
-def trace(
+@run_command
+async def trace(
     which: Annotated[
         list[str] | None,
         typer.Argument(
@@ -91,26 +92,23 @@ def trace(
 ) -> None:
     """Shows where the time of one request went: the sum, its largest part, and the steps of all processes."""
 
-    async def work() -> None:
-        names = chosen_names(which or [LAST])
-        found = await find_internal(internal, registry, router)
-        async with open_router_internally(found) as client:
-            if list_count:
-                show_list(await client.traces(list_count), as_json=as_json)
-            elif names[0] == CONVERSATION and len(names) > 1:
-                show_turns(await conversation_turns(client, names[1]), as_json=as_json)
-            elif len(names) > 1:
-                await _compare(client, names, spans_wait)
+    names = chosen_names(which or [LAST])
+    found = await find_internal(internal, registry, router)
+    async with open_router_internally(found) as client:
+        if list_count:
+            show_list(await client.traces(list_count), as_json=as_json)
+        elif names[0] == CONVERSATION and len(names) > 1:
+            show_turns(await conversation_turns(client, names[1]), as_json=as_json)
+        elif len(names) > 1:
+            await _compare(client, names, spans_wait)
+        else:
+            shown = await chosen_trace(client, names[0], spans_wait)
+            if otlp is not None:
+                write_otlp(shown, otlp)
+            if as_json:
+                print_json(trace_object(shown))
             else:
-                shown = await chosen_trace(client, names[0], spans_wait)
-                if otlp is not None:
-                    write_otlp(shown, otlp)
-                if as_json:
-                    print_json(trace_object(shown))
-                else:
-                    show_trace(shown, answer_console(), layers=layers)
-
-    run_command(work())
+                show_trace(shown, answer_console(), layers=layers)
 
 
 def chosen_names(words: list[str]) -> list[str]:
@@ -126,7 +124,7 @@ def chosen_names(words: list[str]) -> list[str]:
     )
 
 
-async def _compare(client: RouterOperator, names: list[str], wait_s: float) -> None:
+async def _compare(client: RouterClient, names: list[str], wait_s: float) -> None:
     first, second = [read_trace(await chosen_trace(client, name, wait_s)) for name in names]
     console = answer_console()
     _print(
@@ -137,7 +135,7 @@ async def _compare(client: RouterOperator, names: list[str], wait_s: float) -> N
     )
 
 
-async def chosen_trace(client: RouterOperator, name: str, wait_s: float) -> trace_pb2.Trace:
+async def chosen_trace(client: RouterClient, name: str, wait_s: float) -> trace_pb2.Trace:
     """The trace with an id, or the last, the slowest, or the last failed one. Raises NotFound."""
     if name not in (SLOWEST, FAILED):
         return await client.trace("" if name == LAST else name, wait_s)
@@ -155,7 +153,7 @@ async def chosen_trace(client: RouterOperator, name: str, wait_s: float) -> trac
     return best
 
 
-async def newest_traces(client: RouterOperator) -> AsyncIterator[trace_pb2.Trace]:
+async def newest_traces(client: RouterClient) -> AsyncIterator[trace_pb2.Trace]:
     """The newest SEARCHED_MAX, newest first."""
     for summary in await client.traces(SEARCHED_MAX):
         # The router may have dropped it meanwhile.
@@ -163,7 +161,7 @@ async def newest_traces(client: RouterOperator) -> AsyncIterator[trace_pb2.Trace
             yield await client.trace(summary.trace_id, 0.0)
 
 
-async def conversation_turns(client: RouterOperator, conversation_id: str) -> list[Turn]:
+async def conversation_turns(client: RouterClient, conversation_id: str) -> list[Turn]:
     """The turns of a conversation that are stored, oldest first. Raises NotFound."""
     turns = turns_of([trace async for trace in newest_traces(client)], conversation_id)
     if not turns:

@@ -77,7 +77,8 @@ def register(app: typer.Typer) -> None:
     )(demo)
 
 
-def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
+@run_command
+async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     engine: Engine = "vllm",
     model: Model = "",
     workers: WorkerCount = 0,
@@ -109,28 +110,25 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
 ) -> None:
     """Starts registry, router and workers on this machine, and stops them on Ctrl-C."""
 
-    async def work() -> None:
-        topology = topology_of(
-            engine,
-            model,
-            (prefill, decode, workers),
-            port,
-            store,
-            tensor_parallel,
-            cpu_threads,
-            settings,
-        )
-        topology = replace(
-            topology,
-            http_port=http_port_of(port, http_port),
-            pool_gib=store_pool,
-            planner=planner,
-            devices=parse_devices(devices) if devices else (),
-        )
-        policy = NO_RESTARTS if no_restart else RestartPolicy()
-        await run_up(topology, logs, notice_console(), policy)
-
-    run_command(work())
+    topology = topology_of(
+        engine,
+        model,
+        (prefill, decode, workers),
+        port,
+        store,
+        tensor_parallel,
+        cpu_threads,
+        settings,
+    )
+    topology = replace(
+        topology,
+        http_port=http_port_of(port, http_port),
+        pool_gib=store_pool,
+        planner=planner,
+        devices=parse_devices(devices) if devices else (),
+    )
+    policy = NO_RESTARTS if no_restart else RestartPolicy()
+    await run_up(topology, logs, notice_console(), policy)
 
 
 def topology_of(
@@ -169,7 +167,8 @@ TRACE_WAIT_S = 5.0
 DEFAULT_PROMPT = "What is the capital of France?"
 
 
-def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
+@run_command
+async def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     prompt: Annotated[str, typer.Argument(envvar="PROMPT", help="Prompt to run.")] = DEFAULT_PROMPT,
     engine: Engine = "vllm",
     model: Model = "",
@@ -186,22 +185,19 @@ def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
 ) -> None:
     """Starts everything, runs one prompt, shows where the time went, and stops everything."""
 
-    async def work() -> None:
-        topology = topology_of(
-            engine,
-            model,
-            (prefill, decode, workers),
-            port,
-            store,
-            tensor_parallel,
-            cpu_threads,
-            settings,
-        )
-        options = ChatOptions(max_tokens=max_tokens, temperature=0.0)
-        question = prompt.strip() or DEFAULT_PROMPT
-        await run_demo(topology, logs, question, options, (answer_console(), notice_console()))
-
-    run_command(work())
+    topology = topology_of(
+        engine,
+        model,
+        (prefill, decode, workers),
+        port,
+        store,
+        tensor_parallel,
+        cpu_threads,
+        settings,
+    )
+    options = ChatOptions(max_tokens=max_tokens, temperature=0.0)
+    question = prompt.strip() or DEFAULT_PROMPT
+    await run_demo(topology, logs, question, options, (answer_console(), notice_console()))
 
 
 async def run_demo(

@@ -115,7 +115,8 @@ async def _wait_gone(channel: grpc.aio.Channel, worker_id: str, timeout_s: float
         await asyncio.sleep(0.1)
 
 
-def drain(
+@run_command
+async def drain(
     worker: Annotated[
         str,
         typer.Argument(
@@ -141,14 +142,11 @@ def drain(
 ) -> None:
     """Ends a worker as SIGTERM does: it rejects new requests, finishes those it has, and exits."""
 
-    async def work() -> None:
-        found = await registry_of(router, registry)
-        console = None if as_json else answer_console()
-        begun = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
-        if as_json:
-            print_json({"worker": worker, **message_object(begun), "ended": not no_wait})
-
-    run_command(work())
+    found = await registry_of(router, registry)
+    console = None if as_json else answer_console()
+    begun = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
+    if as_json:
+        print_json({"worker": worker, **message_object(begun), "ended": not no_wait})
 
 
 def register(app: typer.Typer) -> None:
@@ -170,7 +168,8 @@ def register(app: typer.Typer) -> None:
     )(drain)
 
 
-def workers(
+@run_command
+async def workers(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     wait: Wait = WAIT_S,
@@ -184,23 +183,21 @@ def workers(
 ) -> None:
     """Lists the registered processes and the state of each worker."""
 
-    async def work() -> None:
-        found = await registry_of(router, registry)
-        read = partial(member_rows, found)
-        if watch and as_json:
-            await watch_objects(found, read, interval)
-        elif watch:
-            await watch_table(read, answer_console(), interval)
-        elif as_json:
-            print_json(workers_object(found, await read()))
-        else:
-            console = answer_console()
-            console.print(workers_view(await read(), console))
-
-    run_command(work())
+    found = await registry_of(router, registry)
+    read = partial(member_rows, found)
+    if watch and as_json:
+        await watch_objects(found, read, interval)
+    elif watch:
+        await watch_table(read, answer_console(), interval)
+    elif as_json:
+        print_json(workers_object(found, await read()))
+    else:
+        console = answer_console()
+        console.print(workers_view(await read(), console))
 
 
-def reset_cache(
+@run_command
+async def reset_cache(
     worker_ids: Annotated[
         list[str],
         typer.Argument(metavar="WORKER...", help="Worker ids.", autocompletion=complete_workers),
@@ -215,12 +212,9 @@ def reset_cache(
 ) -> None:
     """Empties workers' prefix caches; routers are notified at once."""
 
-    async def work() -> None:
-        await reset_caches(await registry_of(router, registry), worker_ids, timeout)
-        if as_json:
-            print_json({"workers": worker_ids})
-
-    run_command(work())
+    await reset_caches(await registry_of(router, registry), worker_ids, timeout)
+    if as_json:
+        print_json({"workers": worker_ids})
 
 
 async def reset_caches(registry: str, worker_ids: list[str], timeout_s: float) -> None:

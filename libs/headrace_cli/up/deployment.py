@@ -361,7 +361,7 @@ async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
         while True:
             deployment.supervisor.check()
             try:
-                listed = await router.models()
+                listed = await router.listing()
             except (PermissionDenied, Unauthenticated):
                 return
             for model in listed.models:

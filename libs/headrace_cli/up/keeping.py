@@ -145,23 +145,18 @@ MakeSpec = Callable[[str, str], ProcessSpec]
 """A worker, by service and name."""
 
 
+@dataclass(frozen=True, slots=True)
 class Scaler:
-    """Adds and removes workers of a supervisor, and has no state of its own."""
+    """Adds and removes workers of a supervisor, and has no state of its own.
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        make_spec: MakeSpec,
-        console: Console,
-        drain_timeout_s: Callable[[str], float],
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
-        """`drain_timeout_s` returns the limit of a drain, by service."""
-        self._supervisor = supervisor
-        self._make_spec = make_spec
-        self._console = console
-        self._drain_timeout_s = drain_timeout_s
-        self._start_timeout_s = start_timeout_s
+    `drain_timeout_s` returns the limit of a drain, by service.
+    """
+
+    supervisor: Supervisor
+    make_spec: MakeSpec
+    console: Console
+    drain_timeout_s: Callable[[str], float]
+    start_timeout_s: float = START_TIMEOUT_S
 
     def counts(self) -> _Counts:
         """The workers that run or start again."""
@@ -182,7 +177,7 @@ class Scaler:
         ]
         await self._all([self._drain(child) for child in surplus])
         taken = {child.spec.name for role in WORKER_SERVICES for child in workers[role]}
-        taken |= {child.spec.name for child in self._supervisor.children if child.running}
+        taken |= {child.spec.name for child in self.supervisor.children if child.running}
         added: list[Coroutine[Any, Any, None]] = []
         for role in WORKER_SERVICES:
             free = (name for name in map(f"{role}-{{}}".format, count()) if name not in taken)
@@ -194,21 +189,21 @@ class Scaler:
         """The workers of a role, those with the highest numbers last. Those that start again count too."""
         found = [
             child
-            for child in self._supervisor.children
+            for child in self.supervisor.children
             if child.spec.service == role and not child.stopping
         ]
         return sorted(found, key=lambda child: (child.running, _number(child.spec.name)))
 
     async def _drain(self, child: Child) -> None:
-        self._console.print(f"the planner removes {child.spec.name}", markup=False)
-        await self._supervisor.drain(child, self._drain_timeout_s(child.spec.service))
+        self.console.print(f"the planner removes {child.spec.name}", markup=False)
+        await self.supervisor.drain(child, self.drain_timeout_s(child.spec.service))
 
     async def _add(self, role: str, name: str) -> None:
-        self._console.print(f"the planner adds {name}", markup=False)
+        self.console.print(f"the planner adds {name}", markup=False)
         # An earlier worker may have had the name.
-        spec = replace(self._make_spec(role, name), keeps_log=True)
-        child = await self._supervisor.add(spec, self._start_timeout_s)
-        self._console.print(f"{name} serves on {child.endpoint}", markup=False)
+        spec = replace(self.make_spec(role, name), keeps_log=True)
+        child = await self.supervisor.add(spec, self.start_timeout_s)
+        self.console.print(f"{name} serves on {child.endpoint}", markup=False)
 
     async def _all(self, work: list[Coroutine[Any, Any, None]]) -> None:
         """Raises the first HeadraceError when all have ended, and any other error."""

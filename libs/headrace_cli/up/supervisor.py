@@ -17,6 +17,7 @@ from typing import Protocol
 
 from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec
 from headrace_common.errors import ConfigError, DeadlineExceeded, HeadraceError, WorkerGone
+from headrace_common.tasks import wait_briefly
 
 POLL_S = 0.05
 TAIL_BYTES = 8_192
@@ -235,9 +236,7 @@ class Supervisor:
         """
         child.mark_stopping()
         child.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await child.process.wait()
+        await wait_briefly(child.process.wait(), timeout_s)
         clean = child.process.returncode == 0
         how = end_text(child) if not child.running else f"{child.spec.name} did not end"
         await self._remove(child)
@@ -252,9 +251,7 @@ class Supervisor:
         child.mark_stopping()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_WAIT_S):
-                await child.process.wait()
+        await wait_briefly(child.process.wait(), KILL_WAIT_S)
         self._notify_watchdog(f"-{child.process.pid}")
         if child in self.children:
             self.children.remove(child)
@@ -300,9 +297,7 @@ class Supervisor:
         if self._watchdog is None or self._watchdog.stdin is None:
             return
         self._watchdog.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_WAIT_S):
-                await self._watchdog.wait()
+        await wait_briefly(self._watchdog.wait(), KILL_WAIT_S)
 
 
 def unexpected_end(child: Child) -> HeadraceError:

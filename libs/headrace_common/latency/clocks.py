@@ -40,6 +40,13 @@ def _read() -> ClockPair:
     return ClockPair(unix_ns, (before_ns + after_ns) // 2, (after_ns - before_ns + 1) // 2)
 
 
+class ClockDifference(NamedTuple):
+    """How far another host's wall clock is ahead of this one's, and a bound on the error of that."""
+
+    ahead_ns: int
+    error_ns: int
+
+
 _EXCHANGES: Final = 16
 # Two clocks drift apart by at most this share: quartz has 100 ppm, and a clock that is being adjusted 500.
 _DRIFT: Final = 0.0006

@@ -105,7 +105,9 @@ def decode_steps(times: decode_pb2.AttemptTimes, received_us: int) -> DecodeStep
     )
 
 
-def prefill_steps(times: prefill_pb2.TaskTimes, received_us: int) -> PrefillSteps:
+def prefill_steps(
+    times: prefill_pb2.TaskTimes | latency_pb2.TaskSteps, received_us: int
+) -> PrefillSteps:
     """The steps that a prefill worker reported. `received_us` is its receipt of the task, by the router's clock."""
 
     def at(after_us: int) -> int | None:
@@ -154,13 +156,8 @@ def with_task(attempt: AttemptSteps, call: Call, task: latency_pb2.TaskSteps) ->
     def at(after_us: int) -> int | None:
         return received_us + after_us if after_us else None
 
-    prefill = PrefillSteps(
-        received_us + task.received_us,
-        compute_start=at(task.compute_start_us),
-        compute_end=at(task.compute_end_us),
-        first_write=at(task.first_write_us),
-        last_write=at(task.last_write_us),
-    )
+    prefill = prefill_steps(task, received_us)
+    prefill = replace(prefill, received=received_us + task.received_us, sent=None)
     return replace(
         attempt,
         remote=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -25,7 +24,7 @@ from headrace_common.errors import (
 )
 from headrace_common.limits import LEASES_PER_RENEWAL_MAX
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
-from headrace_common.tasks import end_task, run_forever
+from headrace_common.tasks import end_task, run_forever, wait_briefly
 
 
 class LeaseRenewals:
@@ -73,9 +72,7 @@ class LeaseRenewals:
                 lease_ids = list(self._kept)
                 for first in range(0, len(lease_ids), LEASES_PER_RENEWAL_MAX):
                     await self._renew(call, lease_ids[first : first + LEASES_PER_RENEWAL_MAX])
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_s):
-                        await ended.wait()
+                await wait_briefly(ended.wait(), self._interval_s)
         finally:
             call.cancel()
 
@@ -130,14 +127,10 @@ class Membership:
         self._ttl = duration_from_seconds(ttl_s)
         self._lease_id = ""
         self._registration_order = 0
-        self._prefix_hash_key = 0
+        self.prefix_hash_key = 0
+        """The deployment's key for hashes of prompt prefixes: the first one received. 0 until `start` returns."""
         self._keeper: asyncio.Task[None] | None = None
         self._changes = asyncio.Lock()
-
-    @property
-    def prefix_hash_key(self) -> int:
-        """The deployment's key for hashes of prompt prefixes: the first one received. 0 until `start` returns."""
-        return self._prefix_hash_key
 
     @property
     def registered(self) -> bool:
@@ -223,7 +216,7 @@ class Membership:
         request = registry_pb2.RegisterRequest(
             member=self._member,
             ttl=self._ttl,
-            prefix_hash_key=self._prefix_hash_key,
+            prefix_hash_key=self.prefix_hash_key,
             sent_unix_ns=time.time_ns(),
         )
         request.member.registration_order = self._registration_order
@@ -244,9 +237,9 @@ class Membership:
 
     def _store_prefix_hash_key(self, key: int) -> None:
         """Keeps the first key, because hashes made with it cannot be made again."""
-        if not self._prefix_hash_key:
-            self._prefix_hash_key = key
-        elif key != self._prefix_hash_key:
+        if not self.prefix_hash_key:
+            self.prefix_hash_key = key
+        elif key != self.prefix_hash_key:
             _log.warning(
                 "%s: the registry has a different prefix_hash_key now. Processes with the old and the new key do not "
                 "find each other's cached prefixes: restart those with the old one",

@@ -52,9 +52,10 @@ class RegistryView:
         self._on_change = on_change
         self._grace_s = grace_s
         self._members: Mapping[str, registry_pb2.Member] = {}
-        self._policy = default_policy()
+        self.policy = default_policy()
         self._revision = 0
-        self._connected = False
+        self.connected = False
+        """Whether the watch stands, so that changes arrive."""
         self._received = asyncio.Event()
         # Members that the last snapshot lacked.
         self._vanished: set[str] = set()
@@ -75,15 +76,6 @@ class RegistryView:
         """Members with one of these roles, by worker id."""
         return tuple(member for _, member in sorted(self._members.items()) if member.role in roles)
 
-    @property
-    def policy(self) -> registry_pb2.Policy:
-        return self._policy
-
-    @property
-    def connected(self) -> bool:
-        """Whether the watch stands, so that changes arrive."""
-        return self._connected
-
     async def start(self, timeout_s: float = 15.0) -> None:
         """Waits for the first snapshot. Raises RegistryUnavailable when none arrives in time."""
         self._follower = run_forever(self._follow(), "registry-view")
@@ -103,7 +95,7 @@ class RegistryView:
         """Stops the watch. The last view stays readable."""
         await end_task(self._follower)
         self._follower = None
-        self._connected = False
+        self.connected = False
         for timer in (self._grace_timer, self._notification):
             if timer is not None:
                 timer.cancel()
@@ -117,8 +109,8 @@ class RegistryView:
                 self._last_error = error
                 if isinstance(error, WatchExpired):
                     self._revision = 0
-                if self._connected:
-                    self._connected = False
+                if self.connected:
+                    self.connected = False
                     self._notify()
                 await self._link.back_off(error)
 
@@ -148,14 +140,14 @@ class RegistryView:
             listed = {member.worker_id: member for member in response.snapshot.members}
             self._vanished = set(members) - set(listed)
             members.update(listed)
-            self._policy = response.snapshot.policy
+            self.policy = response.snapshot.policy
         for change in response.changes:
             self._apply_change(members, change)
         self._members = members
         self._revision = response.revision
-        was_disconnected = not self._connected
+        was_disconnected = not self.connected
         if was_disconnected:
-            self._connected = True
+            self.connected = True
             self._link.record_success()
             self._start_grace()
         if was_disconnected or response.changes:
@@ -176,7 +168,7 @@ class RegistryView:
                 del members[worker_id]
                 self._vanished.discard(worker_id)
         elif change.HasField("policy_put"):
-            self._policy = change.policy_put
+            self.policy = change.policy_put
 
     def _start_grace(self) -> None:
         if self._grace_timer is not None:
@@ -189,7 +181,7 @@ class RegistryView:
     def _drop_vanished(self) -> None:
         self._grace_timer = None
         # During an outage members cannot register again, so they keep their grace.
-        if self._connected:
+        if self.connected:
             self._members = {
                 worker_id: member
                 for worker_id, member in self._members.items()

@@ -41,6 +41,7 @@ from headrace_common.rpc.listener import (
 )
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.rpc.trace_context import TraceInterceptor
+from headrace_common.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class GrpcServer:
             self.client_server = facing.server
             self._listeners.append(facing)
         self._probes = HealthListener(config.health_listen) if config.health_listen else None
-        self._health_updates: set[asyncio.Task[None]] = set()
+        self._health_updates = BackgroundTasks()
         self._drain_requested = asyncio.Event()
         self._drain_deadline: Deadline | None = None
         self._stop_requested = False
@@ -203,9 +204,7 @@ class GrpcServer:
         """Sets the health status of the server and of each of its services. That of health_listen changes at once."""
         if self._probes is not None:
             self._probes.set_serving(serving=serving)
-        update = asyncio.get_running_loop().create_task(self._set_health(serving=serving))
-        self._health_updates.add(update)
-        update.add_done_callback(self._health_updates.discard)
+        self._health_updates.start(self._set_health(serving=serving))
 
     def request_stop(self) -> None:
         """Starts a drain, as SIGTERM does. A second call ends the drain at once."""

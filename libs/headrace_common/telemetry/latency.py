@@ -1,16 +1,18 @@
-"""Attributes of spans: the sums of a request, and the call that is served."""
+"""Spans of a decode worker, and attributes of spans: the sums of a request, and the call that is served."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.latency.parts import Sum, TimePart
+from headrace_common.latency.steps import DecodeSteps, FirstTokenBy
+from headrace_common.rpc.trace_context import SERVED
 from headrace_common.telemetry import schema
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
-from headrace_common.rpc.trace_context import SERVED
 
 PART_ATTRIBUTES: Final = {
     TimePart.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,
@@ -84,3 +86,28 @@ def server_attributes() -> dict[str, str]:
             schema.ATTRIBUTE_HTTP_ROUTE: call.name,
         }
     return {schema.ATTRIBUTE_RPC_SYSTEM: "grpc", schema.ATTRIBUTE_RPC_METHOD: call.name}
+
+
+def decode_intervals(
+    steps: DecodeSteps, first_token_by: FirstTokenBy, *, awaits_kv: bool
+) -> Iterator[tuple[str, int, int | None]]:
+    """The steps until the first token that an attempt has begun: span, start, and end or None.
+
+    `awaits_kv`: whether there is a transfer.
+    """
+    yield schema.SPAN_DECODE_RESERVE, steps.received, steps.reserved
+    ready = steps.reserved
+    if awaits_kv and ready:
+        yield schema.SPAN_DECODE_KV_WAIT, ready, steps.kv_arrived
+        if first_token_by == FirstTokenBy.HIDDEN:
+            yield schema.SPAN_DECODE_HIDDEN_STATE_WAIT, ready, steps.hidden_state_arrived
+        ready = steps.kv_arrived
+    token = steps.sampled
+    if steps.hidden_state_arrived:
+        yield schema.SPAN_DECODE_SAMPLE, steps.hidden_state_arrived, token
+    if ready and first_token_by == FirstTokenBy.PREFILL:
+        token = max(steps.token_received, ready) if steps.token_received else None
+        yield schema.SPAN_DECODE_TOKEN_WAIT, ready, token
+        ready = token
+    if ready:
+        yield schema.SPAN_DECODE_FIRST_TOKEN, max(ready, token or 0), steps.first_token

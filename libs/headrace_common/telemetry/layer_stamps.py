@@ -43,55 +43,28 @@ transfer ended.
 
 @dataclass(frozen=True, slots=True)
 class LayerStamps:
-    """One write: tokens [start_token, end_token) of one layer. Times count from the start of the link's span, in ns.
+    """One write: tokens [start_token, end_token) of one layer. Times are in ns, from where the reader counts.
 
-    ready <= submitted <= gathered <= landed <= acknowledged. `ready`: the engine had written the layer. `submitted`:
-    the transport had the first bytes. `gathered`: the slots were free and the bytes were in staging memory; equals
-    `submitted` for writes that are not staged. `acknowledged`: the message to decode was queued. A write that had not
-    landed when its transfer ended is not `finished`, and its times stop where it stopped.
+    ready <= submitted <= gathered <= landed. `ready`: the engine had written the layer. `submitted`: the transport had
+    the first bytes. `gathered`: the slots were free and the bytes were in staging memory; equals `submitted` for writes
+    that are not staged. A write that had not landed when its transfer ended is not `finished`, and its times stop where
+    it stopped.
+
+    `cause` is what most of the time until the write had landed went to, for `cause_ns`. From the landing of the link's
+    writes before it until this layer was ready, the link waited for "compute".
     """
 
     layer: int
-    start_token: int
-    end_token: int
-    payload_bytes: int
     ready_ns: int
     submitted_ns: int
     gathered_ns: int
     landed_ns: int
-    acknowledged_ns: int
-    lease_wait_ns: int
-    window_wait_ns: int
-    staging_wait_ns: int
-    finished: bool
-
-    @property
-    def parts_ns(self) -> dict[Cause, int]:
-        """The nanoseconds from ready to acknowledged, by what they went to."""
-        queue_ns = self.submitted_ns - self.ready_ns - self.lease_wait_ns - self.window_wait_ns
-        return {
-            "lease": self.lease_wait_ns,
-            "window": self.window_wait_ns,
-            "queue": max(0, queue_ns),
-            "staging_slot": self.staging_wait_ns,
-            "gather": max(0, self.gathered_ns - self.submitted_ns - self.staging_wait_ns),
-            "move": self.landed_ns - self.gathered_ns,
-            "acknowledge": self.acknowledged_ns - self.landed_ns,
-        }
-
-    def cause(self, previous_landed_ns: int = 0) -> tuple[Cause, int]:
-        """What most of the time until the write had landed went to, and how many ns of it.
-
-        `previous_landed_ns` is when the link's write before it had landed: from then until this layer was ready, the
-        link waited for "compute".
-        """
-        if not self.finished:
-            return "unfinished", max(self.acknowledged_ns, self.submitted_ns) - self.ready_ns
-        parts = self.parts_ns
-        del parts["acknowledge"]
-        parts["compute"] = max(0, self.ready_ns - previous_landed_ns)
-        cause = max(parts, key=lambda name: parts[name])
-        return cause, parts[cause]
+    payload_bytes: int
+    cause: Cause | Literal[""] = ""
+    cause_ns: int = 0
+    finished: bool = True
+    start_token: int = 0
+    end_token: int = 0
 
 
 def pack_writes(words: array[int]) -> str:
@@ -103,13 +76,18 @@ def pack_writes(words: array[int]) -> str:
     return base64.b64encode(kept.tobytes()).decode("ascii")
 
 
-def unpack_writes(text: str) -> tuple[LayerStamps, ...]:
-    """The writes in an attribute's text, oldest first. Empty for a text that is none, or of another version."""
+def unpack_writes(text: str, start_ns: int = 0) -> tuple[LayerStamps, ...]:
+    """The writes in an attribute's text, oldest first. Empty for a text that is none, or of another version.
+
+    `start_ns` is the start of the link's span.
+    """
     words = _words_of(text)
-    return tuple(
-        _unpack(words[start : start + WORDS_PER_WRITE])
-        for start in range(0, len(words), WORDS_PER_WRITE)
-    )
+    writes: list[LayerStamps] = []
+    landed_ns = start_ns
+    for start in range(0, len(words), WORDS_PER_WRITE):
+        writes.append(_unpack(words[start : start + WORDS_PER_WRITE], start_ns, landed_ns))
+        landed_ns = max(landed_ns, writes[-1].landed_ns)
+    return tuple(writes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,27 +163,36 @@ def _words_of(text: str) -> array[int]:
     return words[1:]
 
 
-def _unpack(words: array[int]) -> LayerStamps:
+def _unpack(words: array[int], start_ns: int, previous_landed_ns: int) -> LayerStamps:
     layer, start_token, end_token, payload_bytes = words[:4]
     ready, lease, window, wait, staging, gather, move, acknowledge = (
         1_000 * word for word in words[4:]
     )
+    ready += start_ns
+    gathered = ready + wait + staging + gather
+    parts: dict[Cause, int] = {"unfinished": gathered + acknowledge - ready}
     finished = words[10] != NEVER
-    submitted = ready + wait
-    gathered = submitted + staging + gather
-    landed = gathered + move if finished else gathered
+    if finished:
+        parts = {
+            "lease": lease,
+            "window": window,
+            "queue": max(0, wait - lease - window),
+            "staging_slot": staging,
+            "gather": gather,
+            "move": move,
+            "compute": max(0, ready - previous_landed_ns),
+        }
+    cause = max(parts, key=lambda name: parts[name])
     return LayerStamps(
         layer=layer,
+        ready_ns=ready,
+        submitted_ns=ready + wait,
+        gathered_ns=gathered,
+        landed_ns=gathered + move if finished else gathered,
+        payload_bytes=payload_bytes,
+        cause=cause,
+        cause_ns=parts[cause],
+        finished=finished,
         start_token=start_token,
         end_token=end_token,
-        payload_bytes=payload_bytes,
-        ready_ns=ready,
-        submitted_ns=submitted,
-        gathered_ns=gathered,
-        landed_ns=landed,
-        acknowledged_ns=landed + acknowledge,
-        lease_wait_ns=lease,
-        window_wait_ns=window,
-        staging_wait_ns=staging,
-        finished=finished,
     )

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Final
 
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.layer_stamps import LayerStamps
 
 TRANSFER_EXPOSED: Final = "transfer exposed"
 """The name of the part in which a request waits for its KV and nothing else."""
@@ -31,21 +32,6 @@ class PartTime:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWriteTimes:
-    """One layer's bytes on one link, and what most of its time went to. See telemetry.layer_stamps."""
-
-    layer: int
-    ready_ns: int
-    submitted_ns: int
-    gathered_ns: int
-    landed_ns: int
-    payload_bytes: int
-    cause: str = ""
-    cause_ns: int = 0
-    finished: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Link:
     """What one source rank wrote to one destination rank. `writes` is in the order of submission.
 
@@ -66,7 +52,7 @@ class Link:
     expected_ns: int = 0
     bandwidth_share: float = 0.0
     error: str = ""
-    writes: tuple[LayerWriteTimes, ...] = ()
+    writes: tuple[LayerStamps, ...] = ()
 
     @property
     def name(self) -> str:
@@ -84,7 +70,7 @@ class Link:
         return max((write.landed_ns for write in self.writes), default=0)
 
     @property
-    def last_write(self) -> LayerWriteTimes | None:
+    def last_write(self) -> LayerStamps | None:
         """The write that landed last."""
         return max(self.writes, key=lambda write: write.landed_ns, default=None)
 

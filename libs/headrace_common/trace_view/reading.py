@@ -11,10 +11,9 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import PART_ATTRIBUTES
-from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
+from headrace_common.telemetry.layer_stamps import unpack_writes
 from headrace_common.trace_view.model import (
     TRANSFER_EXPOSED,
-    LayerWriteTimes,
     Link,
     PartTime,
     TraceStep,
@@ -58,7 +57,7 @@ def read_links(spans: Sequence[TimedSpan]) -> tuple[Link, ...]:
 
 
 def _link(one: TimedSpan, by_id: Mapping[str, TimedSpan]) -> Link:
-    stamps = unpack_writes(one.text(schema.ATTRIBUTE_LINK_LAYERS))
+    writes = unpack_writes(one.text(schema.ATTRIBUTE_LINK_LAYERS), one.start_ns)
     return Link(
         source=one.span.worker_id,
         source_rank=one.number(schema.ATTRIBUTE_SOURCE_RANK),
@@ -73,30 +72,8 @@ def _link(one: TimedSpan, by_id: Mapping[str, TimedSpan]) -> Link:
         expected_ns=round(one.real(schema.ATTRIBUTE_EXPECTED_MS) * _NS_PER_MS),
         bandwidth_share=one.real(schema.ATTRIBUTE_BANDWIDTH_SHARE),
         error=one.span.error,
-        writes=_writes(stamps, one.start_ns),
+        writes=tuple(sorted(writes, key=lambda write: (write.submitted_ns, write.layer))),
     )
-
-
-def _writes(stamps: Iterable[LayerStamps], origin_ns: int) -> tuple[LayerWriteTimes, ...]:
-    writes: list[LayerWriteTimes] = []
-    previous_landed_ns = 0
-    for stamp in stamps:
-        cause, cause_ns = stamp.cause(previous_landed_ns)
-        previous_landed_ns = max(previous_landed_ns, stamp.landed_ns)
-        writes.append(
-            LayerWriteTimes(
-                layer=stamp.layer,
-                ready_ns=origin_ns + stamp.ready_ns,
-                submitted_ns=origin_ns + stamp.submitted_ns,
-                gathered_ns=origin_ns + stamp.gathered_ns,
-                landed_ns=origin_ns + stamp.landed_ns,
-                payload_bytes=stamp.payload_bytes,
-                cause=cause,
-                cause_ns=cause_ns,
-                finished=stamp.finished,
-            )
-        )
-    return tuple(sorted(writes, key=lambda write: (write.submitted_ns, write.layer)))
 
 
 def _decode_worker(one: TimedSpan, by_id: Mapping[str, TimedSpan]) -> str:

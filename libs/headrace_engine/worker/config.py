@@ -17,6 +17,7 @@ from headrace_common.config import (
     PositiveSeconds,
     ServiceConfig,
     WorkerId,
+    checked,
     split_host_port,
     split_list,
 )
@@ -296,9 +297,7 @@ class WorkerConfig(ServiceConfig):
                 )
         if not is_worker_id(_worker_id(self, workers - 1)):
             problems.append(f"workers_per_process is {workers}: choose a shorter worker_id")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)
 
 
 Config = TypeVar("Config", bound=WorkerConfig)

@@ -11,7 +11,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.metrics.instruments import Counter
+from headrace_common.telemetry.metrics.instruments import Counter, Gauge
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.time_model.model import TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -77,23 +77,18 @@ class WorkerMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         store, worker = metrics.store, schema.ATTRIBUTE_WORKER_ID
-        end = schema.ATTRIBUTE_END_REASON
-        self._transfers = store.counter(schema.METRIC_TRANSFERS, worker, end)
-        self._wasted_tokens = store.counter(schema.METRIC_WASTED_TOKENS, worker, end)
-        self._bytes = store.counter(schema.METRIC_TRANSFER_BYTES, worker)
+        self._transfers = store.counter(schema.METRIC_TRANSFERS)
+        self._wasted_tokens = store.counter(schema.METRIC_WASTED_TOKENS)
+        self._bytes = store.counter(schema.METRIC_TRANSFER_BYTES)
         link = (schema.ATTRIBUTE_LINK_KIND, schema.ATTRIBUTE_TRANSPORT)
         pair = (worker, schema.ATTRIBUTE_DECODE_WORKER_ID, *link)
         self._link_bytes = store.counter(schema.METRIC_LINK_BYTES, *pair)
         self._link_time = store.counter(schema.METRIC_LINK_TIME, *pair)
         self._link_rate = store.histogram(schema.METRIC_LINK_RATE, *link)
-        self._ticket_refusals = store.counter(
-            schema.METRIC_TICKET_REFUSALS, worker, schema.ATTRIBUTE_TICKET_PART
-        )
-        self._callers_refused = store.counter(
-            schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
-        )
-        self._prefix_fetches = store.counter(schema.METRIC_PREFIX_FETCHES, worker, end)
-        self._fetched_tokens = store.counter(schema.METRIC_PREFIX_FETCHED_TOKENS, worker)
+        self._ticket_refusals = store.counter(schema.METRIC_TICKET_REFUSALS)
+        self._callers_refused = store.counter(schema.METRIC_CALLERS_REFUSED)
+        self._prefix_fetches = store.counter(schema.METRIC_PREFIX_FETCHES)
+        self._fetched_tokens = store.counter(schema.METRIC_PREFIX_FETCHED_TOKENS)
         self._comparisons = store.counter(
             schema.METRIC_CANARY_COMPARISONS,
             worker,
@@ -102,38 +97,26 @@ class WorkerMetrics:
             schema.ATTRIBUTE_CANARY_LAYER,
             schema.ATTRIBUTE_CANARY_HEAD,
         )
-        self._active = store.gauge(schema.METRIC_TRANSFERS_ACTIVE, worker)
-        self._requests = store.gauge(
-            schema.METRIC_WORKER_REQUESTS, worker, schema.ATTRIBUTE_WORKER_STATE
-        )
-        self._stall = store.gauge(schema.METRIC_WORKER_STALL, worker)
-        self._blocks_used = store.gauge(schema.METRIC_BLOCKS_USED, worker)
-        self._blocks_total = store.gauge(schema.METRIC_BLOCKS_TOTAL, worker)
-        self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE, worker)
-        self._blocks_reserved = store.gauge(schema.METRIC_BLOCKS_RESERVED, worker)
-        self._blocks_quarantined = store.gauge(schema.METRIC_BLOCKS_QUARANTINED, worker)
-        tier = schema.ATTRIBUTE_TIER
-        self._tier_blocks = store.counter(schema.METRIC_TIER_LOADED_BLOCKS, worker, tier)
-        self._tier_failed = store.counter(schema.METRIC_TIER_FAILED_BLOCKS, worker, tier)
-        self._tier_stored = store.counter(schema.METRIC_TIER_STORED_BLOCKS, worker, tier)
+        self._active = store.gauge(schema.METRIC_TRANSFERS_ACTIVE)
+        self._requests = store.gauge(schema.METRIC_WORKER_REQUESTS)
+        self._stall = store.gauge(schema.METRIC_WORKER_STALL)
+        self._blocks_used = store.gauge(schema.METRIC_BLOCKS_USED)
+        self._blocks_total = store.gauge(schema.METRIC_BLOCKS_TOTAL)
+        self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE)
+        self._blocks_reserved = store.gauge(schema.METRIC_BLOCKS_RESERVED)
+        self._blocks_quarantined = store.gauge(schema.METRIC_BLOCKS_QUARANTINED)
+        self._tier_blocks = store.counter(schema.METRIC_TIER_LOADED_BLOCKS)
+        self._tier_failed = store.counter(schema.METRIC_TIER_FAILED_BLOCKS)
+        self._tier_stored = store.counter(schema.METRIC_TIER_STORED_BLOCKS)
         self._states = store.gauge(
             schema.METRIC_TRANSFER_STATES, worker, schema.ATTRIBUTE_TRANSFER_STATE
         )
-        self._leases = store.gauge(schema.METRIC_WRITE_LEASES, worker)
-        self._time_errors = store.gauge(
-            schema.METRIC_TIME_ERROR, worker, schema.ATTRIBUTE_TIME_OF, schema.ATTRIBUTE_QUANTILE
-        )
-        self._promises = store.gauge(schema.METRIC_PROMISES, worker)
-        self._promised_blocks = store.gauge(
-            schema.METRIC_PROMISED_BLOCKS, worker, schema.ATTRIBUTE_TIER
-        )
-        self._broken_promises = store.counter(schema.METRIC_BROKEN_PROMISES, worker)
-        self._gauges = (
-            *(self._active, self._requests, self._blocks_used, self._blocks_total),
-            *(self._blocks_free, self._blocks_reserved, self._blocks_quarantined),
-            *(self._states, self._leases, self._stall, self._time_errors),
-            *(self._promises, self._promised_blocks),
-        )
+        self._leases = store.gauge(schema.METRIC_WRITE_LEASES)
+        self._time_errors = store.gauge(schema.METRIC_TIME_ERROR)
+        self._promises = store.gauge(schema.METRIC_PROMISES)
+        self._promised_blocks = store.gauge(schema.METRIC_PROMISED_BLOCKS)
+        self._broken_promises = store.counter(schema.METRIC_BROKEN_PROMISES)
+        self._gauges = [one for one in vars(self).values() if isinstance(one, Gauge)]
         self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
         self._times: dict[str, Callable[[], TimeModel]] = {}

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InvalidRequest, QueueFull
+from headrace_common.tasks import wait_briefly
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
 from headrace_frontend.tenants import DEFAULT_TENANT
 
@@ -55,23 +55,26 @@ class BoundedResource:
         amount: int,
         deadline: Deadline,
         priority: Priority = Priority.NORMAL,
-    ) -> None:
-        """Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait."""
+    ) -> Held:
+        """The caller must close what it gets.
+
+        Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait.
+        """
         granted = asyncio.Event()
         request = CapacityRequest(tenant, amount, granted.set, priority)
         grant = self.pool.acquire(request)
         if grant is Grant.REJECTED:
             raise self._full_error(tenant, amount, priority)
-        if grant is Grant.GRANTED:
-            return
-        try:
-            in_time = await self._wait_granted(granted, request, deadline)
-        except asyncio.CancelledError:
-            if not self.pool.cancel(request):
-                self.pool.release(tenant, amount, priority)
-            raise
-        if not in_time and self.pool.cancel(request):
-            raise self._timeout_error(request, deadline)
+        if grant is Grant.WAITING:
+            try:
+                in_time = await self._wait_granted(granted, request, deadline)
+            except asyncio.CancelledError:
+                if not self.pool.cancel(request):
+                    self.pool.release(tenant, amount, priority)
+                raise
+            if not in_time and self.pool.cancel(request):
+                raise self._timeout_error(request, deadline)
+        return Held(self, tenant, amount, priority)
 
     async def _wait_granted(
         self, granted: asyncio.Event, request: CapacityRequest, deadline: Deadline
@@ -83,30 +86,10 @@ class BoundedResource:
             left_s = min(deadline.remaining_s(), math.inf if within else bound.remaining_s())
             if left_s <= 0:
                 return False
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await granted.wait()
+            await wait_briefly(granted.wait(), left_s)
         return True
 
-    @asynccontextmanager
-    async def holding(
-        self,
-        tenant: str,
-        amount: int,
-        deadline: Deadline,
-        priority: Priority = Priority.NORMAL,
-    ) -> AsyncIterator[None]:
-        """Units over the block. Raises as `acquire` does."""
-        await self.acquire(tenant, amount, deadline, priority)
-        acquired_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.release(tenant, amount, time.monotonic() - acquired_s, priority)
-
-    def release(
-        self, tenant: str, amount: int, held_s: float, priority: Priority = Priority.NORMAL
-    ) -> None:
+    def release(self, tenant: str, amount: int, priority: Priority, held_s: float) -> None:
         """Returns units that were held for `held_s`."""
         weight = _LATEST_WEIGHT if self._mean_hold_s else 1.0
         self._mean_hold_s += weight * (held_s - self._mean_hold_s)
@@ -135,10 +118,7 @@ class BoundedResource:
     def _timeout_error(self, request: CapacityRequest, deadline: Deadline) -> HeadraceError:
         if not deadline.expired:
             return self._full_error(request.tenant, request.amount, request.priority)
-        what = f"room for {request.amount} {self._unit}"
-        return DeadlineExceeded(
-            f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-        )
+        return DeadlineExceeded.waiting_for(f"room for {request.amount} {self._unit}")
 
     def _full_error(self, tenant: str, amount: int, priority: Priority) -> QueueFull:
         pool = self.pool
@@ -172,6 +152,31 @@ class BoundedResource:
         return min(_RETRY_MAX_S, max(_RETRY_MIN_S, min(own_s, self._mean_hold_s), all_s))
 
 
+class Held:
+    """Units of a resource that a tenant holds since it got them."""
+
+    def __init__(
+        self, resource: BoundedResource, tenant: str, amount: int, priority: Priority
+    ) -> None:
+        self.tenant = tenant
+        self.priority = priority
+        self._resource = resource
+        self._amount = amount
+        self._acquired_s = time.monotonic()
+
+    @property
+    def wait_s(self) -> float:
+        """How long the tenant may wait for their use."""
+        return self._resource.wait_of_holder_s(self.tenant, self.priority)
+
+    def close(self) -> None:
+        """Gives them back. Repeats are ignored."""
+        if self._amount:
+            amount, self._amount = self._amount, 0
+            held_s = time.monotonic() - self._acquired_s
+            self._resource.release(self.tenant, amount, self.priority, held_s)
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
     """`max_queued_tokens` bounds the prompt tokens of requests before their first token, and `image_bytes` the images
@@ -190,25 +195,27 @@ class AdmissionPermit:
 
     def __init__(
         self,
-        tenant: str,
+        place: Held,
         tokens: BoundedResource,
         images: BoundedResource,
         slots: Mapping[str, BoundedResource],
         deadline: Deadline,
-        priority: Priority = Priority.NORMAL,
     ) -> None:
-        """`slots`: by model."""
-        self.tenant = tenant
-        self.priority = priority
+        """`place`: the request's among all requests. `slots`: by model."""
+        self.tenant = place.tenant
+        self.priority = place.priority
         self._resource = tokens
         self._images = images
         self._slots = slots
         self._deadline = deadline
-        self._tokens = 0
-        self._image_bytes = 0
-        self._acquired_s = 0.0
-        self._slot: BoundedResource | None = None
-        self._slot_acquired_s = 0.0
+        self._held = [place]
+        self._tokens: Held | None = None
+        self._slot: Held | None = None
+
+    async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
+        held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
+        self._held.append(held)
+        return held
 
     async def acquire_tokens(self, count: int) -> None:
         """Admits the prompt to the queue of prompts that wait for their prefill.
@@ -222,16 +229,14 @@ class AdmissionPermit:
                     f"{self._resource.pool.capacity}; shorten it"
                 }
             )
-        await self._resource.acquire(self.tenant, count, self._deadline, self.priority)
-        self._tokens, self._acquired_s = count, time.monotonic()
+        self._tokens = await self._acquire(self._resource, count)
 
     async def acquire_images(self, size: int) -> None:
         """Admits the bytes of a request's images, until it ends. Raises QueueFull or DeadlineExceeded."""
         # Images beyond the bound by themselves are admitted alone.
         size = min(size, self._images.pool.capacity)
         if size:
-            await self._images.acquire(self.tenant, size, self._deadline, self.priority)
-            self._image_bytes = size
+            await self._acquire(self._images, size)
 
     async def acquire_slot(self, model: str) -> None:
         """Waits for a slot of the model's decode workers. Raises QueueFull or DeadlineExceeded.
@@ -240,8 +245,7 @@ class AdmissionPermit:
         """
         slots = self._slots.get(model)
         if slots is not None:
-            await slots.acquire(self.tenant, 1, self._deadline, self.priority)
-            self._slot, self._slot_acquired_s = slots, time.monotonic()
+            self._slot = await self._acquire(slots, 1)
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
@@ -251,28 +255,17 @@ class AdmissionPermit:
     @property
     def slot_wait_s(self) -> float:
         """How long the request may wait for a worker on which its slot is still taken."""
-        slot = self._slot
-        return slot.wait_of_holder_s(self.tenant, self.priority) if slot is not None else 0.0
-
-    def release_slot(self) -> None:
-        """The request has ended on its decode worker. Repeats are ignored."""
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            held_s = time.monotonic() - self._slot_acquired_s
-            slot.release(self.tenant, 1, held_s, self.priority)
-
-    def release_images(self, held_s: float) -> None:
-        """The request has ended after `held_s`. Repeats are ignored."""
-        if self._image_bytes:
-            size, self._image_bytes = self._image_bytes, 0
-            self._images.release(self.tenant, size, held_s, self.priority)
+        return self._slot.wait_s if self._slot is not None else 0.0
 
     def release_tokens(self) -> None:
         """The prompt no longer waits. Repeats are ignored."""
-        if self._tokens:
-            tokens, self._tokens = self._tokens, 0
-            held_s = time.monotonic() - self._acquired_s
-            self._resource.release(self.tenant, tokens, held_s, self.priority)
+        if self._tokens is not None:
+            self._tokens.close()
+
+    def close(self) -> None:
+        """The request has ended. Repeats are ignored."""
+        for held in reversed(self._held):
+            held.close()
 
 
 class Admission:
@@ -362,26 +355,10 @@ class Admission:
     async def admit(
         self, tenant: str, deadline: Deadline, priority: Priority = Priority.NORMAL
     ) -> AdmissionPermit:
-        """Admits a request, at once or after a bounded wait. The permit must be released.
+        """Admits a request, at once or after a bounded wait. The permit must be closed.
 
         Raises QueueFull with a retry delay, or DeadlineExceeded.
         """
         self._tokens.reject_if_full(tenant, priority)
-        await self._requests.acquire(tenant, 1, deadline, priority)
-        return AdmissionPermit(tenant, self._tokens, self._images, self._slots, deadline, priority)
-
-    def release(self, permit: AdmissionPermit, held_s: float) -> None:
-        """The request has ended after `held_s`."""
-        permit.release_tokens()
-        permit.release_slot()
-        permit.release_images(held_s)
-        self._requests.release(permit.tenant, 1, held_s, permit.priority)
-
-    @contextmanager
-    def holding(self, permit: AdmissionPermit) -> Iterator[AdmissionPermit]:
-        """Releases the permit at the end of the block."""
-        entered_s = time.monotonic()
-        try:
-            yield permit
-        finally:
-            self.release(permit, time.monotonic() - entered_s)
+        place = await self._requests.acquire(tenant, 1, deadline, priority)
+        return AdmissionPermit(place, self._tokens, self._images, self._slots, deadline)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -13,7 +11,7 @@ from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.errors import InvalidRequest, Unauthenticated
 from headrace_common.http.server import Receive, Scope, Send
 from headrace_common.ports import is_loopback
 from headrace_common.rpc.access import caller_name
@@ -24,7 +22,8 @@ from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
 from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError, unknown_path
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.intake import Intake, OpenAiParts
+from headrace_frontend.openai.intake import Intake
+from headrace_frontend.openai.parts import ClientParts
 from headrace_frontend.openai.requests import KeepBody
 from headrace_frontend.openai.routes import GenerateRoutes, TokenizeRoutes
 from headrace_frontend.promises import kept_object
@@ -65,9 +64,6 @@ class MetricsPage:
             ) from error
 
 
-_LOG = logging.getLogger(__name__)
-
-
 _ERRORS: Final = {
     "/v1/messages": MESSAGES_ERRORS,
     "/v1/messages/count_tokens": MESSAGES_ERRORS,
@@ -79,14 +75,12 @@ _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
 
 class OpenAiApp:
-    """The ASGI application. `deadline_s` bounds requests without a timeout, and `body_bytes_max` every body."""
+    """The ASGI application."""
 
-    def __init__(
-        self, parts: OpenAiParts, metrics: MetricsPage, *, deadline_s: float, body_bytes_max: int
-    ) -> None:
+    def __init__(self, parts: ClientParts, metrics: MetricsPage) -> None:
         self._parts = parts
         self._started_s = int(time.time())
-        self._intake = Intake(parts, deadline_s=deadline_s, body_bytes_max=body_bytes_max)
+        self._intake = Intake(parts)
         generate = GenerateRoutes(parts, self._intake)
         tokenize = TokenizeRoutes(parts, self._intake)
         self._routes: Mapping[str, tuple[str, _Handler]] = {
@@ -113,19 +107,7 @@ class OpenAiApp:
         errors = _ERRORS.get(scope["path"].rstrip("/"), OPENAI_ERRORS)
         exchange = HttpExchange(scope, receive, send, errors)
         exchange.add_header("x-request-id", exchange.request_id)
-        try:
-            await self._serve_in_bounds(exchange)
-        except (HeadraceError, HttpError) as error:
-            await exchange.respond_error(error)
-        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-            error_id = secrets.token_hex(4)
-            _LOG.exception("%s failed, error %s", exchange.path, error_id)
-            await exchange.respond_error(
-                InternalError(
-                    f"a bug in Headrace; the log of this process has error {error_id}",
-                    metadata={"error_id": error_id, "exception": type(error).__name__},
-                )
-            )
+        await exchange.serve(self._serve_in_bounds(exchange))
 
     async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
         callers = self._parts.callers

@@ -16,6 +16,7 @@ from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S, READ_BODIES
 from headrace_common.http.protocol import BODY_TAKEN_EXTENSION
 from headrace_common.http.server import Message, Receive, Scope, Send
+from headrace_common.rpc.status import reported_error
 from headrace_frontend.openai.errors import (
     OPENAI_ERRORS,
     ErrorForm,
@@ -236,6 +237,15 @@ class HttpExchange:
     async def respond_object(self, value: Any) -> None:
         """Sends a value as JSON, with status 200."""
         await self.respond(200, json.dumps(value).encode())
+
+    async def serve(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Awaits what serves the request. Its error becomes the response."""
+        try:
+            await serving
+        except HttpError as error:
+            await self.respond_error(error)
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+            await self.respond_error(reported_error(error, self.path))
 
     async def respond_error(self, error: HeadraceError | HttpError) -> None:
         """Sends an error: as the response, or as the last event of a stream that has started."""

@@ -31,7 +31,8 @@ from headrace_frontend.openai.conversion import (
 )
 from headrace_frontend.openai.errors import HttpError
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.intake import Intake, OpenAiParts, openai_names
+from headrace_frontend.openai.intake import Intake, openai_names
+from headrace_frontend.openai.parts import ClientParts
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -83,7 +84,7 @@ class Generation:
 class Answering:
     """Answers generations."""
 
-    def __init__(self, parts: OpenAiParts, intake: Intake) -> None:
+    def __init__(self, parts: ClientParts, intake: Intake) -> None:
         self._parts = parts
         self._intake = intake
 
@@ -229,39 +230,33 @@ class _EventStream:
         return self._form.first_event(index) + self._form.event(index, message)
 
 
+@dataclass(frozen=True, slots=True)
 class _ChoiceOutlet:
     """Sends one choice of an event stream at once. See Outlet."""
 
-    def __init__(
-        self,
-        index: int,
-        exchange: HttpExchange,
-        form: AnswerFormat,
-        event: Callable[[int, inference_pb2.GenerateResponse], bytes],
-    ) -> None:
-        self._index = index
-        self._exchange = exchange
-        self._form = form
-        self._event = event
+    index: int
+    exchange: HttpExchange
+    form: AnswerFormat
+    event: Callable[[int, inference_pb2.GenerateResponse], bytes]
 
     @property
     def writable(self) -> bool:
-        return self._exchange.writable
+        return self.exchange.writable
 
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
-        data = self._event(self._index, message)
-        if not self._exchange.started:
-            self._exchange.start_now(_STREAM_HEADERS, data)
+        data = self.event(self.index, message)
+        if not self.exchange.started:
+            self.exchange.start_now(_STREAM_HEADERS, data)
         elif data:
-            self._exchange.write_now(data)
+            self.exchange.write_now(data)
 
     def write_text(self, text: str) -> bool:
-        data = self._form.text_event(self._index, text)
+        data = self.form.text_event(self.index, text)
         if data is None:
             return False
         # Tokens without text are a part of a character.
         if text:
-            self._exchange.write_now(data)
+            self.exchange.write_now(data)
         return True
 
 
@@ -277,7 +272,7 @@ def _leave_out_answer(message: inference_pb2.GenerateResponse) -> None:
 class TokenizeRoutes:
     """Answers about tokens, without a worker."""
 
-    def __init__(self, parts: OpenAiParts, intake: Intake) -> None:
+    def __init__(self, parts: ClientParts, intake: Intake) -> None:
         self._parts = parts
         self._intake = intake
 
@@ -339,7 +334,7 @@ class TokenizeRoutes:
 class GenerateRoutes:
     """Makes requests of the InferenceService from bodies, and formats for the answers."""
 
-    def __init__(self, parts: OpenAiParts, intake: Intake) -> None:
+    def __init__(self, parts: ClientParts, intake: Intake) -> None:
         self._parts = parts
         self._intake = intake
         self._answering = Answering(parts, intake)

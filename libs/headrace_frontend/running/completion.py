@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Generic
+from typing import Final
 
 from opentelemetry.trace import Span
 
@@ -17,7 +17,7 @@ from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_common.telemetry import schema
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.timeline import AttemptT, RequestTimeline
+from headrace_frontend.running.timeline import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ArrivedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmittedRequest(Generic[AttemptT]):
+class AdmittedRequest:
     """A request with everything that a dispatcher needs to run it. `root` is the root span of its trace.
 
     `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken.
@@ -46,7 +46,7 @@ class AdmittedRequest(Generic[AttemptT]):
     response: ResponseStream
     root: Span
     deadline: Deadline
-    timeline: RequestTimeline[AttemptT]
+    timeline: RequestTimeline
     slot_wait_s: Callable[[], float] = lambda: 0.0
 
     @property
@@ -94,7 +94,7 @@ class AttemptOutcome:
 
 
 async def finish_response(
-    request: AdmittedRequest[Any],
+    request: AdmittedRequest,
     outcome: AttemptOutcome,
     *,
     attempts: int,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol
 
 from opentelemetry.trace import Span
 
@@ -32,7 +31,7 @@ from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import Outlet, ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest, finish_reason_name
-from headrace_frontend.running.timeline import AttemptT, RequestTimeline
+from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.running.tracer import RequestTracer, trace_id_of
 
 
@@ -46,14 +45,6 @@ class _Terms:
     arrival_unix_ns: int
     arrival_ns: int
     """By the monotonic clock."""
-
-
-class Dispatcher(Protocol[AttemptT]):
-    """Runs admitted requests."""
-
-    async def run(self, request: AdmittedRequest[AttemptT]) -> None:
-        """Fills and finishes the response, from the tokens that it has. Raises HeadraceError."""
-        ...
 
 
 class RequestCounter:
@@ -77,67 +68,55 @@ class RequestCounter:
         """Counts a request that has ended with an answer, and its times and tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerTraits:
-    """How the runner of a process differs from others.
-
-    `check_arrival` may raise an error for a valid request, with the expected wait for a slot in seconds. `load` is that
-    of the event loop. `paced`: whether the workers pace the tokens by it. `drain_error`: the error for new requests
-    after `drain`. `runs_while_draining`: the dispatcher refuses requests itself.
-    """
-
-    drain_error: Callable[[], HeadraceError]
-    check_arrival: Callable[[ArrivedRequest, float], None] = lambda request, slot_wait_s: None
-    load: LoopLoad = field(default_factory=LoopLoad)
-    paced: bool = False
-    runs_while_draining: bool = False
-
-
-class RequestRunner(Generic[AttemptT]):
+class RequestRunner:
     """Admits, prepares and dispatches requests, and writes their responses."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - how the runner of a process differs from others
         self,
         *,
         callers: CallerBounds,
         admission: Admission,
         policy: Callable[[], registry_pb2.Policy],
         preparer: RequestPreparer,
-        dispatcher: Dispatcher[AttemptT],
-        tracer: RequestTracer[AttemptT],
-        traits: RunnerTraits,
+        dispatch: Callable[[AdmittedRequest], Awaitable[None]],
+        tracer: RequestTracer,
+        drain_error: Callable[[], HeadraceError],
+        runs_while_draining: bool = False,
+        check_arrival: Callable[[ArrivedRequest, float], None] = lambda request, slot_wait_s: None,
+        worker_load: LoopLoad | None = None,
         counter: RequestCounter | None = None,
     ) -> None:
-        """`policy`: the policy in force."""
+        """`policy`: the policy in force. `dispatch` fills and finishes the response, from the tokens that it has.
+
+        `drain_error`: the error for new requests after `drain`. `runs_while_draining`: `dispatch` refuses them itself.
+        `check_arrival` may raise an error for a valid request, with the expected wait for a slot in seconds.
+        `worker_load`: the load of the event loop, by which workers pace the tokens. None if they do not.
+        """
         self._callers = callers
         self._admission = admission
         self._policy = policy
         self._preparer = preparer
-        self._dispatcher = dispatcher
+        self._dispatch = dispatch
         self._tracer = tracer
-        self._traits = traits
-        self._counter = counter or RequestCounter()
-        self._draining = False
-        self._requests = 0
-
-    @property
-    def draining(self) -> bool:
+        self._drain_error = drain_error
+        self._runs_while_draining = runs_while_draining
+        self._check_arrival = check_arrival
+        self._load = worker_load or LoopLoad()
+        self._paced = worker_load is not None
+        self.counter = counter or RequestCounter()
+        self.draining = False
         """Whether new requests are rejected."""
-        return self._draining
-
-    @property
-    def requests(self) -> int:
+        self.requests = 0
         """The number of requests that `run` serves now, with those that wait."""
-        return self._requests
 
     def drain(self) -> None:
         """Rejects new requests from now on. Requests in flight continue."""
-        self._draining = True
+        self.draining = True
 
     def reject_when_draining(self) -> None:
         """Raises Draining after `drain`."""
-        if self._draining:
-            raise self._traits.drain_error()
+        if self.draining:
+            raise self._drain_error()
 
     async def run(
         self,
@@ -158,23 +137,23 @@ class RequestRunner(Generic[AttemptT]):
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
             return await self._preparer.prepare(request, request_id, root, deadline, tenant)
 
-        with self._counter.count_failures():
-            if not self._traits.runs_while_draining:
+        with self.counter.count_failures():
+            if not self._runs_while_draining:
                 self.reject_when_draining()
             priority = self.priority_of(request.priority, tenant)
             terms = _Terms(tenant, priority, deadline, arrival_unix_ns, arrival_ns)
             answer = Answer(request_id, prepare, write, outlet=outlet)
-            self._requests += 1
+            self.requests += 1
             try:
                 await run_answers(request, answer, partial(self._answer, terms))
             finally:
-                self._requests -= 1
+                self.requests -= 1
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
         permit = await self._admission.admit(terms.tenant, terms.deadline, terms.priority)
-        with self._admission.holding(permit):
+        with closing(permit):
             response = await self._run_admitted(answer, permit, terms)
-        self._counter.count_answer(
+        self.counter.count_answer(
             end_reason=finish_reason_name(response.finish_reason),
             answer=response,
             arrival_unix_ns=terms.arrival_unix_ns,
@@ -189,9 +168,9 @@ class RequestRunner(Generic[AttemptT]):
 
         `requested` is the class that it names.
         """
-        with self._counter.count_failures():
+        with self.counter.count_failures():
             permit = await self.admit(tenant, deadline, self.priority_of(requested, tenant))
-            with self._admission.holding(permit):
+            with closing(permit):
                 yield
 
     async def admit(self, tenant: str, deadline: Deadline, priority: Priority) -> AdmissionPermit:
@@ -210,8 +189,7 @@ class RequestRunner(Generic[AttemptT]):
     async def _run_admitted(
         self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        timeline = RequestTimeline[AttemptT](terms.arrival_ns, terms.arrival_unix_ns)
-        traits = self._traits
+        timeline = RequestTimeline(terms.arrival_ns, terms.arrival_unix_ns)
         with self._tracer.request_span(answer.request_id, timeline) as root:
             root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             prepared = await answer.prepare(root, permit.tenant)
@@ -220,7 +198,7 @@ class RequestRunner(Generic[AttemptT]):
             await permit.acquire_images(prepared.image_bytes)
             await permit.acquire_tokens(len(prepared.token_ids))
             arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)
-            traits.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
+            self._check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
             timeline.slot_wanted()
             await permit.acquire_slot(prepared.model)
             timeline.slot_acquired()
@@ -228,9 +206,9 @@ class RequestRunner(Generic[AttemptT]):
             response = ResponseStream(
                 prepared,
                 trace_id_of(root),
-                traits.load,
-                paced=traits.paced,
-                gaps=self._counter.token_gaps(),
+                self._load,
+                paced=self._paced,
+                gaps=self.counter.token_gaps(),
                 on_first_message=permit.release_tokens,
             )
             timeline.responding(response)
@@ -244,6 +222,6 @@ class RequestRunner(Generic[AttemptT]):
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
             await write_response(
-                response, lambda: self._dispatcher.run(admitted), answer.write, answer.outlet
+                response, lambda: self._dispatch(admitted), answer.write, answer.outlet
             )
             return response

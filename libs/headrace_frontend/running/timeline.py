@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
 
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, break_down
+from headrace_common.latency.clocks import ClockDifference
 from headrace_common.latency.steps import AttemptSteps, RequestSteps
 from headrace_frontend.request.response_stream import ResponseStream
 
@@ -29,32 +30,35 @@ class TimedAttempt(Protocol):
         """The outcome of its prefill, which has the prefill worker's report. None without a remote prefill."""
         ...
 
+    @property
+    def facts(self) -> Any:
+        """What its spans show beside the steps."""
+        ...
+
+    @property
+    def differences(self) -> Mapping[str, ClockDifference]:
+        """How far the clocks of the workers that have reported are ahead, by worker id."""
+        ...
+
     def collect(self) -> AttemptSteps:
         """The steps that are known now."""
         ...
 
 
-AttemptT = TypeVar("AttemptT", bound=TimedAttempt)
-
-
-class RequestTimeline(Generic[AttemptT]):
+class RequestTimeline:
     """The steps of one request. One event loop owns it."""
 
     def __init__(self, arrival_ns: int = 0, arrival_unix_ns: int = 0) -> None:
         """`arrival_ns` is by the monotonic clock; 0 means now. `arrival_unix_ns` is the same moment."""
         self.arrival_ns = arrival_ns or time.monotonic_ns()
         self.arrival_unix_ns = arrival_unix_ns or time.time_ns()
-        self.attempts: list[AttemptT] = []
+        self.attempts: list[TimedAttempt] = []
         """Oldest first."""
+        self.response: ResponseStream | None = None
+        """The response, once the request was admitted and prepared."""
         self._tokenize: list[tuple[int, int]] = []
         self._slot_start_us = 0
         self._slot_end_us = 0
-        self._response: ResponseStream | None = None
-
-    @property
-    def response(self) -> ResponseStream | None:
-        """The response, once the request was admitted and prepared."""
-        return self._response
 
     def tokenized(self, interval_ns: tuple[int, int]) -> None:
         """The prompt became tokens within this interval of the monotonic clock."""
@@ -70,22 +74,13 @@ class RequestTimeline(Generic[AttemptT]):
         """The wait for a slot has ended."""
         self._slot_end_us = now_us()
 
-    def responding(self, response: ResponseStream) -> None:
-        """`response` gets the tokens."""
-        self._response = response
-
-    def attempt_started(self, attempt: AttemptT) -> AttemptT:
-        """Another attempt begins."""
-        self.attempts.append(attempt)
-        return attempt
-
     def break_down(self) -> Breakdown:
         """The sums, from the steps that are known now. Without a first token, the first one lasts until now."""
         return break_down(self.steps(), now_us())
 
     def steps(self) -> RequestSteps:
         """The steps that are known now."""
-        response = self._response
+        response = self.response
         first: tuple[int, int] | None = None
         second: tuple[int, int] | None = None
         message: int | None = None
@@ -107,6 +102,10 @@ class RequestTimeline(Generic[AttemptT]):
             first_message=message,
         )
 
+    def responding(self, response: ResponseStream) -> None:
+        """`response` gets the tokens."""
+        self.response = response
+
     async def wait_for_report(self, deadline: Deadline) -> None:
         """Waits for the prefill worker's report, if one is missing, for 1 s at most."""
         await wait_for_report(self._missing(), deadline)
@@ -117,7 +116,7 @@ class RequestTimeline(Generic[AttemptT]):
 
     def _missing(self) -> asyncio.Future[Any] | None:
         """The outcome of the last attempt that made a token, if it is not there yet."""
-        if not self.attempts or self._response is None or not self._response.started:
+        if not self.attempts or self.response is None or not self.response.started:
             return None
         outcome = self.attempts[-1].outcome
         return None if outcome is None or outcome.done() else outcome

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Generic
+from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -17,6 +17,7 @@ from opentelemetry.util.types import AttributeValue
 
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown, break_down
+from headrace_common.latency.clocks import ClockDifference
 from headrace_common.latency.steps import RequestSteps
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
@@ -29,7 +30,7 @@ from headrace_common.telemetry.latency import (
 from headrace_common.telemetry.later import PendingSpan, ended_span
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.response_stream import ResponseStream
-from headrace_frontend.running.timeline import AttemptT, RequestTimeline, now_us
+from headrace_frontend.running.timeline import RequestTimeline, now_us
 
 _ID_STEP: Final = 0x9E37_79B9_7F4A_7C15
 _ID_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
@@ -47,7 +48,11 @@ class RequestRecord:
     steps: RequestSteps
     breakdown: Breakdown
     tokens_unix_ns: tuple[int, int, int]
-    error: str = ""
+    error: str
+    attempts: tuple[Any, ...]
+    """What the spans of each attempt show beside its steps."""
+    differences: Mapping[str, ClockDifference]
+    """How far workers' clocks are ahead of this process's, by worker id."""
 
     @property
     def trace_id(self) -> str:
@@ -150,8 +155,10 @@ class SpanMaker:
 _GIVEN_UP: Final = "the client gave the request up"
 
 
-class RequestTracer(Generic[AttemptT]):
+class RequestTracer:
     """Makes spans of requests that are sampled, slow or failed."""
+
+    record_type = RequestRecord
 
     def __init__(
         self,
@@ -170,7 +177,7 @@ class RequestTracer(Generic[AttemptT]):
 
     @contextmanager
     def request_span(
-        self, request_id: str, timeline: RequestTimeline[AttemptT], *, stored: bool = True
+        self, request_id: str, timeline: RequestTimeline, *, stored: bool = True
     ) -> Iterator[PendingSpan]:
         """The root of the trace, over the block. It gets the error that the block raises, and the parts of the latency.
 
@@ -203,7 +210,7 @@ class RequestTracer(Generic[AttemptT]):
         self,
         request_id: str,
         root: PendingSpan,
-        timeline: RequestTimeline[AttemptT],
+        timeline: RequestTimeline,
         end_unix_ns: int,
         error: str,
         *,
@@ -219,7 +226,10 @@ class RequestTracer(Generic[AttemptT]):
                 response.times.second_token_unix_ns,
                 response.times.last_token_unix_ns,
             )
-        ended = RequestRecord(
+        differences: dict[str, ClockDifference] = {}
+        for attempt in timeline.attempts:
+            differences |= attempt.differences
+        record = self.record_type(
             request_id,
             root,
             (timeline.arrival_unix_ns, end_unix_ns),
@@ -228,30 +238,19 @@ class RequestTracer(Generic[AttemptT]):
             breakdown,
             tokens_unix_ns,
             error,
+            tuple(attempt.facts for attempt in timeline.attempts),
+            differences,
         )
         kept = 0 < self._slow_s < 1e-6 * breakdown.first.total_us or bool(error)
-        record = self._complete(ended, timeline, stored=stored, kept=kept)
+        self._complete(record, stored=stored, kept=kept)
         if (kept or record.sampled) and self._telemetry.exports:
             self._telemetry.export(record.spans(self._telemetry.provider.resource))
 
-    def _start_stored(
-        self, trace_id: str, request_id: str, timeline: RequestTimeline[AttemptT]
-    ) -> None:
+    def _start_stored(self, trace_id: str, request_id: str, timeline: RequestTimeline) -> None:
         """A request starts that is to be stored."""
 
-    def _complete(
-        self,
-        record: RequestRecord,
-        timeline: RequestTimeline[AttemptT],
-        *,
-        stored: bool,
-        kept: bool,
-    ) -> RequestRecord:
-        """The record of a request that has ended, with what this process has beside the steps.
-
-        `stored`: as of `request_span`. `kept`: whether the request was slow or has failed.
-        """
-        return record
+    def _complete(self, record: RequestRecord, *, stored: bool, kept: bool) -> None:
+        """A request has ended. `stored`: as of `request_span`. `kept`: whether it was slow or has failed."""
 
 
 def trace_id_of(span: Span) -> str:

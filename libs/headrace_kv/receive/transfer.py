@@ -62,12 +62,8 @@ class StateMachine:
     def __init__(self, transfer_id: str, unix_ns: Callable[[], int] = time.time_ns) -> None:
         self._transfer_id = transfer_id
         self._unix_ns = unix_ns
-        self._state = TransferState.RESERVED
-        self._transitions = [(self._state, unix_ns())]
-
-    @property
-    def state(self) -> TransferState:
-        return self._state
+        self.state = TransferState.RESERVED
+        self._transitions = [(self.state, unix_ns())]
 
     @property
     def transitions(self) -> tuple[tuple[TransferState, int], ...]:
@@ -75,17 +71,17 @@ class StateMachine:
 
     def enter(self, state: TransferState) -> None:
         """Raises InternalError, and changes nothing, when `state` does not follow."""
-        if state not in NEXT_STATES[self._state]:
+        if state not in NEXT_STATES[self.state]:
             raise InternalError(
-                f"transfer {self._transfer_id} cannot go from {self._state.value} to {state.value}",
+                f"transfer {self._transfer_id} cannot go from {self.state.value} to {state.value}",
                 metadata={
                     "transfer_id": self._transfer_id,
-                    "from": self._state.value,
+                    "from": self.state.value,
                     "to": state.value,
                 },
             )
-        _log.debug("transfer %s: %s -> %s", self._transfer_id, self._state.value, state.value)
-        self._state = state
+        _log.debug("transfer %s: %s -> %s", self._transfer_id, self.state.value, state.value)
+        self.state = state
         self._transitions.append((state, self._unix_ns()))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace_common.errors import (
@@ -38,25 +38,21 @@ class CorruptSenderTracker:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._counts: OrderedDict[WorkerRef, int] = OrderedDict()
-        self._rejected: dict[WorkerRef, str] = {}
-
-    @property
-    def rejected(self) -> Mapping[WorkerRef, str]:
+        self.rejected: dict[WorkerRef, str] = {}
         """The rejected workers, and why."""
-        return self._rejected
 
     def record(self, ref: WorkerRef, detail: str) -> None:
         """Counts one corrupt transfer. `detail` is the reason if the worker is rejected for it."""
         count = self._counts[ref] = self._counts.pop(ref, 0) + 1
         if count == self._limit:
-            self._rejected[ref] = detail
+            self.rejected[ref] = detail
             _log.error("rejecting KV from %s: %s", ref, detail)
         if len(self._counts) > _TRACKED_LIMIT:
-            self._rejected.pop(self._counts.popitem(last=False)[0], None)
+            self.rejected.pop(self._counts.popitem(last=False)[0], None)
 
     def require_accepted(self, ref: WorkerRef) -> None:
         """Raises TransferFailed for a rejected worker: another one can send."""
-        detail = self._rejected.get(ref)
+        detail = self.rejected.get(ref)
         if detail is not None:
             raise TransferFailed(
                 f"no KV of {ref} is accepted here: {detail}", metadata={"prefill": str(ref)}

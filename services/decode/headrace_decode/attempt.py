@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from opentelemetry.trace import Span
 
@@ -23,7 +24,7 @@ from headrace_common.errors import (
 )
 from headrace_common.tickets import TicketKey
 from headrace_decode.engine_events import EngineEvents
-from headrace_decode.proto import kept_to_proto, tokens_to_proto
+from headrace_decode.proto import kept_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import (
@@ -47,9 +48,6 @@ ERROR_MARGIN_S = 0.5
 ERROR_MARGIN_SHARE = 0.1
 
 
-AttemptEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
-
-
 class AttemptSink(Protocol):
     """Takes what an attempt generates."""
 
@@ -62,49 +60,39 @@ class AttemptSink(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class DecodeAttempt:
     """Owns all resources of one attempt, and runs it for one caller.
 
-    The HTTP API reads `events`. A link calls `reserve` and `wait_ready`, then `forward`. Both call `end` in any case.
-    `error` is the result; None once the attempt has reached its end.
+    That calls `reserve` and `wait_ready`. Then a link calls `forward`, and the HTTP API calls `read`. Both call `end`
+    in any case. `error` is the result; None once the attempt has reached its end.
     """
 
-    def __init__(
-        self,
-        work: DecodeWork,
-        *,
-        engine: Engine,
-        receiver: Receiver,
-        deadline: Deadline,
-        timestamps: RequestTimestamps,
-        span: Span,
-        on_transfer_free: Callable[[IncomingTransfer], None],
-        on_end: Callable[[DecodeAttempt], None],
-        signer: TicketKey | None = None,
-    ) -> None:
-        """`on_end` is called once, and must call `close`. `signer`: see HandoffTickets.
-
-        `on_transfer_free` is called when the transfer's blocks are free.
-        """
-        self.work = work
-        self.timestamps = timestamps
-        self.span = span
-        self.error: HeadraceError | None = Cancelled("the caller cancelled or disconnected")
-        self.reservation: Reservation | None = None
-        self.generated_tokens = 0
-        self.cached_tokens = 0
-        self.tier_tokens: Mapping[Tier, int] = {}
-        self._engine = engine
-        self._receiver = receiver
-        self._deadline = deadline
-        self._on_transfer_free = on_transfer_free
-        self._on_end = on_end
-        self.signer = signer
-        self._events: EngineEvents | None = None
-        self._waiter: TransferWaiter | None = None
-        self._ended = False
-        self._from_kv = False
-        """Whether a token was computed from KV."""
+    work: DecodeWork
+    _: KW_ONLY
+    engine: Engine
+    receiver: Receiver
+    deadline: Deadline
+    timestamps: RequestTimestamps
+    span: Span
+    on_transfer_free: Callable[[IncomingTransfer], None]
+    """Called when the transfer's blocks are free."""
+    on_end: Callable[[DecodeAttempt], None]
+    """Called once. It must call `close`."""
+    signer: TicketKey | None = None
+    """See HandoffTickets."""
+    error: HeadraceError | None = field(
+        default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
+    )
+    reservation: Reservation | None = field(default=None, init=False)
+    generated_tokens: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict, init=False)
+    _events: EngineEvents | None = field(default=None, init=False)
+    _waiter: TransferWaiter | None = field(default=None, init=False)
+    _ended: bool = field(default=False, init=False)
+    _from_kv: bool = field(default=False, init=False)
+    """Whether a token was computed from KV."""
 
     @property
     def awaits_kv(self) -> bool:
@@ -118,14 +106,14 @@ class DecodeAttempt:
 
     def expect_prefill(self) -> decode_pb2.Reserved:
         """Lets prefill begin, and open the transfer, before the blocks are reserved. Comes before `reserve`."""
-        self._receiver.expect(self.work.transfer_id)
+        self.receiver.expect(self.work.transfer_id)
         return decode_pb2.Reserved(end_token=self.work.transferable_tokens, admitted=True)
 
     async def reserve(self) -> decode_pb2.Reserved:
         """Starts the engine's request, and returns once it has its blocks. Raises HeadraceError."""
         with self._recorded():
             name = f"request {self.work.transfer_id}"
-            self._events = EngineEvents(partial(self._engine.decode, self.work), name)
+            self._events = EngineEvents(partial(self.engine.decode, self.work), name)
             if not self.work.remote_kv:
                 self.timestamps.blocks_reserved()
                 return decode_pb2.Reserved()
@@ -145,7 +133,7 @@ class DecodeAttempt:
             if self.work.from_hidden_state:
                 self._waiter.start_forwarding(self._engine_events)
             else:
-                await self._waiter.wait_complete(self._engine_events, self._deadline)
+                await self._waiter.wait_complete(self._engine_events, self.deadline)
 
     def forward(self, sink: AttemptSink, on_end: Callable[[Exception | None], None]) -> None:
         """From now on `sink` gets what the engine generates, at once. `on_end` is called once, with the error if any.
@@ -163,24 +151,16 @@ class DecodeAttempt:
         def fail(error: Exception) -> None:
             on_end(self._recorded_error(error))
 
-        self._engine_events.forward(put, fail, self._deadline)
+        self._engine_events.forward(put, fail, self.deadline)
 
-    async def events(self) -> AsyncGenerator[AttemptEvent, None]:
-        """Reserved, then tokens as they come, and Finished. Raises HeadraceError."""
-        yield await self.reserve()
-        await self.wait_ready()
-        while True:
-            with self._recorded():
-                event = await self._engine_events.read(self._deadline)
-                answer: AttemptEvent
-                if isinstance(event, DecodeTokens):
-                    self._count(event)
-                    answer = tokens_to_proto(event)
-                else:
-                    answer = self._finished(event)
-            yield answer
-            if isinstance(answer, decode_pb2.Finished):
-                return
+    async def read(self) -> DecodeTokens | decode_pb2.Finished:
+        """The next tokens, or the end. Raises HeadraceError."""
+        with self._recorded():
+            event = await self._engine_events.read(self.deadline)
+            if not isinstance(event, DecodeTokens):
+                return self._finished(event)
+            self._count(event)
+            return event
 
     def set_first_token(self, token_id: int) -> None:
         """Gives the engine the answer's first token, which a prefill worker has chosen.
@@ -196,11 +176,11 @@ class DecodeAttempt:
                 f"transfer {work.transfer_id} has its first token already",
                 metadata={"transfer_id": work.transfer_id},
             )
-        room = min(work.sampling.max_tokens, self._engine.max_model_len - len(work.token_ids))
+        room = min(work.sampling.max_tokens, self.engine.max_model_len - len(work.token_ids))
         if token_id in work.sampling.stop_token_ids or room < 2:
             raise InvalidRequest({"token_id": "ends the answer; cancel the attempt instead"})
         self.timestamps.token_received()
-        self._engine.transfer_event(FirstToken(work.transfer_id, token_id))
+        self.engine.transfer_event(FirstToken(work.transfer_id, token_id))
 
     def interrupt(self, error: HeadraceError) -> None:
         """Ends the stream with `error`, after the events that the engine has yielded."""
@@ -209,22 +189,22 @@ class DecodeAttempt:
 
     async def _reserve(self, events: EngineEvents) -> Reservation:
         """Waits for the engine's blocks and opens the transfer into them."""
-        first = await events.read(self._deadline)
+        first = await events.read(self.deadline)
         if not isinstance(first, Reservation):
             raise InternalError("the engine yielded another event before its reservation")
         self.reservation = first
         self.timestamps.blocks_reserved()
         if first.start_token < first.end_token:
-            transfer = self._receiver.reserve(
+            transfer = self.receiver.reserve(
                 first,
-                transfer_deadline(self._deadline),
-                self._on_transfer_free,
-                hidden_format=self._engine.hidden_format if self.work.from_hidden_state else None,
+                transfer_deadline(self.deadline),
+                self.on_transfer_free,
+                hidden_format=self.engine.hidden_format if self.work.from_hidden_state else None,
                 signer=self.signer,
             )
-            self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
+            self._waiter = TransferWaiter(transfer, self.engine, self.timestamps)
         else:
-            self._receiver.cancel(first.transfer_id, Cancelled.reason, "no token is missing")
+            self.receiver.cancel(first.transfer_id, Cancelled.reason, "no token is missing")
         return first
 
     @property
@@ -304,7 +284,7 @@ class DecodeAttempt:
         if not self._ended:
             self._ended = True
             self.timestamps.ended()
-            self._on_end(self)
+            self.on_end(self)
 
     async def close(self) -> None:
         """Gives back all resources."""
@@ -313,7 +293,7 @@ class DecodeAttempt:
         if self._waiter is not None:
             await self._waiter.stop_forwarding()
         if self.work.remote_kv and self.summary is None:
-            self._receiver.cancel(transfer_id, error.reason, error.detail)
+            self.receiver.cancel(transfer_id, error.reason, error.detail)
         if self._events is not None and not await self._events.close():
             log.error("the engine did not abort %s within its time", transfer_id)
         held = self.reservation
@@ -321,7 +301,7 @@ class DecodeAttempt:
             await self._waiter.wait_ended()
         elif self.work.remote_kv and (held is None or held.start_token < held.end_token):
             # No transfer was opened for the blocks.
-            self._engine.transfer_event(Released(transfer_id))
+            self.engine.transfer_event(Released(transfer_id))
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:

@@ -9,6 +9,7 @@ from functools import partial
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import keep_pb2
+from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     DeadlineExceeded,
@@ -19,6 +20,7 @@ from headrace_common.errors import (
     StaleIncarnation,
 )
 from headrace_common.logs import TRACE_NAMES
+from headrace_common.tasks import BackgroundTasks
 from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKey, TicketKeys, unauthenticated
@@ -59,18 +61,14 @@ class Attempts:
         self._seen = SeenTransfers()
         self._live: dict[str, DecodeAttempt] = {}
         self._awaiting: dict[str, DecodeAttempt] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
         self._on_room: Callable[[], None] = lambda: None
         self._on_closed: Callable[[DecodeAttempt], None] = lambda attempt: None
-        self._draining = False
+        self.draining = False
+        """Whether new attempts are refused, or will be soon."""
         self._notice = Deadline.after(0.0)
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def draining(self) -> bool:
-        """Whether new attempts are refused, or will be soon."""
-        return self._draining
 
     def find(self, transfer_id: str) -> DecodeAttempt | None:
         """The attempt of a transfer, until it has given back its resources."""
@@ -127,7 +125,7 @@ class Attempts:
         signer: TicketKey | None,
     ) -> DecodeAttempt:
         """Reserves resources for an attempt, or raises before any are spent."""
-        if self._draining and self._notice.expired:
+        if self.draining and self._notice.expired:
             raise self.refusal()
         self._check_incarnation(request.incarnation)
         work = work_from_proto(request, self._engine.adapters)
@@ -199,9 +197,7 @@ class Attempts:
     def _end(self, attempt: DecodeAttempt) -> None:
         """Starts to give back the attempt's resources."""
         self._awaiting.pop(attempt.work.transfer_id, None)
-        task = asyncio.get_running_loop().create_task(self._close(attempt))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.start(self._close(attempt))
 
     async def _close(self, attempt: DecodeAttempt) -> None:
         transfer_id = attempt.work.transfer_id
@@ -231,9 +227,33 @@ class Attempts:
         )
         self._seen.remember(transfer_id)
 
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        """The state that WatchStatus reports now."""
+        usage = self._engine.usage()
+        draining = self.draining
+        states = worker_pb2.WatchStatusResponse
+        return worker_pb2.WatchStatusResponse(
+            worker_id=self._ref.worker_id,
+            incarnation=self._ref.incarnation,
+            state=states.STATE_DRAINING if draining else states.STATE_SERVING,
+            running_requests=usage.running_requests,
+            waiting_requests=usage.waiting_requests,
+            total_blocks=self._engine.descriptor.ranks[0].block_count,
+            reserved_blocks=self._admission.reserved_blocks,
+            quarantined_blocks=self._receiver.quarantined_blocks,
+            active_transfers=self._receiver.active_count,
+            used_blocks=usage.used_blocks,
+            distrusted_workers=[
+                worker_pb2.DistrustedWorker(
+                    worker_id=one.worker_id, incarnation=one.incarnation, detail=detail
+                )
+                for one, detail in self._receiver.rejected_senders.items()
+            ],
+        )
+
     def start_drain(self, notice_s: float) -> None:
         """Refuses new attempts after `notice_s`. Until then routers may not have read the status."""
-        self._draining = True
+        self.draining = True
         self._notice = Deadline.after(notice_s)
 
     async def finish_drain(self, deadline: Deadline) -> None:
@@ -250,8 +270,7 @@ class Attempts:
         for attempt in tuple(self._live.values()):
             attempt.interrupt(self.refusal())
         await self._idle.wait()
-        while self._closing:
-            await asyncio.wait(set(self._closing))
+        await self._closing.wait()
 
     def refusal(self) -> HeadraceError:
         """The error for requests to a worker that shuts down."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace_common.access.roles import Role
 from headrace_common.config import (
+    checked,
     require_order,
     split_host_port,
     wildcard_problems,
@@ -52,9 +53,7 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
             problems.append(
                 f"workers_per_process is {self.workers_per_process}: give http_listen the port 0, which takes any"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)
 
     @model_validator(mode="after")
     def _check_waits(self) -> DecodeConfig:

@@ -21,6 +21,7 @@ from headrace_common.process.settings import load_config
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKeys
 from headrace_decode.admission import BlockAdmission, Capacity
+from headrace_decode.attempts import Attempts
 from headrace_decode.canary import Canary, Comparison
 from headrace_decode.config import DecodeConfig
 from headrace_decode.prefix_service import PrefixServicer
@@ -102,20 +103,20 @@ class DecodeServer(RoleServer):
         if canary is not None:
             receiver.add_tracker(canary.corrupt_senders)
         self.capacity = capacity = self.own_capacity(_capacity(config, engine))
-        self._service = DecodeService(
+        self._attempts = Attempts(
             ref=ref,
             engine=engine,
             receiver=receiver,
             admission=BlockAdmission(capacity, on_admitted=signal.notify),
             telemetry=telemetry,
-            default_deadline_s=config.default_deadline_s,
             ticket_keys=keys,
         )
+        self._service = DecodeService(self._attempts, config.default_deadline_s)
         if canary is not None:
             canary.watch(self._is_idle)
-            self._service.attempts.notify_closed(canary.attempt_closed)
+            self._attempts.notify_closed(canary.attempt_closed)
         self._prefixes = PrefixServicer(
-            engine, self._service.attempts, self.receiving.tickets, host.prefill_endpoint
+            engine, self._attempts, self.receiving.tickets, host.prefill_endpoint
         )
         self._door = self._new_door(host, hosted, capacity)
         self.on_routers = self.routers_changed
@@ -131,7 +132,7 @@ class DecodeServer(RoleServer):
 
     def _is_idle(self) -> bool:
         usage = self._engine.usage()
-        return self._service.attempts.idle and not (usage.running_requests + usage.waiting_requests)
+        return self._attempts.idle and not (usage.running_requests + usage.waiting_requests)
 
     def _new_canary(
         self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], telemetry: Telemetry
@@ -162,7 +163,7 @@ class DecodeServer(RoleServer):
         # The packages for HTTP belong to an extra of their own.
         from headrace_decode.http.door import HttpDoor
 
-        return HttpDoor(host, hosted, self._service.attempts, capacity)
+        return HttpDoor(host, hosted, self._attempts, capacity)
 
     async def start_http(self) -> str:
         return "" if self._door is None else await self._door.start()
@@ -177,10 +178,10 @@ class DecodeServer(RoleServer):
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(self._prefixes, server)
 
     def status(self) -> worker_pb2.WatchStatusResponse:
-        return self._service.status()
+        return self._attempts.status()
 
     def start_drain(self, deadline: Deadline) -> None:
-        self._service.start_drain(min(DRAIN_NOTICE_S, deadline.remaining_s()))
+        self._attempts.start_drain(min(DRAIN_NOTICE_S, deadline.remaining_s()))
         if self._door is not None:
             self._door.start_drain()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from opentelemetry.trace import Span, Status, StatusCode
 
+from headrace_common.latency.steps import DecodeSteps, FirstTokenBy, decode_steps
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.latency import server_attributes
+from headrace_common.telemetry.latency import decode_intervals, server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary import Comparison
@@ -13,6 +16,8 @@ from headrace_engine.interface import DecodeWork
 from headrace_engine.worker.metrics import tier_attributes
 from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer
+
+Attributes: TypeAlias = dict[str, str | int | float]
 
 
 def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[str, str | int]:
@@ -34,55 +39,24 @@ def record_attempt(telemetry: Telemetry, attempt: DecodeAttempt) -> None:
     if not span.is_recording():
         return
 
-    def step(
-        name: str, start_ns: int, end_ns: int, attributes: dict[str, str | int | float]
-    ) -> None:
+    def record(name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
         failed = error.detail if error is not None and not end_ns else ""
         telemetry.record_span(
             name, span, start_ns, end_ns or times.end_unix_ns, attributes, error=failed
         )
 
-    step(
-        schema.SPAN_DECODE_RESERVE,
-        times.start_unix_ns,
-        times.reserved_unix_ns,
-        _reserve_attributes(attempt),
-    )
-    ready_ns = times.reserved_unix_ns
-    if attempt.awaits_kv:
-        ready_ns = times.arrived_unix_ns
-        step(
-            schema.SPAN_DECODE_KV_WAIT,
-            times.reserved_unix_ns,
-            ready_ns,
-            _kv_wait_attributes(attempt),
-        )
-    if attempt.work.from_hidden_state:
-        if attempt.awaits_kv:
-            step(
-                schema.SPAN_DECODE_HIDDEN_STATE_WAIT,
-                times.reserved_unix_ns,
-                times.hidden_state_unix_ns,
-                {},
-            )
-        if times.hidden_state_unix_ns:
-            step(schema.SPAN_DECODE_SAMPLE, times.hidden_state_unix_ns, times.sampled_unix_ns, {})
-        # An answer can end with the token that was sampled from a hidden state.
-        over = error is None and not times.first_token_unix_ns
-        ready_ns = max(ready_ns, times.sampled_unix_ns) if ready_ns and not over else 0
-    elif ready_ns and attempt.work.awaits_first_token:
-        received_ns = times.token_received_unix_ns
-        received_ns = max(received_ns, ready_ns) if received_ns else 0
-        step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, received_ns, {})
-        ready_ns = received_ns
-    if ready_ns:
-        wait_ns = times.step_start_unix_ns - ready_ns
-        waited: dict[str, str | int | float] = (
-            {schema.ATTRIBUTE_DECODE_WAIT_MS: wait_ns / 1e6} if wait_ns > 0 else {}
-        )
-        step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, waited)
+    steps = decode_steps(times.to_proto(), 0)
+    maker = FirstTokenBy.DECODE
+    if attempt.work.awaits_first_token:
+        maker = FirstTokenBy.HIDDEN if attempt.work.from_hidden_state else FirstTokenBy.PREFILL
+    for name, start_us, end_us in decode_intervals(steps, maker, awaits_kv=attempt.awaits_kv):
+        # An answer can end with a token that was sampled from a hidden state.
+        if end_us or error is not None:
+            start_ns = times.start_unix_ns + 1_000 * start_us
+            end_ns = times.start_unix_ns + 1_000 * end_us if end_us else 0
+            record(name, start_ns, end_ns, _attributes_of(name, start_us, attempt, steps))
     if times.first_token_unix_ns:
-        step(
+        record(
             schema.SPAN_DECODE_GENERATE,
             times.first_token_unix_ns,
             times.last_token_unix_ns if error is None else 0,
@@ -124,7 +98,7 @@ def record_comparison(telemetry: Telemetry, comparison: Comparison) -> None:
     """Records a comparison in the trace of its request. The spans of the request have ended."""
     if not comparison.span.get_span_context().trace_flags.sampled or not comparison.block_count:
         return
-    attributes: dict[str, str | int | float] = {
+    attributes: Attributes = {
         schema.ATTRIBUTE_TRANSFER_ID: comparison.transfer_id,
         schema.ATTRIBUTE_PREFILL_WORKER_ID: comparison.prefill.worker_id,
         schema.ATTRIBUTE_CANARY_BLOCKS: comparison.block_count,
@@ -145,24 +119,23 @@ def record_comparison(telemetry: Telemetry, comparison: Comparison) -> None:
     )
 
 
-def _reserve_attributes(attempt: DecodeAttempt) -> dict[str, str | int | float]:
-    reservation = attempt.reservation
-    if reservation is None:
-        return {}
-    return {
-        schema.ATTRIBUTE_BLOCKS: len(reservation.block_ids),
-        schema.ATTRIBUTE_START_TOKEN: reservation.start_token,
-        schema.ATTRIBUTE_TRANSFERRED_TOKENS: reservation.end_token - reservation.start_token,
-    }
-
-
-def _kv_wait_attributes(attempt: DecodeAttempt) -> dict[str, str | int | float]:
-    summary = attempt.summary
-    if summary is None:
-        return {}
-    return {
-        schema.ATTRIBUTE_EXPECTED_KEYS: summary.acknowledgement_count,
-        schema.ATTRIBUTE_PAYLOAD_BYTES: summary.payload_bytes,
-        schema.ATTRIBUTE_LOCAL_BYTES: summary.local_bytes,
-        schema.ATTRIBUTE_PREFILL_WORKER_ID: summary.prefill.worker_id,
-    }
+def _attributes_of(
+    name: str, start_us: int, attempt: DecodeAttempt, steps: DecodeSteps
+) -> Attributes:
+    reservation, summary = attempt.reservation, attempt.summary
+    if name == schema.SPAN_DECODE_RESERVE and reservation is not None:
+        return {
+            schema.ATTRIBUTE_BLOCKS: len(reservation.block_ids),
+            schema.ATTRIBUTE_START_TOKEN: reservation.start_token,
+            schema.ATTRIBUTE_TRANSFERRED_TOKENS: reservation.end_token - reservation.start_token,
+        }
+    if name == schema.SPAN_DECODE_KV_WAIT and summary is not None:
+        return {
+            schema.ATTRIBUTE_EXPECTED_KEYS: summary.acknowledgement_count,
+            schema.ATTRIBUTE_PAYLOAD_BYTES: summary.payload_bytes,
+            schema.ATTRIBUTE_LOCAL_BYTES: summary.local_bytes,
+            schema.ATTRIBUTE_PREFILL_WORKER_ID: summary.prefill.worker_id,
+        }
+    if name == schema.SPAN_DECODE_FIRST_TOKEN and (steps.step_start or 0) > start_us:
+        return {schema.ATTRIBUTE_DECODE_WAIT_MS: ((steps.step_start or 0) - start_us) / 1e3}
+    return {}

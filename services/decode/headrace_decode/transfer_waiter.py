@@ -7,6 +7,7 @@ import logging
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
+from headrace_common.tasks import end_task
 from headrace_decode.engine_events import EngineEvents
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Arrived, Engine, FirstHiddenState
@@ -83,9 +84,7 @@ class TransferWaiter:
 
     async def stop_forwarding(self) -> None:
         """Informs the engine no more, until `wait_ended`."""
-        if self._forwarding is not None:
-            self._forwarding.cancel()
-            await asyncio.wait({self._forwarding})
+        await end_task(self._forwarding)
 
     async def wait_ended(self) -> None:
         """Returns when the transfer is complete or has failed; the caller has cancelled an incomplete one."""

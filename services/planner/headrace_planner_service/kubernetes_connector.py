@@ -121,33 +121,30 @@ class WorkloadScaler:
 _FAILURE_CHARACTERS_MAX: Final = 1_000
 
 
+@dataclass(frozen=True, slots=True)
 class KubernetesConnector:
-    """Carries out one target after the other, and acknowledges each."""
+    """Carries out one target after the other, and acknowledges each.
 
-    def __init__(
-        self,
-        board: TargetBoard,
-        scaler: WorkloadScaler,
-        acknowledge: Callable[[str, str], object],
-    ) -> None:
-        """`acknowledge` gets the target's id, and why it failed."""
-        self._board = board
-        self._scaler = scaler
-        self._acknowledge = acknowledge
+    `acknowledge` gets the target's id, and why it failed.
+    """
+
+    board: TargetBoard
+    scaler: WorkloadScaler
+    acknowledge: Callable[[str, str], object]
 
     async def run(self) -> None:
         """Never returns. A cancellation leaves the numbers of workers as they are."""
         seen_id = ""
         while True:
-            target = await self._board.wait_other(seen_id)
+            target = await self.board.wait_other(seen_id)
             seen_id = target.id
             failure = ""
             try:
-                await self._scaler.apply(target.current, target.counts)
+                await self.scaler.apply(target.current, target.counts)
             except HeadraceError as error:
                 failure = error.detail[:_FAILURE_CHARACTERS_MAX]
                 _LOG.warning("target %s failed: %s", target.id, failure)
-            self._acknowledge(target.id, failure)
+            self.acknowledge(target.id, failure)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from headrace_common.errors import RegistryUnavailable, WorkerGone
 from headrace_common.process.pacing import heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tasks import end_task, run_forever
+from headrace_common.tasks import BackgroundTasks, end_task, run_forever
 from headrace_common.time_model.model import time_model_from_proto
 from headrace_planner.observation import ClassCounts, DecodeLoad, LoadSample, RequestStatistics
 from headrace_planner.settings import WorkerProfile, learned_profile
@@ -162,13 +162,9 @@ class WorkerStatus:
         self.member = member
         self._interval_s = interval_s
         self._open_channel = open_channel
-        self._latest: worker_pb2.WatchStatusResponse | None = None
-        self._task = run_forever(self._follow(), f"status-{member.worker_id}")
-
-    @property
-    def latest(self) -> worker_pb2.WatchStatusResponse | None:
+        self.latest: worker_pb2.WatchStatusResponse | None = None
         """The latest status. None while the worker sends none."""
-        return self._latest
+        self._task = run_forever(self._follow(), f"status-{member.worker_id}")
 
     def set_interval(self, interval_s: float) -> None:
         """Asks for another interval after the next status, if the difference is worth a new stream."""
@@ -185,10 +181,10 @@ class WorkerStatus:
             try:
                 while await self._read(channel):
                     pass
-                if self._latest is not None:
+                if self.latest is not None:
                     delay_s = _RETRY_FIRST_S
             finally:
-                self._latest = None
+                self.latest = None
                 await channel.close()
             await asyncio.sleep(delay_s)
             delay_s = min(_RETRY_MAX_S, 2 * delay_s)
@@ -205,7 +201,7 @@ class WorkerStatus:
                 if not isinstance(status, worker_pb2.WatchStatusResponse):
                     return False
                 if status.incarnation == self.member.incarnation:
-                    self._latest = status
+                    self.latest = status
                     if must_change(interval_s, self._interval_s):
                         return True
         except (TimeoutError, grpc.aio.AioRpcError):
@@ -243,7 +239,7 @@ class Observer:
         self._open_channel = open_channel
         self._workers: dict[str, WorkerStatus] = {}
         self._routers: dict[str, _Router] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
         self._current = False
 
     def update(self, members: Collection[registry_pb2.Member], *, current: bool = True) -> None:
@@ -252,9 +248,9 @@ class Observer:
         workers = {_key(one): one for one in members if self._is_own(one)}
         routers = {_key(one): one for one in members if one.role == registry_pb2.Member.ROLE_ROUTER}
         for key in self._workers.keys() - workers.keys():
-            self._close_later(self._workers.pop(key).close())
+            self._closing.start(self._workers.pop(key).close())
         for key in self._routers.keys() - routers.keys():
-            self._close_later(self._routers.pop(key).channel.close())
+            self._closing.start(self._routers.pop(key).channel.close())
         interval_s = status_interval_s(len(workers))
         for status in self._workers.values():
             status.set_interval(interval_s)
@@ -304,8 +300,7 @@ class Observer:
     async def close(self) -> None:
         """Ends every stream and closes every channel."""
         self.update(())
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await self._closing.wait()
 
     def _is_own(self, member: registry_pb2.Member) -> bool:
         return member.role in WORKERS and member.model == self._model
@@ -320,11 +315,6 @@ class Observer:
             raise WorkerGone(
                 f"router {router.member.worker_id} does not report its load: {known.detail}"
             ) from error
-
-    def _close_later(self, closing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
 
 
 def _key(member: registry_pb2.Member) -> str:

@@ -64,17 +64,13 @@ class PlanningLoop:
         self._before: Totals | None = None
         self._latest: Totals = {}
         self._last: LoadSample | None = None
-        self._fault = ""
+        self.fault = ""
+        """Why the latest observation was not complete. Empty when it was."""
 
     @property
     def last_sample(self) -> LoadSample | None:
         """The last complete observation."""
         return self._last
-
-    @property
-    def fault(self) -> str:
-        """Why the latest observation was not complete. Empty when it was."""
-        return self._fault
 
     async def run(self) -> None:
         """Never returns."""
@@ -97,12 +93,12 @@ class PlanningLoop:
         try:
             reading: Reading = await self._observer.read()
         except HeadraceError as error:
-            self._fault = error.detail
+            self.fault = error.detail
             collected.miss(error.detail)
             self._on_miss()
             _FAULTS.warn(error.reason, "the load could not be observed: %s", error.detail)
             return
-        self._fault = ""
+        self.fault = ""
         self._last = reading.sample
         self._latest = reading.totals
         if self._before is None:

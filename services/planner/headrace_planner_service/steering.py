@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from headrace_common.errors import ConfigError, Draining, NotFound
@@ -97,11 +97,9 @@ class PlannerMetrics:
     def __init__(self, telemetry: Telemetry) -> None:
         store = telemetry.metrics.store
         self._telemetry = telemetry
-        self._current = store.gauge(schema.METRIC_PLANNER_CURRENT, schema.ATTRIBUTE_MEMBER_ROLE)
-        self._target = store.gauge(schema.METRIC_PLANNER_TARGET, schema.ATTRIBUTE_MEMBER_ROLE)
-        self._decisions = store.counter(
-            schema.METRIC_PLANNER_DECISIONS, schema.ATTRIBUTE_PLANNER_OUTCOME
-        )
+        self._current = store.gauge(schema.METRIC_PLANNER_CURRENT)
+        self._target = store.gauge(schema.METRIC_PLANNER_TARGET)
+        self._decisions = store.counter(schema.METRIC_PLANNER_DECISIONS)
         self._missed = store.counter(schema.METRIC_PLANNER_MISSED_SAMPLES)
 
     def count_miss(self) -> None:
@@ -157,51 +155,43 @@ class TargetBoard:
 
     def __init__(self, planner: str) -> None:
         self._planner = planner
-        self._target: Target | None = None
-        self._pending = False
+        self.target: Target | None = None
+        """The target in force, None before the first."""
+        self.pending = False
+        """Whether the target waits for its acknowledgement."""
         self._closed = False
         self._changed = asyncio.Event()
-
-    @property
-    def target(self) -> Target | None:
-        """The target in force, None before the first."""
-        return self._target
-
-    @property
-    def pending(self) -> bool:
-        """Whether the target waits for its acknowledgement."""
-        return self._pending
 
     def publish(
         self, number: int, current: WorkerCounts, counts: WorkerCounts, decided_unix_s: float
     ) -> Target:
         """Replaces the target by that of a decision."""
-        self._target = Target(f"{self._planner}-{number}", number, current, counts, decided_unix_s)
-        self._pending = True
+        self.target = Target(f"{self._planner}-{number}", number, current, counts, decided_unix_s)
+        self.pending = True
         self._wake()
-        return self._target
+        return self.target
 
     def settle(self) -> None:
         """The target waits for no acknowledgement any more."""
-        self._pending = False
+        self.pending = False
 
     def require(self, target_id: str) -> Target:
         """The target in force. Raises NotFound when it has another id."""
-        if self._target is None or self._target.id != target_id:
-            in_force = self._target.id if self._target is not None else "none"
+        if self.target is None or self.target.id != target_id:
+            in_force = self.target.id if self.target is not None else "none"
             raise NotFound(
                 f"{target_id} is not the target in force, which is {in_force}: watch the targets again",
                 metadata={"target_id": target_id, "in_force": in_force},
             )
-        return self._target
+        return self.target
 
     async def wait_other(self, seen_id: str) -> Target:
         """The target in force, once its id differs from `seen_id`. Raises Draining after `close`."""
         while True:
             if self._closed:
                 raise Draining("the planner shuts down")
-            if self._target is not None and self._target.id != seen_id:
-                return self._target
+            if self.target is not None and self.target.id != seen_id:
+                return self.target
             await self._changed.wait()
 
     def close(self) -> None:
@@ -223,37 +213,31 @@ class Rules:
     change_timeout_s: float
 
 
+@dataclass(eq=False, slots=True)
 class Steering:
     """Owns the planner's state, its decisions and its target.
 
     While a target is carried out, nothing is decided. A target that is not acknowledged in time expires.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        board: TargetBoard,
-        decisions: DecisionLog,
-        clock: Callable[[], float],
-    ) -> None:
-        """`clock` returns monotonic seconds."""
-        self._rules = rules
-        self._clock = clock
-        self._state = PlannerState()
-        self.published_s = 0.0
-        self.board = board
-        self.decisions = decisions
+    rules: Rules
+    board: TargetBoard
+    decisions: DecisionLog
+    clock: Callable[[], float]
+    """Returns monotonic seconds."""
+    published_s: float = field(default=0.0, init=False)
+    _state: PlannerState = field(default_factory=PlannerState, init=False)
 
     @property
     def publishes(self) -> bool:
         """Whether decisions become targets."""
-        return self._rules.publishes
+        return self.rules.publishes
 
     def end_interval(self, interval: Interval) -> DecisionEntry:
         """The decision at the end of an interval."""
         self._expire()
         if self.board.pending and self.board.target is not None:
-            self._state = record_interval(self._rules.settings, interval, self._state)
+            self._state = record_interval(self.rules.settings, interval, self._state)
             kept = ScalingDecision(interval.counts, self.board.target.counts, ())
             return self._add(
                 interval,
@@ -261,7 +245,7 @@ class Steering:
                 Outcome.CHANGING,
                 f"Target {self.board.target.id} is carried out.",
             )
-        decision, self._state = plan(self._rules.settings, interval, self._state)
+        decision, self._state = plan(self.rules.settings, interval, self._state)
         if interval.is_changing:
             return self._add(interval, decision, Outcome.CHANGING, "Workers join or leave.")
         if not decision.is_change:
@@ -269,7 +253,7 @@ class Steering:
         if not self.publishes:
             return self._add(interval, decision, Outcome.ADVISED)
         entry = self._add(interval, decision, Outcome.PUBLISHED)
-        self.published_s = self._clock()
+        self.published_s = self.clock()
         decided_unix_s = interval.start_unix_s + interval.duration_s
         self.board.publish(entry.number, decision.current, decision.target, decided_unix_s)
         return entry
@@ -309,10 +293,10 @@ class Steering:
             raise ConfigError("the planner only advises: start it with mode publish")
 
     def _expire(self) -> None:
-        target, age_s = self.board.target, self._clock() - self.published_s
-        if self.board.pending and target is not None and age_s > self._rules.change_timeout_s:
+        target, age_s = self.board.target, self.clock() - self.published_s
+        if self.board.pending and target is not None and age_s > self.rules.change_timeout_s:
             self.board.settle()
-            detail = f"No acknowledgement came within {self._rules.change_timeout_s:g} s."
+            detail = f"No acknowledgement came within {self.rules.change_timeout_s:g} s."
             self.decisions.set_outcome(target.number, Outcome.EXPIRED, detail)
 
     def _add(

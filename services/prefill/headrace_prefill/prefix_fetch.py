@@ -16,6 +16,7 @@ from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
+from headrace_common.tasks import BackgroundTasks
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
 from headrace_engine.interface import Arrived, Engine, Recompute
 from headrace_engine.kv_fetch import fetch_kv
@@ -125,7 +126,7 @@ class PrefixFetcher:
         self._context = context
         self._open_channel = open_channel
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
 
     def offer(self, target: TransferTarget, images: Sequence[ImageSpan] = ()) -> PrefixFetch | None:
         """The fetch of what decode has of a task's tokens, up to an image that decode has in part.
@@ -144,9 +145,8 @@ class PrefixFetcher:
         """Closes every channel."""
         while self._channels:
             _, channel = self._channels.popitem()
-            self._close(channel)
-        while self._closing:
-            await asyncio.wait(set(self._closing))
+            self._closing.start(channel.close())
+        await self._closing.wait()
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         channel = self._channels.get(endpoint)
@@ -155,13 +155,8 @@ class PrefixFetcher:
         self._channels.move_to_end(endpoint)
         if len(self._channels) > _CHANNELS_MAX:
             _, oldest = self._channels.popitem(last=False)
-            self._close(oldest)
+            self._closing.start(oldest.close())
         return channel
-
-    def _close(self, channel: grpc.aio.Channel) -> None:
-        task = asyncio.get_running_loop().create_task(channel.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
 
 
 class PrefixFetch:

@@ -16,6 +16,7 @@ from headrace_common.config import (
     PositiveCount,
     PositiveSeconds,
     ServiceConfig,
+    checked,
     require_order,
     split_host_port,
 )
@@ -153,9 +154,7 @@ class RegistryConfig(ServiceConfig):
             problems.append(
                 "store_user needs store_tls_authority_file: else its password would cross the network in clear"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)
 
     @model_validator(mode="after")
     def _check_secrets(self) -> RegistryConfig:

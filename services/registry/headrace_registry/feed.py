@@ -66,18 +66,14 @@ class ChangeFeed:
     def __init__(self, history_size: int, revision: int = 0) -> None:
         self._history: deque[_HistoryEntry] = deque()
         self._history_size = history_size
-        self._revision = revision
+        self.revision = revision
         # The history lacks changes up to this revision.
         self._kept_since = revision
         self._epoch = 0
         self._members: dict[str, registry_pb2.Member] = {}
         self._role_counts: Counter[int] = Counter()
-        self._policy = PolicyRecord(default_policy(), 0)
+        self.policy = PolicyRecord(default_policy(), 0)
         self._changed = asyncio.Event()
-
-    @property
-    def revision(self) -> int:
-        return self._revision
 
     @property
     def members(self) -> Mapping[str, registry_pb2.Member]:
@@ -87,10 +83,6 @@ class ChangeFeed:
     def member_count(self, role: registry_pb2.Member.Role.ValueType) -> int:
         """The number of live members of a role."""
         return self._role_counts[role]
-
-    @property
-    def policy(self) -> PolicyRecord:
-        return self._policy
 
     def apply(
         self,
@@ -103,13 +95,13 @@ class ChangeFeed:
         for worker_id, member in members.items():
             changes += self._apply_member(worker_id, member)
         if policy is not None:
-            if policy.policy != self._policy.policy:
+            if policy.policy != self.policy.policy:
                 put = registry_pb2.Change(policy_put=policy.policy)
                 changes.append(_HistoryChange(0, put, put))
-            self._policy = policy
-        self._revision = max(self._revision, revision)
+            self.policy = policy
+        self.revision = max(self.revision, revision)
         if changes:
-            self._history.append(_HistoryEntry(self._revision, tuple(changes)))
+            self._history.append(_HistoryEntry(self.revision, tuple(changes)))
             if len(self._history) > self._history_size:
                 self._kept_since = self._history.popleft().revision
         self._wake_watchers()
@@ -128,8 +120,8 @@ class ChangeFeed:
         self._history.clear()
         self._members = dict(members)
         self._role_counts = Counter(member.role for member in members.values())
-        self._policy = policy
-        self._revision = revision
+        self.policy = policy
+        self.revision = revision
         self._kept_since = revision
         self._epoch += 1
         self._wake_watchers()
@@ -138,7 +130,7 @@ class ChangeFeed:
         """Waits until this copy has reached `revision`. False when it has not within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._revision < revision:
+                while self.revision < revision:
                     await self._changed.wait()
         except TimeoutError:
             return False
@@ -154,7 +146,7 @@ class ChangeFeed:
         """
         epoch = self._epoch
         if start_revision == 0:
-            cursor = self._revision
+            cursor = self.revision
             yield self._snapshot(wanted)
         else:
             self._require_kept(start_revision, epoch, allow_future)
@@ -165,7 +157,7 @@ class ChangeFeed:
         while True:
             self._require_kept(cursor, epoch, allow_future=True)
             changed = self._changed
-            if self._revision <= cursor:
+            if self.revision <= cursor:
                 await changed.wait()
                 continue
             response = self._since(cursor, wanted)
@@ -201,7 +193,7 @@ class ChangeFeed:
         if (
             epoch != self._epoch
             or cursor < self._kept_since
-            or (cursor > self._revision and not allow_future)
+            or (cursor > self.revision and not allow_future)
         ):
             raise WatchExpired(
                 f"changes since revision {cursor} are not kept, only those since {self._kept_since}: "
@@ -224,7 +216,7 @@ class ChangeFeed:
             for change in entry.changes
             if wanted.takes(change.role)
         ]
-        return registry_pb2.WatchResponse(revision=max(cursor, self._revision), changes=changes)
+        return registry_pb2.WatchResponse(revision=max(cursor, self.revision), changes=changes)
 
     def _snapshot(self, wanted: WatchFilter) -> registry_pb2.WatchResponse:
         members = [
@@ -232,9 +224,9 @@ class ChangeFeed:
         ]
         snapshot = registry_pb2.Snapshot(
             members=map(_brief, members) if wanted.without_layouts else members,
-            policy=self._policy.policy,
+            policy=self.policy.policy,
         )
-        return registry_pb2.WatchResponse(revision=self._revision, snapshot=snapshot)
+        return registry_pb2.WatchResponse(revision=self.revision, snapshot=snapshot)
 
     def _wake_watchers(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

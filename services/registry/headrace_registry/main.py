@@ -41,12 +41,12 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
     metrics = Metrics(resource, config.otlp_endpoint, readable=config.serves_metrics)
     corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
 
-    members = metrics.store.gauge(schema.METRIC_MEMBERS, schema.ATTRIBUTE_MEMBER_ROLE)
+    members = metrics.store.gauge(schema.METRIC_MEMBERS)
 
     async def sample() -> None:
         while True:
             corrupt.set(store.corrupt_record_count)
-            members.replace(Counter(map(_role_name, store.members.values())))
+            members.replace(Counter(map(_role_name, store.feed.members.values())))
             await asyncio.sleep(_INTERVAL_S)
 
     task = run_forever(sample(), "registry-metrics") if metrics.has_readers else None

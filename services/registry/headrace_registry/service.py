@@ -109,7 +109,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         )
         _require_own_identity(request.member)
         self._require_rate(request.member.worker_id, host_of_peer(context.peer()))
-        if request.member.worker_id not in self._store.members:
+        if request.member.worker_id not in self._store.feed.members:
             self._require_room(request.member.role)
         ttl_s = math.ceil(seconds_from_duration(request.ttl))
         prefix_hash_key = self._prefix_hash_key or await self._store.ensure_prefix_hash_key(
@@ -146,12 +146,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     def _require_room(self, role: registry_pb2.Member.Role.ValueType) -> None:
         """Raises QueueFull when the caller may not register another member."""
-        if len(self._store.members) >= self._max_members:
+        if len(self._store.feed.members) >= self._max_members:
             raise QueueFull(
                 f"the registry has reached its limit of {self._max_members} members: raise its max_members",
                 metadata={"max_members": str(self._max_members)},
             )
-        routers = self._store.member_count(registry_pb2.Member.ROLE_ROUTER)
+        routers = self._store.feed.member_count(registry_pb2.Member.ROLE_ROUTER)
         if role == registry_pb2.Member.ROLE_ROUTER and routers >= self._max_routers:
             raise QueueFull(
                 f"{routers} routers are registered, and every worker works for each of them: raise the registry's "
@@ -161,7 +161,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if current_caller().name:
             return
         bound = self._max_unnamed_members
-        if self._store.member_count(role) >= bound:
+        if self._store.feed.member_count(role) >= bound:
             name = _CREDENTIAL_ROLES[role]
             raise QueueFull(
                 f"{bound} members of the role {name} are registered, and a credential without a name cannot register "
@@ -232,14 +232,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         page_size = request.page_size or PAGE_SIZE_MAX
         matching = [
             member
-            for worker_id, member in sorted(self._store.members.items())
+            for worker_id, member in sorted(self._store.feed.members.items())
             if worker_id > request.page_token and request.role in (0, member.role)
         ]
         page = matching[:page_size]
         return registry_pb2.ListMembersResponse(
             members=page,
             next_page_token=page[-1].worker_id if len(matching) > page_size else "",
-            revision=self._store.revision,
+            revision=self._store.feed.revision,
         )
 
     async def PutKvDescriptor(
@@ -262,14 +262,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.GetKvDescriptorRequest, context: _Context
     ) -> registry_pb2.GetKvDescriptorResponse:
         validation.require(validation.reference_violations(request.member, "member"))
-        _require_reader(self._store.members.get(request.member.worker_id))
+        _require_reader(self._store.feed.members.get(request.member.worker_id))
         descriptor = await self._store.get_descriptor(request.member)
         return registry_pb2.GetKvDescriptorResponse(descriptor=descriptor)
 
     async def GetPolicy(
         self, request: registry_pb2.GetPolicyRequest, context: _Context
     ) -> registry_pb2.GetPolicyResponse:
-        record = self._store.policy
+        record = self._store.feed.policy
         return registry_pb2.GetPolicyResponse(policy=record.policy, revision=record.revision)
 
     async def SetPolicy(

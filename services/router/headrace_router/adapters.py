@@ -60,25 +60,20 @@ class AdapterRequest:
     model: str = ""
 
 
+@dataclass(frozen=True, slots=True)
 class AdapterChanges:
     """Changes the adapters of workers, on all live workers of a model or on none."""
 
-    def __init__(
-        self,
-        list_members: ListMembers,
-        open_channel: Callable[[str], grpc.aio.Channel],
-        models: Collection[str],
-    ) -> None:
-        self._list_members = list_members
-        self._open_channel = open_channel
-        self._models = models
+    list_members: ListMembers
+    open_channel: Callable[[str], grpc.aio.Channel]
+    models: Collection[str]
 
     async def apply(
         self, request: AdapterRequest
     ) -> tuple[adapter_pb2.Adapter | None, Sequence[str]]:
         """The loaded adapter, None after unloading, and the workers. See adapter_service.proto for what this raises."""
-        _check(request, self._models)
-        model = request.model or self._only_model(request, await self._list_members())
+        _check(request, self.models)
+        model = request.model or self._only_model(request, await self.list_members())
         members = await self._workers(model)
         _check_names(request, members)
         change = worker_pb2.AdapterChange(
@@ -110,7 +105,7 @@ class AdapterChanges:
         """Adds each worker to `changes` before it is asked."""
         for _ in range(_ROUNDS_MAX):
             new = {
-                ref: _WorkerChange(member, self._open_channel(member.endpoint), change)
+                ref: _WorkerChange(member, self.open_channel(member.endpoint), change)
                 for member in members
                 if (ref := WorkerRef(member.worker_id, member.incarnation)) not in changes
             }
@@ -124,7 +119,7 @@ class AdapterChanges:
         await _on_all(changes.values(), _WorkerChange.keep)
 
     async def _workers(self, model: str) -> Sequence[registry_pb2.Member]:
-        members = await self._list_members()
+        members = await self.list_members()
         found = [one for one in members if one.role in WORKERS and one.model == model]
         if not found:
             raise NoDecodeWorker(
@@ -134,7 +129,7 @@ class AdapterChanges:
 
     def _only_model(self, request: AdapterRequest, members: Collection[registry_pb2.Member]) -> str:
         """The model where the request names none. Raises InvalidRequest or NotFound."""
-        models = set(self._models)
+        models = set(self.models)
         if not request.path:
             models = {
                 member.model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from random import Random
 
@@ -12,22 +11,15 @@ from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
-from headrace_common.callers.bounds import CallerBounds
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
-from headrace_frontend.admission.admission import Admission, AdmissionLimits
-from headrace_frontend.conversations import new_conversation_store
-from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
-from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.intake import OpenAiParts
-from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
-from headrace_frontend.running.runner import RequestRunner, RunnerTraits
-from headrace_frontend.tenants import CacheSalts, load_tenants
+from headrace_frontend.openai.parts import ClientParts
+from headrace_frontend.running.runner import RequestRunner
+from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import WorkerRef
 from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
@@ -44,12 +36,11 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.rpc_services import ClientGate, RouterServices
+from headrace_router.rpc_services import RouterServices
 from headrace_router.service import InferenceService, ModelCatalog, PromiseKeeper
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusParts, StatusReader
 from headrace_router.tracing.store import TraceLimits, TraceStore
-from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
@@ -85,7 +76,6 @@ class Router:
         self._config, self._codecs, self._policy = config, codecs, policy
         self._ticket_key = ticket_key
         load = LoopLoad()
-        self.admission = _admission(config, policy)
         self._pairing = Pairing(policy)
         # Each request has one prompt in the queue at most.
         self.queue = PrefillQueue(
@@ -110,6 +100,19 @@ class Router:
             compute_s_per_token=self.queue.compute_s_per_token,
             dials=dials,
         )
+        others = OtherRouters(self._open_channel)
+        self.parts = ClientParts(
+            config,
+            codecs,
+            self.workers,
+            ModelCatalog(codecs, self.workers, self.queue),
+            keep=PromiseKeeper(self.workers).keep,
+            policy=policy,
+            prefix_hash_key=prefix_hash_key,
+            count_refused=self._count_refused,
+            find_conversation=others.find,
+        )
+        self.admission = self.parts.admission
         self.metrics = RouterMetrics(
             telemetry.metrics, self.queue, self.admission, self.prefixes, self.workers
         )
@@ -122,10 +125,6 @@ class Router:
             on_latency=self.metrics.count_latency,
             on_regret=self.metrics.count_regret,
         )
-        self._tenants = load_tenants(config.api_keys_file)
-        self._callers = CallerBounds(config.calls_per_caller_max, self.metrics.count_refused)
-        salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
-        self.preparer = RequestPreparer(codecs, self.workers, salts.salt_of)
         refusal = EarlyRefusal(
             queue=self.queue,
             workers=self.workers,
@@ -137,18 +136,12 @@ class Router:
         )
         self._dispatcher = self._new_dispatcher(placement or KvAware(Random()), refusal)
         self.runner = self._new_runner(refusal, load)
-        images = any(codec.images is not None for codec in codecs.values())
-        self._size = RequestSizeCheck(self._max_model_len, images=images)
-        self._bytes_max = request_bytes_max(
-            (one.max_model_len for one in codecs.values()), images=images
-        )
-        self._models = ModelCatalog(codecs, self.workers, self.queue)
-        others = OtherRouters(self._open_channel)
-        self._conversations = new_conversation_store(config, others.find)
-        self._keep = PromiseKeeper(self.workers).keep
+        self.parts.run_by(self.runner)
         adapters = AdapterChanges(list_members, self._open_channel, codecs)
         self.services = self._new_services(adapters)
-        self.openai = self._new_openai(telemetry)
+        readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
+        page = MetricsPage(readers, telemetry.metrics.text, config.http_listen)
+        self.openai = OpenAiApp(self.parts, page)
         self.picker = self._new_picker()
         status = StatusReader(
             StatusParts(
@@ -183,10 +176,13 @@ class Router:
 
     async def close(self) -> None:
         """Ends every stream to workers."""
-        self.preparer.close()
+        self.parts.preparer.close()
         await self.metrics.close()
         await self.prefixes.close()
         await self.workers.close()
+
+    def _count_refused(self, refusal: str, count: int) -> None:
+        self.metrics.count_refused(refusal, count)
 
     def _open_channel(self, endpoint: str) -> grpc.aio.Channel:
         return open_channel(endpoint, self._config)
@@ -195,10 +191,6 @@ class Router:
         # Requests for other models are rejected.
         if model in self._codecs:
             self.admission.resize_slots(model, slots.available())
-
-    def _max_model_len(self) -> dict[str, int]:
-        live = self.workers.max_model_len()
-        return {name: live.get(name) or one.max_model_len for name, one in self._codecs.items()}
 
     def _new_dispatcher(self, placement: Placement, refusal: EarlyRefusal) -> RequestDispatcher:
         return RequestDispatcher(
@@ -214,36 +206,27 @@ class Router:
             check_placed=refusal.check_placed,
         )
 
-    def _new_runner(self, refusal: EarlyRefusal, load: LoopLoad) -> RequestRunner[AttemptTimeline]:
+    def _new_runner(self, refusal: EarlyRefusal, load: LoopLoad) -> RequestRunner:
         return RequestRunner(
-            callers=self._callers,
+            callers=self.parts.callers,
             admission=self.admission,
             policy=self._policy,
-            preparer=self.preparer,
-            dispatcher=self._dispatcher,
+            preparer=self.parts.preparer,
+            dispatch=self._dispatcher.run,
             tracer=self._tracer,
-            traits=RunnerTraits(
-                drain_error=_draining,
-                check_arrival=refusal.check_arrival,
-                load=load,
-                paced=True,
-            ),
+            drain_error=_draining,
+            check_arrival=refusal.check_arrival,
+            worker_load=load,
             counter=self.metrics,
         )
 
     def _new_services(self, adapters: AdapterChanges) -> RouterServices:
         config = self._config
         inference = InferenceService(
-            models=self._models,
+            parts=self.parts,
             prefixes=self.prefixes,
-            tenants=self._tenants,
-            runner=self.runner,
-            preparer=self.preparer,
             dispatcher=self._dispatcher,
             tracer=self._tracer,
-            conversations=self._conversations,
-            keep=self._keep,
-            default_deadline_s=config.default_deadline_s,
             endpoints={
                 "registry_endpoint": config.registry,
                 "status_endpoint": config.status_listen,
@@ -265,61 +248,19 @@ class Router:
             load=LoadReader(self._codecs, self.queue, self.admission, self.metrics.totals),
             traces=self.traces,
             adapters=adapters,
-            conversations=self._conversations,
-            callers=self._callers,
-            tenants=self._tenants,
-            gate=ClientGate(self._tenants, self.metrics, self._size),
-            bytes_max=self._bytes_max,
-        )
-
-    def _new_openai(self, telemetry: Telemetry) -> OpenAiApp:
-        config = self._config
-        parts = OpenAiParts(
-            codecs=self._codecs,
-            parsers={name: ModelParsers(*names) for name, names in config.parsers.items()},
-            models=self._models,
-            tenants=self._tenants,
-            runner=self.runner,
-            preparer=self.preparer,
-            size=self._size,
-            count_failures=self.metrics.count_failures,
-            callers=self._callers,
-            conversations=self._conversations,
-            keep=self._keep,
-            images=ImageFetcher(config.image_hosts),
-            rejects_unknown_fields=config.reject_unknown_fields,
-        )
-        readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
-        return OpenAiApp(
-            parts,
-            MetricsPage(readers, telemetry.metrics.text, config.http_listen),
-            deadline_s=config.default_deadline_s,
-            body_bytes_max=self._bytes_max,
+            parts=self.parts,
         )
 
     def _new_picker(self) -> EndpointPicker:
         return EndpointPicker(
-            tenants=self._tenants,
-            runner=self.runner,
-            preparer=self.preparer,
-            size=self._size,
+            parts=self.parts,
             dispatcher=self._dispatcher,
             workers=self.workers,
             queue=self.queue,
             tracer=self._tracer,
             count_pick=self.metrics.count_pick,
             deadline_s=min(_PICK_S, self._config.default_deadline_s),
-            body_bytes_max=self._bytes_max,
         )
-
-
-def _admission(config: RouterConfig, policy: PolicySource) -> Admission:
-    limits = AdmissionLimits(
-        max_num_seqs=config.max_concurrent_requests,
-        max_queued_tokens=config.queued_tokens_max,
-        wait_s=config.admission_wait_s or math.inf,
-    )
-    return Admission(limits, lambda: policy().tenant_weights)
 
 
 def _draining() -> Draining:

@@ -15,6 +15,7 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     OptionalWorkerId,
+    checked,
     reachable_addresses,
     require_order,
     split_list,
@@ -101,9 +102,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
             ("worker_wait_s", "default_deadline_s"),
         )
         problems = self._status_problems()
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return checked(self, problems)
 
     def _status_problems(self) -> list[str]:
         guarded = self.insecure or self.tls_certificate_file or self.token_keys_file

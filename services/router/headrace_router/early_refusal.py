@@ -20,8 +20,7 @@ from headrace_common.errors import FirstTokenLate
 from headrace_common.telemetry import schema
 from headrace_common.time_model.model import TimeModel
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import ArrivedRequest
-from headrace_router.dispatch.attempt import RoutedRequest
+from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.placement import Decision
@@ -145,7 +144,7 @@ class EarlyRefusal:
         if is_late(prediction, bound):
             self._predicted(request, bound, prediction)
 
-    def check_placed(self, routed: RoutedRequest, decision: Decision) -> None:
+    def check_placed(self, routed: AdmittedRequest, decision: Decision) -> None:
         """Refuses a request by its first placement."""
         prepared, arrival_ns = routed.prepared, routed.timeline.arrival_ns
         request = ArrivedRequest(prepared, routed.deadline, arrival_ns, routed.root)

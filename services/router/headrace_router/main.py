@@ -99,32 +99,15 @@ async def serve_router(config: RouterConfig) -> None:
         server = router.services.new_server(config)
         stack.push_async_callback(server.stop, None)
         bounds = HttpBounds(config.connections_max())
-        http = (
-            HttpServer(
-                router.openai,
-                config.http_listen,
-                setting="http_listen",
-                tls=config.listen_tls,
-                bounds=bounds,
-            )
-            if config.http_listen
-            else None
-        )
-        if http is not None:
-            stack.push_async_callback(http.stop)
-        status = (
-            HttpServer(
-                router.status,
-                config.status_listen,
-                setting="status_listen",
-                tls=config.status_tls,
-                bounds=bounds,
-            )
-            if router.status is not None
-            else None
-        )
-        if status is not None:
-            stack.push_async_callback(status.stop)
+        https: dict[str, HttpServer] = {}
+        for setting, app, tls in (
+            ("http_listen", router.openai, config.listen_tls),
+            ("status_listen", router.status, config.status_tls),
+        ):
+            listen: str = getattr(config, setting)
+            if app is not None and listen:
+                https[setting] = HttpServer(app, listen, setting=setting, tls=tls, bounds=bounds)
+                stack.push_async_callback(https[setting].stop)
         picker = PickerServer(router.picker, config) if config.endpoint_picker_listen else None
         if picker is not None:
             stack.push_async_callback(picker.stop)
@@ -140,16 +123,15 @@ async def serve_router(config: RouterConfig) -> None:
             server.client_endpoint,
             endpoint,
         )
-        if http is not None:
+        for setting, http in https.items():
             http.start()
-            _LOG.info("%s serves OpenAI HTTP on %s", router_id, http.url)
+            _LOG.info("%s serves %s on %s", router_id, setting, http.url)
         if picker is not None:
             await picker.start()
             _LOG.info("%s serves gateways on %s", router_id, picker.endpoint)
-        if status is not None:
-            status.start()
-            _LOG.info("%s serves its status page on %s", router_id, status.url)
-        await server.serve_until_signal(lambda deadline: _drain(router, membership, http, deadline))
+        await server.serve_until_signal(
+            lambda deadline: _drain(router, membership, https.get("http_listen"), deadline)
+        )
 
 
 async def _drain(

@@ -11,16 +11,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.latency.breakdown import Breakdown, Owner
+from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import (
     BucketCounts,
-    Gauge,
     Histogram,
     HistogramPoint,
     Labels,
@@ -40,16 +39,8 @@ from headrace_router.workers.directory import WorkerDirectory
 _SAMPLE_INTERVAL_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Gauge:
-    """`read` returns a value for each value of `attribute`, or one value where that is empty.
-
-    Infinity means that nothing is reported.
-    """
-
-    name: str
-    read: Callable[[], Mapping[str, float] | float]
-    attribute: str = ""
+_Read: TypeAlias = Callable[[], Mapping[str, float] | float]
+"""Returns a value for each value of the label, or one value. Infinity means that nothing is reported."""
 
 
 def _gauges(
@@ -57,7 +48,7 @@ def _gauges(
     admission: Admission,
     prefixes: PrefixCacheDirectory,
     workers: WorkerDirectory,
-) -> tuple[_Gauge, ...]:
+) -> Mapping[str, _Read]:
     def depths() -> Mapping[str, float]:
         return {
             "prefill": queue.depth,
@@ -76,16 +67,16 @@ def _gauges(
             "tokens": admission.max_queued_tokens,
         }
 
-    return (
-        _Gauge(schema.METRIC_QUEUE_DEPTH, depths, schema.ATTRIBUTE_QUEUE),
-        _Gauge(schema.METRIC_QUEUE_LIMIT, limits, schema.ATTRIBUTE_QUEUE),
-        _Gauge(schema.METRIC_CLASS_QUEUE_DEPTH, queue.depths, schema.ATTRIBUTE_PRIORITY),
-        _Gauge(schema.METRIC_CLASS_QUEUE_AGE, queue.oldest_ages_s, schema.ATTRIBUTE_PRIORITY),
-        _Gauge(schema.METRIC_QUEUE_AGE, lambda: max(queue.oldest_ages_s().values())),
-        _Gauge(schema.METRIC_QUEUE_WAIT, queue.wait_s),
-        _Gauge(schema.METRIC_PREFIX_FAULTS, lambda: len(prefixes.faults)),
-        _Gauge(schema.METRIC_CLOCK_OFFSET, workers.clock_offsets_s, schema.ATTRIBUTE_WORKER_ID),
-    )
+    return {
+        schema.METRIC_QUEUE_DEPTH: depths,
+        schema.METRIC_QUEUE_LIMIT: limits,
+        schema.METRIC_CLASS_QUEUE_DEPTH: queue.depths,
+        schema.METRIC_CLASS_QUEUE_AGE: queue.oldest_ages_s,
+        schema.METRIC_QUEUE_AGE: lambda: max(queue.oldest_ages_s().values()),
+        schema.METRIC_QUEUE_WAIT: queue.wait_s,
+        schema.METRIC_PREFIX_FAULTS: lambda: len(prefixes.faults),
+        schema.METRIC_CLOCK_OFFSET: workers.clock_offsets_s,
+    }
 
 
 def _total(points: Mapping[Labels, HistogramPoint], last_label: str) -> int:
@@ -118,51 +109,33 @@ class RouterMetrics(RequestCounter):
         self.totals = RequestTotals()
         """Sums over the answered requests, for planners."""
         store = metrics.store
-        self._requests = store.counter(schema.METRIC_REQUESTS, schema.ATTRIBUTE_END_REASON)
-        self._migrations = store.counter(schema.METRIC_MIGRATIONS, schema.ATTRIBUTE_END_REASON)
-        self._dropped_spans = store.counter(
-            schema.METRIC_TRACE_SPANS_DROPPED, schema.ATTRIBUTE_TRACE_BOUND
-        )
-        self._callers_refused = store.counter(
-            schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
-        )
-        self._early_refusals = store.counter(
-            schema.METRIC_EARLY_REFUSALS,
-            schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,
-            schema.ATTRIBUTE_FIRST_TOKEN_BOUND,
-        )
-        self._picks = store.counter(schema.METRIC_PICKS, schema.ATTRIBUTE_END_REASON)
+        self._requests = store.counter(schema.METRIC_REQUESTS)
+        self._migrations = store.counter(schema.METRIC_MIGRATIONS)
+        self._dropped_spans = store.counter(schema.METRIC_TRACE_SPANS_DROPPED)
+        self._callers_refused = store.counter(schema.METRIC_CALLERS_REFUSED)
+        self._early_refusals = store.counter(schema.METRIC_EARLY_REFUSALS)
+        self._picks = store.counter(schema.METRIC_PICKS)
         model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
-        self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN, model)
-        self._first_token_of_class = store.histogram(
-            schema.METRIC_CLASS_FIRST_TOKEN, model, schema.ATTRIBUTE_PRIORITY
-        )
-        self._predicted = store.histogram(schema.METRIC_PREDICTED_FIRST_TOKEN, model)
+        self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN)
+        self._first_token_of_class = store.histogram(schema.METRIC_CLASS_FIRST_TOKEN)
+        self._predicted = store.histogram(schema.METRIC_PREDICTED_FIRST_TOKEN)
         self._regrets = store.histogram(
             schema.METRIC_REGRET, model, schema.ATTRIBUTE_OTHER_DECISION
         )
-        self._duration = store.histogram(schema.METRIC_REQUEST_DURATION, model)
-        self._per_token = store.histogram(schema.METRIC_TIME_PER_OUTPUT_TOKEN, model)
-        self._gaps = store.histogram(schema.METRIC_INTER_TOKEN_LATENCY, model)
-        self._tokens = store.histogram(
-            schema.METRIC_REQUEST_TOKENS, model, schema.ATTRIBUTE_GEN_AI_TOKEN_TYPE
-        )
+        self._duration = store.histogram(schema.METRIC_REQUEST_DURATION)
+        self._per_token = store.histogram(schema.METRIC_TIME_PER_OUTPUT_TOKEN)
+        self._gaps = store.histogram(schema.METRIC_INTER_TOKEN_LATENCY)
+        self._tokens = store.histogram(schema.METRIC_REQUEST_TOKENS)
         self._parts = store.histogram(
             schema.METRIC_LATENCY,
             model,
             schema.ATTRIBUTE_LATENCY_TOKEN,
             schema.ATTRIBUTE_LATENCY_PART,
         )
-        self._exposed = store.histogram(
-            schema.METRIC_TRANSFER_EXPOSED, model, schema.ATTRIBUTE_LATENCY_TOKEN
-        )
-        self._prompt_tokens = store.counter(
-            schema.METRIC_PROMPT_TOKENS, model, schema.ATTRIBUTE_PROMPT_SOURCE
-        )
-        self._gauges: tuple[tuple[Gauge, _Gauge], ...] = tuple(
-            (store.gauge(gauge.name, *filter(None, [gauge.attribute])), gauge)
-            for gauge in _gauges(queue, admission, prefixes, workers)
-        )
+        self._exposed = store.histogram(schema.METRIC_TRANSFER_EXPOSED)
+        self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
+        gauges = _gauges(queue, admission, prefixes, workers)
+        self._gauges = [(store.gauge(name), read) for name, read in gauges.items()]
         self._task: asyncio.Task[None] | None = None
         if metrics.has_readers:
             self._task = asyncio.create_task(self._sample_forever(), name="router-metrics")
@@ -283,8 +256,8 @@ class RouterMetrics(RequestCounter):
 
     def sample(self) -> None:
         """Sets every gauge to its current value."""
-        for instrument, gauge in self._gauges:
-            value = gauge.read()
+        for instrument, read in self._gauges:
+            value = read()
             if isinstance(value, Mapping):
                 instrument.replace(value)
             elif math.isfinite(value):
@@ -294,9 +267,7 @@ class RouterMetrics(RequestCounter):
 
     async def close(self) -> None:
         """Stops sampling."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end_task(self._task)
 
     async def _sample_forever(self) -> None:
         while True:

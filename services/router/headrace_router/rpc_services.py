@@ -20,19 +20,16 @@ from headrace.inference.v1 import (
     trace_pb2_grpc,
 )
 from headrace.prefill.v1 import prefill_pb2_grpc
-from headrace_common.callers.bounds import CallerBounds
 from headrace_common.limits import REQUEST_FIELDS_MAX
 from headrace_common.rpc.handlers import GateInterceptor, Metadata
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.wire_fields import MalformedMessage, fields_of, require_few_fields
-from headrace_frontend.conversations import ConversationStore
-from headrace_frontend.request.size import RequestSizeCheck
-from headrace_frontend.tenants import Tenants, tenant_or_none
+from headrace_frontend.openai.parts import ClientParts
+from headrace_frontend.tenants import tenant_or_none
 from headrace_router.adapters import AdapterChanges, AdapterServicer
 from headrace_router.config import RouterConfig
 from headrace_router.conversations import ConversationServicer
 from headrace_router.load import LoadReader
-from headrace_router.metrics import RouterMetrics
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.service import InferenceService
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
@@ -73,26 +70,24 @@ def _text_bytes(data: bytes, request_type: Descriptor) -> int:
 class ClientGate(GateInterceptor):
     """Guards the InferenceService."""
 
-    def __init__(self, tenants: Tenants, metrics: RouterMetrics, size: RequestSizeCheck) -> None:
-        self._tenants = tenants
-        self._metrics = metrics
-        self._size = size
+    def __init__(self, parts: ClientParts) -> None:
+        self._parts = parts
 
     def check_call(self, method: str, metadata: Metadata) -> None:
         if method == _GENERATE:
-            with self._metrics.count_failures():
-                self._tenants.tenant_of(metadata)
+            with self._parts.runner.counter.count_failures():
+                self._parts.tenants.tenant_of(metadata)
         elif method == _LIST_MODELS:
-            self._tenants.tenant_of(metadata)
+            self._parts.tenants.tenant_of(metadata)
 
     def check_request(self, method: str, data: bytes) -> None:
         request_type = _REQUEST_TYPES.get(method)
         if request_type is None:
             return
-        self._size.check(len(data))
+        self._parts.size.check(len(data))
         if len(data) > _UNCOUNTED_BYTES:
             require_few_fields(data, request_type, REQUEST_FIELDS_MAX)
-            self._size.check_text(_text_bytes(data, request_type))
+            self._parts.size.check_text(_text_bytes(data, request_type))
 
 
 CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
@@ -116,20 +111,16 @@ class RouterServices:
     load: LoadReader
     traces: TraceStore
     adapters: AdapterChanges
-    conversations: ConversationStore
-    callers: CallerBounds
-    tenants: Tenants
-    gate: ClientGate
-    bytes_max: int
+    parts: ClientParts
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
         clients = ClientServices(
             names=CLIENT_SERVICES,
-            interceptors=[self.gate],
-            message_bytes_max=self.bytes_max,
-            callers=self.callers,
-            tenant_of=partial(tenant_or_none, self.tenants),
+            interceptors=[ClientGate(self.parts)],
+            message_bytes_max=self.parts.body_bytes_max,
+            callers=self.parts.callers,
+            tenant_of=partial(tenant_or_none, self.parts.tenants),
         )
         server = GrpcServer(config, INTERNAL_SERVICES, clients)
         self._add_internal(server.server)
@@ -146,7 +137,7 @@ class RouterServices:
             AdapterServicer(self.adapters), server
         )
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
-            ConversationServicer(self.conversations), server
+            ConversationServicer(self.parts.conversations), server
         )
         load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue, server)

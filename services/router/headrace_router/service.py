@@ -20,19 +20,15 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
-from headrace_frontend.conversations import ConversationStore
-from headrace_frontend.openai.intake import system_fingerprint
-from headrace_frontend.promises import Keep, no_promise, worker_request
+from headrace_frontend.openai.parts import ClientParts, system_fingerprint
+from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import ModelChoice
-from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
-from headrace_frontend.tenants import DEFAULT_TENANT, Tenants
+from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.workers.directory import WorkerDirectory
 
@@ -93,33 +89,20 @@ _DEADLINE_MARGIN_SHARE = 0.1
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves requests, and lists the models."""
 
-    def __init__(  # noqa: PLR0913 - every argument is a part of the router
+    def __init__(
         self,
-        *,
-        models: ModelCatalog,
+        parts: ClientParts,
         prefixes: PrefixCacheDirectory,
-        tenants: Tenants,
-        runner: RequestRunner[AttemptTimeline],
-        preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
         tracer: StoringTracer,
-        conversations: ConversationStore,
-        keep: Keep,
-        default_deadline_s: float,
         endpoints: Mapping[str, str],
     ) -> None:
         """`endpoints` has those of ListModelsResponse, for operators."""
-        self._endpoints = dict(endpoints)
-        self._models = models
+        self._parts = parts
         self._prefixes = prefixes
-        self._tenants = tenants
-        self._runner = runner
-        self._preparer = preparer
         self._dispatcher = dispatcher
         self._tracer = tracer
-        self._conversations = conversations
-        self._keep = keep
-        self._default_deadline_s = default_deadline_s
+        self._endpoints = dict(endpoints)
 
     async def Generate(  # type: ignore[override]
         self,
@@ -128,9 +111,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Streams one response. A cancelled call ends all work for the request."""
         tenant = self._tenant_of(context)
-        deadline = _deadline_of(context, self._default_deadline_s)
-        write = await stored(self._conversations, request, tenant, context.write)
-        await self._runner.run(request, tenant, deadline, write)
+        deadline = _deadline_of(context, self._parts.deadline_s)
+        write = await stored(self._parts.conversations, request, tenant, context.write)
+        await self._parts.runner.run(request, tenant, deadline, write)
 
     async def Route(
         self,
@@ -142,20 +125,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         Costs and cached tokens of the candidates show what others have asked, so only operators may call it. An API key
         names the tenant to explain for.
         """
-        deadline = _deadline_of(context, self._default_deadline_s)
+        deadline = _deadline_of(context, self._parts.deadline_s)
         tenant = self._explained_tenant(context)
-        priority = self._runner.priority_of(request.request.priority, tenant)
+        priority = self._parts.runner.priority_of(request.request.priority, tenant)
         request_id = request_id_of(request.request)
-        timeline = RequestTimeline[AttemptTimeline]()
+        timeline = RequestTimeline()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(
-                self._runner.admitted(tenant, deadline, request.request.priority)
+                self._parts.runner.admitted(tenant, deadline, request.request.priority)
             )
             root = stack.enter_context(
                 self._tracer.request_span(request_id, timeline, stored=False)
             )
-            prepared = await self._preparer.prepare(request.request, request_id, root, None, tenant)
-            await self._runner.wait_turn()
+            prepared = await self._parts.preparer.prepare(
+                request.request, request_id, root, None, tenant
+            )
+            await self._parts.runner.wait_turn()
             prepared = prepared.of_caller(tenant, priority)
             timeline.tokenized(prepared.tokenized_ns)
             decision = self._dispatcher.route(prepared, timeline, deadline)
@@ -178,9 +163,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.KeepResponse:
         """Renews or ends a promise to the caller's tenant."""
         tenant = self._tenant_of(context)
-        deadline = _deadline_of(context, self._default_deadline_s)
-        async with self._runner.admitted(tenant, deadline):
-            kept = await self._keep(tenant, request, deadline)
+        deadline = _deadline_of(context, self._parts.deadline_s)
+        async with self._parts.runner.admitted(tenant, deadline):
+            kept = await self._parts.keep(tenant, request, deadline)
         return inference_pb2.KeepResponse(kept=kept)
 
     async def ListModels(
@@ -190,7 +175,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListModelsResponse:
         """The models that at least one live decode worker serves, by name."""
         return inference_pb2.ListModelsResponse(
-            models=self._models.list_models(),
+            models=self._parts.models.list_models(),
             prefix_key_fingerprint=self._prefixes.key_fingerprint,
             **self._endpoints,
         )
@@ -203,7 +188,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             return DEFAULT_TENANT
 
     def _tenant_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-        return self._tenants.tenant_of(context.invocation_metadata())
+        return self._parts.tenants.tenant_of(context.invocation_metadata())
 
 
 def _deadline_of(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> Deadline:

@@ -22,6 +22,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission import BlockAdmission, Capacity
+from headrace_decode.attempts import Attempts
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Released
 from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
@@ -102,7 +103,7 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         on_released=lambda transfer_id: engine.transfer_event(Released(transfer_id)),
         timers=timers,
     )
-    service = DecodeService(
+    attempts = Attempts(
         ref=REF,
         engine=engine,
         receiver=receiver,
@@ -111,9 +112,9 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
             Capacity(32, 16, CONTEXT_TOKENS, 2), clock=lambda: 0.0, on_admitted=signal.notify
         ),
         telemetry=telemetry,
-        default_deadline_s=60,
         ticket_keys=ROUTER.known,
     )
+    service = DecodeService(attempts, default_deadline_s=60)
     names = ["headrace.decode.v1.DecodeService"]
     bytes_max = message_bytes_max(CONTEXT_TOKENS)
     server = GrpcServer(ServiceConfig(insecure=insecure), names, message_bytes_max=bytes_max)
@@ -121,7 +122,7 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
-            service.status,
+            service.attempts.status,
             on_drain=server.request_drain,
             ticket_keys=ROUTER.known,
             signal=signal,

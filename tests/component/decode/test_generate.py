@@ -41,7 +41,7 @@ async def test_no_token_is_sent_before_every_layer_is_counted(
     assert (finished.transferred_tokens, finished.acknowledgement_count) == (39, 2)
     assert finished.payload_bytes == 2 * PIECE_BYTES
     assert finished.transfer_wait.ToNanoseconds() > 0
-    await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
+    await until(lambda: served.service.attempts.status().reserved_blocks == 0, what="the blocks")
     assert served.engine.released_ids == []
 
 
@@ -67,10 +67,10 @@ async def test_a_lost_prefill_rank_fails_the_request_and_the_error_names_the_mis
     assert served.engine.closed == 1
     # Not before the lease and the quarantine are over (I1).
     assert served.engine.released_ids == []
-    assert served.service.status().quarantined_blocks == 3
+    assert served.service.attempts.status().quarantined_blocks == 3
     served.end_quarantine()
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
-    assert served.service.status().quarantined_blocks == 0
+    assert served.service.attempts.status().quarantined_blocks == 0
 
 
 async def test_a_cancelled_call_stops_the_sender_at_once(served: Served, rank: PrefillRank) -> None:
@@ -83,7 +83,7 @@ async def test_a_cancelled_call_stops_the_sender_at_once(served: Served, rank: P
     assert served.engine.released_ids == []
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
-    status = served.service.status()
+    status = served.service.attempts.status()
     assert (status.reserved_blocks, status.quarantined_blocks, status.active_transfers) == (0, 0, 0)
 
 

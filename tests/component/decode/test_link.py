@@ -118,7 +118,7 @@ def local(name: str, **changes: Any) -> decode_pb2.GenerateRequest:
 
 
 async def freed(served: Served) -> None:
-    await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
+    await until(lambda: served.service.attempts.status().reserved_blocks == 0, what="the blocks")
 
 
 async def test_further_tokens_wait_for_the_interval_and_nothing_else_does(
@@ -246,7 +246,7 @@ async def test_a_draining_worker_ends_what_runs_and_then_the_link(
     served.engine.play_for("x1", DecodeTokens((1,)))
     one = await link.open(local("x1"))
     await until(lambda: one in link.tokens, what="tokens")
-    served.service.start_drain()
+    served.service.attempts.start_drain(0.0)
     refused = await link.failure(await link.open(local("x2")))
     assert isinstance(refused, Draining)
     served.engine.play_for("x1", DecodeTokens((2,)))

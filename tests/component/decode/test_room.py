@@ -96,7 +96,7 @@ async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> N
         call.cancel()
     running = await start(room, "own-2")
     running.end()
-    await until(lambda: served.service.status().reserved_blocks == 0)
+    await until(lambda: served.service.attempts.status().reserved_blocks == 0)
 
 
 async def test_an_error_that_no_wait_helps_is_raised_at_once(served: Served) -> None:

@@ -64,7 +64,7 @@ async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_
             error = await failure_of(router.generate(request("x6", ticket_key_id=unknown)))
             assert isinstance(error, Unauthenticated)
             assert error.metadata["ticket"] == "key_id"
-        assert served.service.status().reserved_blocks == 0
+        assert served.service.attempts.status().reserved_blocks == 0
         monkeypatch.setattr(attempts, "KEY_WAIT_S", 60.0)
         served.engine.play(replace(RESERVATION, transfer_id="x6"))
         accepted = asyncio.create_task(check_accepted(router.channel, asked))

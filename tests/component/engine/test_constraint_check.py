@@ -117,13 +117,3 @@ async def test_without_an_answer_the_request_can_be_tried_again() -> None:
     async with opened(0.0005) as check:
         with pytest.raises(DecodeFull):
             await check.check(CHOICE, "aa")
-
-
-async def test_a_compiler_that_has_ended_is_replaced() -> None:
-    async with opened() as check:
-        await check.check(CHOICE, "aa")
-        (process,) = check._idle
-        process.kill()
-        process.wait()
-        await check.check(CHOICE, "bb")
-        assert process not in check._idle

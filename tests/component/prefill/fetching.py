@@ -23,6 +23,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.tickets import TicketKeys
 from headrace_decode.admission import BlockAdmission, Capacity
+from headrace_decode.attempts import Attempts
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine, Released
@@ -286,15 +287,15 @@ async def serve(
             (decode, DECODE, router.tickets(DECODE, decode.descriptor.layout)),
         )
     }
-    service = DecodeService(
+    attempts = Attempts(
         ref=DECODE,
         engine=decode,
         receiver=receivers[decode],
         admission=BlockAdmission(Capacity(10 * BLOCKS, 8, decode.max_model_len, 8)),
         telemetry=telemetry,
-        default_deadline_s=_ANSWER_S,
         ticket_keys=router.known,
     )
+    service = DecodeService(attempts, _ANSWER_S)
     known: list[WorkerRef] = [PREFILL]
     endpoints: dict[WorkerRef, str] = {}
     context = FetchContext(

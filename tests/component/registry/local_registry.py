@@ -21,7 +21,7 @@ class LocalRegistry(LocalChannel):
     def members(self) -> list[str]:
         """The ids of the registered members."""
         assert self.store is not None
-        return sorted(self.store.members)
+        return sorted(self.store.feed.members)
 
     def start(self) -> None:
         self.store = MemoryStore(history_size=64)

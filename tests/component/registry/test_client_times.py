@@ -161,7 +161,7 @@ async def test_a_newer_incarnation_displaces_an_older_one_for_good() -> None:
         await newer.start()
         await asyncio.sleep(FOREVER_S)
         assert registry.store is not None
-        (listed,) = registry.store.members.values()
+        (listed,) = registry.store.feed.members.values()
         assert listed.incarnation == restarted.incarnation
         assert newer.registered
         assert not older.registered
@@ -212,10 +212,10 @@ async def test_a_registry_that_stands_still_beyond_the_ttl_expires_no_member() -
     registration = await store.register(worker(), 10)
     stand_still(1_000.0)
     await asyncio.sleep(9.0)
-    assert list(store.members) == ["decode-0"]
+    assert list(store.feed.members) == ["decode-0"]
     assert await store.keep_alive(registration.lease_id) is not None
     await asyncio.sleep(9.0)
-    assert list(store.members) == ["decode-0"]
+    assert list(store.feed.members) == ["decode-0"]
     await asyncio.sleep(2.0)
-    assert not store.members
+    assert not store.feed.members
     await store.close()

@@ -27,7 +27,7 @@ async def test_a_registry_without_its_records_adopts_the_key_of_its_members(
         await registry.start()
         store = registry.store
         assert store is not None
-        await until(lambda: len(store.members) == 2, PATIENCE_S, "the return of both")
+        await until(lambda: len(store.feed.members) == 2, PATIENCE_S, "the return of both")
         await until(lambda: first.registered and second.registered, PATIENCE_S, "their new leases")
         async with joined(registry.endpoint, worker("decode-2")) as late:
             for member in (first, second, late):

@@ -199,12 +199,12 @@ async def test_bad_requests_get_the_error_of_the_api(rig: Rig) -> None:
             assert (found, error["param"]) == (status, field), (body, error)
         found, error = refusal(await answers(process, parts(b" " * 3_000_000)))
         assert found == 400, error
-        assert rig.router.picker.body_bytes_max > 3_000_000
+        assert rig.router.picker.parts.body_bytes_max > 3_000_000
 
 
 async def test_a_body_beyond_the_bound_is_refused(rig: Rig) -> None:
     await add_worker(rig, "10.0.0.1:80")
-    rig.router.picker.body_bytes_max = 1_000
+    rig.router.picker.parts.body_bytes_max = 1_000
     async with gateway(rig) as process:
         assert refusal(await answers(process, parts(b" " * 1_001)))[0] == 413
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,12 @@ class _Metrics:
 def _gate(
     contexts: dict[str, int], keys_file: str = "", metrics: _Metrics | None = None
 ) -> ClientGate:
-    counting = cast("RouterMetrics", metrics or _Metrics())
-    return ClientGate(load_tenants(keys_file), counting, RequestSizeCheck(lambda: contexts))
+    runner, size = (
+        SimpleNamespace(counter=metrics or _Metrics()),
+        RequestSizeCheck(lambda: contexts),
+    )
+    parts: Any = SimpleNamespace(tenants=load_tenants(keys_file), runner=runner, size=size)
+    return ClientGate(parts)
 
 
 def test_requests_need_a_key_and_a_refused_answer_is_counted(tmp_path: Path) -> None:

@@ -199,18 +199,22 @@ class MetricStore:
         self._instruments: dict[str, Counter | Gauge | Histogram] = {}
 
     def counter(self, name: str, *labels: str) -> Counter:
-        """`name` and `labels` are constants of the schema. Raises ValueError where the schema differs."""
-        _check(name, "counter", labels)
-        return self._add(Counter(name, labels))
+        """`name` and `labels` are constants of the schema. Raises ValueError where the schema differs.
+
+        `labels`: in the order of their values, without them as the schema has them.
+        """
+        facts = _facts(name, "counter", labels)
+        return self._add(Counter(name, labels or facts.labels))
 
     def gauge(self, name: str, *labels: str) -> Gauge:
         """As `counter`."""
-        _check(name, "gauge", labels)
-        return self._add(Gauge(name, labels))
+        facts = _facts(name, "gauge", labels)
+        return self._add(Gauge(name, labels or facts.labels))
 
     def histogram(self, name: str, *labels: str) -> Histogram:
         """As `counter`."""
-        return self._add(Histogram(name, labels, _check(name, "histogram", labels).buckets))
+        facts = _facts(name, "histogram", labels)
+        return self._add(Histogram(name, labels or facts.labels, facts.buckets))
 
     def collect(self) -> list[Snapshot]:
         """The values of all instruments that have some."""
@@ -227,11 +231,11 @@ class MetricStore:
         return instrument
 
 
-def _check(name: str, kind: str, labels: Labels) -> MetricFacts:
+def _facts(name: str, kind: str, labels: Labels) -> MetricFacts:
     facts = METRICS[name]
     if facts.instrument != kind:
         raise ValueError(f"the schema has {name} as a {facts.instrument}, not as a {kind}")
-    if set(facts.labels) != set(labels):
+    if labels and set(facts.labels) != set(labels):
         raise ValueError(
             f"the schema has {name} with the attributes {sorted(facts.labels)}, not {sorted(labels)}"
         )

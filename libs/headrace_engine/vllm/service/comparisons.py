@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import DeadlineExceeded, InternalError
+from headrace_common.tasks import end_task
 from headrace_engine.interface import BlockErrors, ReceivedBlock, Sampling
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.prompts import engine_prompt
@@ -105,6 +106,4 @@ class BlockComparisons:
                 raise InternalError(f"vLLM rejects {name}: {error}") from error
             finally:
                 del self._reports[name]
-                if computing is not None:
-                    computing.cancel()
-                    await asyncio.wait({computing})
+                await end_task(computing)

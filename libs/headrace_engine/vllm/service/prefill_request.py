@@ -17,6 +17,7 @@ from headrace_common.errors import (
     TransferTimeout,
     from_reason,
 )
+from headrace_common.tasks import end_task
 from headrace_engine.connector.transfers import PrefillTimes, PrefixParams
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
 from headrace_engine.vllm.service.prompts import engine_prompt
@@ -197,8 +198,7 @@ class PrefillRequest:
         start_s = time.monotonic()
         stop = link_pb2.Stop(transfer_id=transfer_id)
         self._link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
-        compute.cancel()
-        await asyncio.wait({compute})
+        await end_task(compute)
         try:
             async with asyncio.timeout(QUIET_TIMEOUT_S):
                 await self._quiet.wait()

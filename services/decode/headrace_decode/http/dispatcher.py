@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass
 
 from headrace.inference.v1 import inference_pb2
@@ -10,12 +11,11 @@ from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, I
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.registry.view import RegistryView
-from headrace_decode.attempts import Attempts
-from headrace_decode.http.own_attempt import OwnAttempt, OwnRequest
+from headrace_decode.http.own_attempt import OwnAttempt
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import BlockShares, RoomQueue
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import finish_response
+from headrace_frontend.running.completion import AdmittedRequest, finish_response
 from headrace_kv.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
@@ -24,35 +24,29 @@ _FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnWorker:
-    """The worker that runs the requests. `members` has the prefill workers and the policy."""
-
-    ref: WorkerRef
-    model: str
-    attempts: Attempts
-    prefills: RouterPrefills
-    members: RegistryView
-
-
 class OwnDispatcher:
     """Runs requests on this worker.
 
     A prompt goes to a prefill worker through a router. If that fails before the first token, this worker prefills it.
+
+    `members` has the prefill workers and the policy.
     """
 
-    def __init__(self, worker: OwnWorker, blocks: BlockShares) -> None:
-        self._worker = worker
-        self._blocks = blocks
-        self._room = RoomQueue(worker.attempts)
+    ref: WorkerRef
+    model: str
+    room: RoomQueue
+    blocks: BlockShares
+    prefills: RouterPrefills
+    members: RegistryView
 
-    async def run(self, request: OwnRequest) -> None:
+    async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
         request.timeline.slot_wanted()
-        async with self._blocks.holding(request.prepared, request.deadline):
+        with closing(await self.blocks.acquire(request.prepared, request.deadline)):
             await self._run(request)
 
-    async def _run(self, request: OwnRequest) -> None:
-        request.response.attempt_started(self._worker.ref)
+    async def _run(self, request: AdmittedRequest) -> None:
+        request.response.attempt_started(self.ref)
         remote = self._prefills_remotely(request.prepared)
         attempt, attempts = self._new_attempt(request, remote=remote), 1
         try:
@@ -68,29 +62,24 @@ class OwnDispatcher:
             request, outcome, attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
         )
 
-    def _new_attempt(self, request: OwnRequest, *, remote: bool) -> OwnAttempt:
-        worker = self._worker
+    def _new_attempt(self, request: AdmittedRequest, *, remote: bool) -> OwnAttempt:
+        incarnation = self.ref.incarnation
         return OwnAttempt(
-            request,
-            worker.ref.incarnation,
-            remote=remote,
-            room=self._room,
-            prefills=worker.prefills,
+            request, incarnation, remote=remote, room=self.room, prefills=self.prefills
         )
 
     def _prefills_remotely(self, prepared: PreparedRequest) -> bool:
-        worker = self._worker
         adapter = prepared.adapter
-        missing_min = max(1, worker.members.policy.local_prefill_max_tokens)
+        missing_min = max(1, self.members.policy.local_prefill_max_tokens)
         return (
-            worker.prefills.available
+            self.prefills.available
             and prepared.placement != inference_pb2.PREFILL_PLACEMENT_LOCAL
             # EnqueueRequest has no images.
             and not prepared.images
             and len(prepared.token_ids) - 1 >= missing_min
             and any(
-                member.model == worker.model
+                member.model == self.model
                 and (adapter is None or adapter in adapters_from_proto(member.adapters))
-                for member in worker.members.of_role(*COMPUTE_PROMPTS)
+                for member in self.members.of_role(*COMPUTE_PROMPTS)
             )
         )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 from headrace.inference.v1 import inference_pb2, keep_pb2
-from headrace_common.callers.bounds import CallerBounds
 from headrace_common.config import WILDCARD_HOSTS, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
@@ -20,27 +18,20 @@ from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.config import DecodeConfig
-from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
-from headrace_decode.http.dispatcher import OwnDispatcher, OwnWorker
+from headrace_decode.http.dispatcher import OwnDispatcher
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_decode.http.room import BlockShares
+from headrace_decode.http.room import BlockShares, RoomQueue
 from headrace_engine.interface import Engine
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
-from headrace_frontend.admission.admission import Admission, AdmissionLimits
-from headrace_frontend.conversations import new_conversation_store
-from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
-from headrace_frontend.openai.image_fetch import ImageFetcher
-from headrace_frontend.openai.intake import OpenAiParts, system_fingerprint
+from headrace_frontend.openai.parts import ClientParts, system_fingerprint
 from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import Adapters, ModelChoice
-from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
-from headrace_frontend.running.runner import RequestRunner, RunnerTraits
+from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.tracer import RequestTracer
-from headrace_frontend.tenants import CacheSalts, load_tenants
+from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import engine_hash
 from headrace_text.codec import TextCodec
 from headrace_text.load import SIMULATED_MODEL, load_codecs
@@ -73,26 +64,20 @@ class _OwnModel:
     def list_models(self) -> Sequence[inference_pb2.Model]:
         members = self._host.members.of_role(*COMPUTE_PROMPTS)
         prefill = [member for member in members if member.model == self.name]
-        found = [
-            inference_pb2.Model(
-                name=self.name,
-                max_model_len=self._max_model_len,
-                prefill_worker_count=len(prefill),
-                decode_worker_count=1,
-            )
-        ]
+        served = [(self.name, "", len(prefill))]
         for adapter in self._adapters.announced:
             count = sum(adapter in adapters_from_proto(member.adapters) for member in prefill)
-            found.append(
-                inference_pb2.Model(
-                    name=adapter.name,
-                    max_model_len=self._max_model_len,
-                    prefill_worker_count=count,
-                    decode_worker_count=1,
-                    parent=self.name,
-                )
+            served.append((adapter.name, self.name, count))
+        return [
+            inference_pb2.Model(
+                name=name,
+                max_model_len=self._max_model_len,
+                prefill_worker_count=count,
+                decode_worker_count=1,
+                parent=parent,
             )
-        return found
+            for name, parent, count in served
+        ]
 
 
 class HttpDoor:
@@ -115,17 +100,9 @@ class HttpDoor:
         )
         self._capacity = capacity
         self._hash_key = 0
-        self._callers = CallerBounds(config.calls_per_caller_max, host.metrics.count_refused)
         self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
-        self._worker = OwnWorker(
-            ref=hosted.ref,
-            model=self._model.name,
-            attempts=attempts,
-            prefills=self.prefills,
-            members=host.members,
-        )
-        self._preparer: RequestPreparer | None = None
-        self._runner: RequestRunner[OwnAttemptTimeline] | None = None
+        self._ref, self._attempts = hosted.ref, attempts
+        self._parts: ClientParts | None = None
         self._server: HttpServer | None = None
 
     def set_prefix_hash_key(self, key: int) -> None:
@@ -152,81 +129,56 @@ class HttpDoor:
 
     def _build_app(self, codecs: Mapping[str, TextCodec]) -> OpenAiApp:
         config, model, host = self._config, self._model, self._host
-        telemetry = host.telemetry.for_worker(self._worker.ref.worker_id)
-        salts = CacheSalts(
-            by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
-        )
-        self._preparer = RequestPreparer(codecs, model, salts.salt_of)
-        blocks = BlockShares(self._capacity, self._weights, config.admission_wait_s or math.inf)
-        self._runner = RequestRunner(
-            callers=self._callers,
-            admission=self._build_admission(),
-            policy=lambda: host.members.policy,
-            preparer=self._preparer,
-            dispatcher=OwnDispatcher(self._worker, blocks),
-            tracer=RequestTracer[OwnAttemptTimeline](telemetry),
-            # `Attempts` refuses requests once routers have noticed the drain.
-            traits=RunnerTraits(self._worker.attempts.refusal, runs_while_draining=True),
-        )
-        tenants = load_tenants(config.api_keys_file)
-        images = any(codec.images is not None for codec in codecs.values())
-        parts = OpenAiParts(
-            codecs=codecs,
-            parsers={name: ModelParsers(*names) for name, names in config.parsers.items()},
-            models=model,
-            tenants=tenants,
-            runner=self._runner,
-            preparer=self._preparer,
-            size=RequestSizeCheck(model.max_model_len, images=images),
-            count_failures=nullcontext,
-            callers=self._callers,
-            conversations=new_conversation_store(config),
+        telemetry = host.telemetry.for_worker(self._ref.worker_id)
+        self._parts = parts = ClientParts(
+            config,
+            codecs,
+            model,
+            model,
             keep=self._keep,
-            images=ImageFetcher(config.image_hosts),
-            rejects_unknown_fields=config.reject_unknown_fields,
+            policy=lambda: host.members.policy,
+            prefix_hash_key=lambda: self._hash_key,
+            count_refused=host.metrics.count_refused,
         )
-        metrics = MetricsPage(
-            load_tenants(config.metrics_keys_file, "metrics_keys_file"),
-            telemetry.metrics.text,
-            config.http_listen,
+        parts.admission.resize_slots(model.name, self._capacity.max_num_seqs)
+        blocks = BlockShares(
+            self._capacity,
+            lambda: host.members.policy.tenant_weights,
+            config.admission_wait_s or math.inf,
         )
-        return OpenAiApp(
-            parts,
-            metrics,
-            deadline_s=config.default_deadline_s,
-            body_bytes_max=request_bytes_max(model.max_model_len().values(), images=images),
+        room = RoomQueue(self._attempts)
+        dispatcher = OwnDispatcher(self._ref, model.name, room, blocks, self.prefills, host.members)
+        runner = RequestRunner(
+            callers=parts.callers,
+            admission=parts.admission,
+            policy=lambda: host.members.policy,
+            preparer=parts.preparer,
+            dispatch=dispatcher.run,
+            tracer=RequestTracer(telemetry),
+            # `Attempts` refuses requests once routers have noticed the drain.
+            drain_error=self._attempts.refusal,
+            runs_while_draining=True,
         )
+        parts.run_by(runner)
+        readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
+        return OpenAiApp(parts, MetricsPage(readers, telemetry.metrics.text, config.http_listen))
 
     async def _keep(
         self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline
     ) -> keep_pb2.Kept:
         asked = worker_request(tenant, request)
         try:
-            kept = (await self._worker.attempts.keep(asked, deadline)).kept
+            kept = (await self._attempts.keep(asked, deadline)).kept
         except StaleIncarnation as error:
             raise no_promise() from error
         if kept.tokens:
             kept.id = request.id
         return kept
 
-    def _weights(self) -> Mapping[str, float]:
-        return self._host.members.policy.tenant_weights
-
-    def _build_admission(self) -> Admission:
-        config = self._config
-        limits = AdmissionLimits(
-            max_num_seqs=config.max_concurrent_requests,
-            max_queued_tokens=config.queued_tokens_max,
-            wait_s=config.admission_wait_s or math.inf,
-        )
-        admission = Admission(limits, self._weights)
-        admission.resize_slots(self._model.name, self._capacity.max_num_seqs)
-        return admission
-
     def start_drain(self) -> None:
         """Reports that the worker is not ready."""
-        if self._runner is not None:
-            self._runner.drain()
+        if self._parts is not None:
+            self._parts.runner.drain()
 
     async def drain(self, deadline: Deadline) -> None:
         """Returns when the requests in flight have ended, at the deadline at last."""
@@ -237,6 +189,6 @@ class HttpDoor:
         """Ends all requests."""
         if self._server is not None:
             await self._server.stop()
-        if self._preparer is not None:
-            self._preparer.close()
+        if self._parts is not None:
+            self._parts.preparer.close()
         await self.prefills.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
-from typing import Any, TypeAlias
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -12,18 +14,70 @@ from opentelemetry import trace
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.errors import ProtocolViolation
 from headrace_common.identity import new_transfer_id
+from headrace_common.latency.clocks import ClockDifference
+from headrace_common.latency.steps import AttemptSteps, Call, decode_steps, with_task
 from headrace_common.rpc.trace_context import traceparent
-from headrace_decode.attempt import AttemptEvent, DecodeAttempt
-from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
+from headrace_common.tasks import end_task
+from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
+from headrace_decode.proto import tokens_to_proto
+from headrace_decode.timestamps import RequestTimestamps
+from headrace_engine.interface import DecodeTokens
 from headrace_frontend.promises import kept_of
 from headrace_frontend.request.validation import decode_request
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 
-OwnRequest: TypeAlias = AdmittedRequest[OwnAttemptTimeline]
+
+class OwnTimeline:
+    """The steps of an attempt by this worker's monotonic clock, from its admission by the engine on."""
+
+    facts = None
+    differences: Mapping[str, ClockDifference] = {}
+
+    def __init__(self, times: RequestTimestamps) -> None:
+        self._times = times
+        self.route_start_us = times.start_monotonic_ns // 1_000
+        self.outcome: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
+        """The prefill through a router."""
+        self._asked_ns = 0
+        self._answered_ns = 0
+
+    def asked(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
+        """A router is asked for the prefill."""
+        self._asked_ns = time.monotonic_ns()
+        self.outcome = prefill
+        prefill.add_done_callback(self._answered)
+
+    def _answered(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
+        self._answered_ns = time.monotonic_ns()
+        # An error after the first token is of no interest: the engine has the KV cache.
+        if not prefill.cancelled():
+            prefill.exception()
+
+    @property
+    def response(self) -> prefill_pb2.EnqueueResponse:
+        """What the router has reported. Empty without a report."""
+        task = self.outcome
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return prefill_pb2.EnqueueResponse()
+        return task.result()
+
+    def collect(self) -> AttemptSteps:
+        """The steps that are known now."""
+        attempt = AttemptSteps(
+            route_start=self.route_start_us,
+            start=self.route_start_us,
+            remote=self.outcome is not None,
+            decode=decode_steps(self._times.to_proto(), self.route_start_us),
+        )
+        if not self.response.HasField("steps"):
+            return attempt
+        known = with_task(attempt, Call(self._asked_ns, self._answered_ns), self.response.steps)
+        if known.queued is None:
+            return known
+        return replace(known, message=(self._asked_ns // 1_000, known.queued))
 
 
 class OwnAttempt:
@@ -31,7 +85,7 @@ class OwnAttempt:
 
     def __init__(
         self,
-        request: OwnRequest,
+        request: AdmittedRequest,
         incarnation: str,
         *,
         remote: bool,
@@ -49,13 +103,17 @@ class OwnAttempt:
             remote_prefill=remote,
         )
         self._reserved: decode_pb2.Reserved | None = None
-        self._prefill: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
-        self._timeline: OwnAttemptTimeline | None = None
+        self._timeline: OwnTimeline | None = None
 
     @property
     def reserved(self) -> bool:
         """Whether the engine has reserved blocks."""
         return self._reserved is not None
+
+    @property
+    def prefill_worker_id(self) -> str:
+        """The prefill worker, once the router has reported it. Empty for a local prefill."""
+        return self._timeline.response.worker_id if self._timeline is not None else ""
 
     async def run(self) -> AttemptOutcome:
         """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
@@ -67,67 +125,45 @@ class OwnAttempt:
             otel_context.detach(token)
         if not request.timeline.attempts:
             request.timeline.slot_acquired()
-        self._timeline = request.timeline.attempt_started(OwnAttemptTimeline(running.timestamps))
-        ended = False
+        self._timeline = timeline = OwnTimeline(running.timestamps)
+        request.timeline.attempts.append(timeline)
         try:
-            outcome = await self._add_tokens(running)
-            ended = True
-            return outcome
+            return await self._add_tokens(running, timeline)
+        except BaseException:
+            # After the end, the router's response is on its way.
+            if timeline.outcome is not None:
+                timeline.outcome.cancel()
+            raise
         finally:
             running.end()
-            # After the end, the router's response is on its way.
-            if self._prefill is not None and not ended:
-                self._prefill.cancel()
 
-    async def _add_tokens(self, running: DecodeAttempt) -> AttemptOutcome:
+    async def _add_tokens(self, running: DecodeAttempt, timeline: OwnTimeline) -> AttemptOutcome:
         response = self._request.response
-        async with aclosing(running.events()) as events:
-            first = await anext(events)
-            if not isinstance(first, decode_pb2.Reserved):
-                raise ProtocolViolation("the engine began without a reservation")
-            self._reserved = first
-            self._ask_for_prefill(first, traceparent(running.span))
-            event = await self._first_event(asyncio.ensure_future(anext(events)))
-            while not isinstance(event, decode_pb2.Finished):
-                if isinstance(event, decode_pb2.Tokens):
-                    await response.add_tokens(event)
-                if response.stopped:
-                    return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
-                event = await anext(events)
-            return self._outcome(event.reason, event)
-
-    def _ask_for_prefill(self, reserved: decode_pb2.Reserved, parent: str) -> None:
+        self._reserved = reserved = await running.reserve()
         if reserved.start_token < reserved.end_token:
-            self._prefill = asyncio.create_task(
-                self._prefills.prefill(
-                    self._call,
-                    reserved.start_token,
-                    parent,
-                    self._request.deadline,
-                    tenant=self._request.prepared.tenant,
-                    include_latency=self._times_wanted,
-                )
-            )
-            if self._timeline is not None:
-                self._timeline.asked(self._prefill)
-            # An error after the first token is of no interest: the engine has the KV cache.
-            self._prefill.add_done_callback(_consume)
+            timeline.asked(self._start_prefill(reserved.start_token, traceparent(running.span)))
+        event = await _first_event(running, timeline.outcome)
+        while isinstance(event, DecodeTokens):
+            await response.add_tokens(tokens_to_proto(event))
+            if response.stopped:
+                return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
+            event = await running.read()
+        return self._outcome(event.reason, event)
 
-    async def _first_event(self, read: asyncio.Future[AttemptEvent]) -> AttemptEvent:
-        """The first tokens or the end. Raises the error of a prefill that fails before them."""
-        try:
-            if self._prefill is not None:
-                either: set[asyncio.Future[Any]] = {read, self._prefill}
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not read.done():
-                    self._prefill.result()
-            return await read
-        except StopAsyncIteration:
-            raise ProtocolViolation("the engine ended without tokens and without an end") from None
-        finally:
-            if not read.done():
-                read.cancel()
-                await asyncio.wait({read})
+    def _start_prefill(
+        self, start_token: int, parent: str
+    ) -> asyncio.Task[prefill_pb2.EnqueueResponse]:
+        request = self._request
+        sampled = request.root.get_span_context().trace_flags.sampled
+        prefill = self._prefills.prefill(
+            self._call,
+            start_token,
+            parent,
+            request.deadline,
+            tenant=request.prepared.tenant,
+            include_latency=sampled or request.prepared.includes_latency,
+        )
+        return asyncio.create_task(prefill)
 
     def _outcome(
         self,
@@ -145,21 +181,23 @@ class OwnAttempt:
         prompt_tokens = len(self._request.prepared.token_ids)
         return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens, kept)
 
-    @property
-    def _times_wanted(self) -> bool:
-        """Whether the steps of the prefill are of use."""
-        sampled = self._request.root.get_span_context().trace_flags.sampled
-        return sampled or self._request.prepared.includes_latency
 
-    @property
-    def prefill_worker_id(self) -> str:
-        """The prefill worker, once the router has reported it. Empty for a local prefill."""
-        task = self._prefill
-        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
-            return ""
-        return task.result().worker_id
+async def _first_event(
+    running: DecodeAttempt, prefill: asyncio.Task[Any] | None
+) -> DecodeTokens | decode_pb2.Finished:
+    """The first tokens or the end. Raises the error of a prefill that fails before them."""
 
+    async def read() -> DecodeTokens | decode_pb2.Finished:
+        await running.wait_ready()
+        return await running.read()
 
-def _consume(task: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
-    if not task.cancelled():
-        task.exception()
+    reading = asyncio.create_task(read())
+    try:
+        if prefill is not None:
+            either: set[asyncio.Future[Any]] = {reading, prefill}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                prefill.result()
+        return await reading
+    finally:
+        await end_task(reading)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from itertools import count
 
@@ -14,6 +13,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import WorkerGone
 from headrace_common.rpc.status import error_from_rpc
+from headrace_common.tasks import BackgroundTasks
 from headrace_kv.layout import WorkerRef
 
 
@@ -25,7 +25,7 @@ class RouterPrefills:
         self._open_channel = open_channel
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._turns = count()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
 
     @property
     def available(self) -> bool:
@@ -36,7 +36,7 @@ class RouterPrefills:
         """Replaces the routers. Calls to those that left go on until their channel is closed."""
         endpoints = {router.endpoint for router in routers}
         for endpoint in self._channels.keys() - endpoints:
-            self._close(self._channels.pop(endpoint))
+            self._closing.start(self._channels.pop(endpoint).close())
         for endpoint in sorted(endpoints - self._channels.keys()):
             self._channels[endpoint] = self._open_channel(endpoint)
 
@@ -81,10 +81,4 @@ class RouterPrefills:
     async def close(self) -> None:
         """Closes every channel."""
         self.update(())
-        while self._closing:
-            await asyncio.wait(set(self._closing))
-
-    def _close(self, channel: grpc.aio.Channel) -> None:
-        task = asyncio.get_running_loop().create_task(channel.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        await self._closing.wait()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
 from typing import Final
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DecodeFull
+from headrace_common.tasks import wait_briefly
 from headrace_decode.admission import Capacity
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.attempts import Attempts
-from headrace_frontend.admission.admission import BoundedResource
+from headrace_frontend.admission.admission import BoundedResource, Held
 from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.request.validation import PreparedRequest
 
@@ -32,14 +32,12 @@ class BlockShares:
         self.pool = FairPool(capacity.usable_blocks, weights, queue_above_share=True)
         self._blocks = BoundedResource("blocks", "KV blocks", self.pool, wait_s)
 
-    def holding(
-        self, request: PreparedRequest, deadline: Deadline
-    ) -> AbstractAsyncContextManager[None]:
-        """Blocks for a request over the block. Raises QueueFull or DeadlineExceeded."""
+    async def acquire(self, request: PreparedRequest, deadline: Deadline) -> Held:
+        """Blocks for a request. Raises QueueFull or DeadlineExceeded."""
         needed = self._capacity.blocks_for(len(request.token_ids), request.sampling.max_tokens)
         # The engine rejects a request for more blocks than there are.
         blocks = min(needed, self._capacity.usable_blocks)
-        return self._blocks.holding(request.tenant, blocks, deadline, request.priority)
+        return await self._blocks.acquire(request.tenant, blocks, deadline, request.priority)
 
 
 class RoomQueue:
@@ -64,7 +62,8 @@ class RoomQueue:
             async with asyncio.timeout(min(wait_s, left_s)), self._turn:
                 return await self._start_first(request, deadline)
         except TimeoutError:
-            raise (_late() if left_s <= wait_s else self._refusal()) from None
+            late = DeadlineExceeded.waiting_for("room beside other requests")
+            raise (late if left_s <= wait_s else self._refusal()) from None
 
     async def _start_first(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline
@@ -75,9 +74,7 @@ class RoomQueue:
                 return self._attempts.start_own(request, deadline)
             except DecodeFull as error:
                 self._last_refusal = error
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_RECHECK_S):
-                    await self._freed.wait()
+            await wait_briefly(self._freed.wait(), _RECHECK_S)
 
     def _refusal(self) -> DecodeFull:
         """A new error with the reason of the last refusal."""
@@ -85,10 +82,3 @@ class RoomQueue:
         if last is None:
             return DecodeFull("requests that arrived before wait for room on this decode worker")
         return DecodeFull(last.detail, metadata=last.metadata, retry_after_s=last.retry_after_s)
-
-
-def _late() -> DeadlineExceeded:
-    what = "room beside other requests"
-    return DeadlineExceeded(
-        f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-    )

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,25 +38,8 @@ class Store(ABC):
     """
 
     def __init__(self, feed: ChangeFeed) -> None:
-        self._feed = feed
-
-    @property
-    def members(self) -> Mapping[str, registry_pb2.Member]:
-        """Live members by worker id."""
-        return self._feed.members
-
-    def member_count(self, role: registry_pb2.Member.Role.ValueType) -> int:
-        """The number of live members of a role."""
-        return self._feed.member_count(role)
-
-    @property
-    def revision(self) -> int:
-        """Revision of this process's copy."""
-        return self._feed.revision
-
-    @property
-    def policy(self) -> PolicyRecord:
-        return self._feed.policy
+        self.feed = feed
+        """This process's copy."""
 
     @property
     def corrupt_record_count(self) -> int:
@@ -254,7 +237,7 @@ class MemoryStore(Store):
             lease.timer.cancel()
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
-        member = registered(self.members.get(member.worker_id), member, self.revision)
+        member = registered(self.feed.members.get(member.worker_id), member, self.feed.revision)
         previous = self._leases.get(self._lease_ids.get(member.worker_id, ""))
         descriptor = None
         if previous is not None:
@@ -267,8 +250,8 @@ class MemoryStore(Store):
         timer = loop.call_at(expires_at_s, self._on_timer, lease_id)
         self._leases[lease_id] = _Lease(lease_id, ttl_s, expires_at_s, member, descriptor, timer)
         self._lease_ids[member.worker_id] = lease_id
-        revision = self._feed.revision + 1
-        self._feed.apply(revision, {member.worker_id: member})
+        revision = self.feed.revision + 1
+        self.feed.apply(revision, {member.worker_id: member})
         return Registration(lease_id, ttl_s, revision, member.registration_order)
 
     async def keep_alive(self, lease_id: str) -> float | None:
@@ -290,11 +273,11 @@ class MemoryStore(Store):
         descriptor: layout_pb2.KvDescriptor,
     ) -> int:
         held_id = self._lease_ids.get(reference.worker_id, "")
-        current = self.members.get(reference.worker_id)
+        current = self.feed.members.get(reference.worker_id)
         require_owner(current, held_id == lease_id, lease_id, reference)
         self._leases[held_id].put_descriptor(descriptor)
-        revision = self._feed.revision + 1
-        self._feed.apply(revision, {})
+        revision = self.feed.revision + 1
+        self.feed.apply(revision, {})
         return revision
 
     async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
@@ -308,9 +291,9 @@ class MemoryStore(Store):
         return lease.descriptor
 
     async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
-        require_policy_revision(self.policy.revision, expected_revision)
-        revision = self._feed.revision + 1
-        self._feed.apply(revision, {}, PolicyRecord(policy, revision))
+        require_policy_revision(self.feed.policy.revision, expected_revision)
+        revision = self.feed.revision + 1
+        self.feed.apply(revision, {}, PolicyRecord(policy, revision))
         return revision
 
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
@@ -320,7 +303,7 @@ class MemoryStore(Store):
     def watch(
         self, start_revision: int, wanted: WatchFilter = ALL
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        return self._feed.watch(start_revision, wanted)
+        return self.feed.watch(start_revision, wanted)
 
     def _on_timer(self, lease_id: str) -> None:
         lease = self._leases[lease_id]
@@ -339,4 +322,4 @@ class MemoryStore(Store):
 
     def _end_lease(self, lease: _Lease) -> None:
         self._remove_lease(lease)
-        self._feed.apply(self._feed.revision + 1, {lease.member.worker_id: None})
+        self.feed.apply(self.feed.revision + 1, {lease.member.worker_id: None})

@@ -173,7 +173,7 @@ class EtcdStore(Store):
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
         registration = await self._call(lambda table: table.register(member, ttl_s))
-        await self._feed.wait_for_revision(registration.revision, _READ_OWN_WRITE_S)
+        await self.feed.wait_for_revision(registration.revision, _READ_OWN_WRITE_S)
         return registration
 
     async def keep_alive(self, lease_id: str) -> float | None:
@@ -192,7 +192,7 @@ class EtcdStore(Store):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READ_OWN_WRITE_S):
                 while worker_id is not None and self._leases.worker_of(lease) == worker_id:
-                    await self._feed.wait_for_revision(self._feed.revision + 1, _READ_OWN_WRITE_S)
+                    await self.feed.wait_for_revision(self.feed.revision + 1, _READ_OWN_WRITE_S)
 
     async def put_descriptor(
         self,
@@ -204,7 +204,7 @@ class EtcdStore(Store):
         revision = await self._call(
             lambda table: table.put_descriptor(lease, reference, descriptor)
         )
-        await self._feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
+        await self.feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
 
     async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
@@ -223,7 +223,7 @@ class EtcdStore(Store):
             lambda table: table.set_policy(policy, expected_revision),
             repeatable=expected_revision == 0,
         )
-        await self._feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
+        await self.feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
 
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
@@ -232,7 +232,7 @@ class EtcdStore(Store):
     async def watch(
         self, start_revision: int, wanted: WatchFilter = ALL
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        if start_revision > self._feed.revision:
+        if start_revision > self.feed.revision:
             # The revision may come from another registry, ahead of this one. One ahead of etcd comes from another etcd.
             current = await self._call(EtcdTable.current_revision)
             if start_revision > current:
@@ -240,7 +240,7 @@ class EtcdStore(Store):
                     f"this registry has no revision {start_revision}: watch again from 0",
                     metadata={"start_revision": str(start_revision), "revision": str(current)},
                 )
-        async for response in self._feed.watch(start_revision, wanted, allow_future=True):
+        async for response in self.feed.watch(start_revision, wanted, allow_future=True):
             yield response
 
     async def _call(self, function: Callable[[EtcdTable], _T], *, repeatable: bool = True) -> _T:
@@ -267,7 +267,7 @@ class EtcdStore(Store):
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
     async def _follow_watch(self) -> None:
-        watch = self._connection.watch(self._prefix, self._feed.revision + 1)
+        watch = self._connection.watch(self._prefix, self.feed.revision + 1)
         try:
             async for response in watch.responses(self._timeout_s):
                 if response.canceled or response.compact_revision:
@@ -289,14 +289,14 @@ class EtcdStore(Store):
         members = {name: member for name, member in found.items() if member is not None}
         policy = policy or PolicyRecord(default_policy(), 0)
         if self._continues(listing):
-            self._feed.apply_listing(listing.revision, members, policy)
+            self.feed.apply_listing(listing.revision, members, policy)
         else:
             self._report_loss(listing, before.keys() - found.keys())
-            self._feed.restart(listing.revision, members, policy)
+            self.feed.restart(listing.revision, members, policy)
         self._cluster_id = listing.cluster_id
 
     def _continues(self, listing: Listing) -> bool:
-        return listing.cluster_id == self._cluster_id and listing.revision >= self._feed.revision
+        return listing.cluster_id == self._cluster_id and listing.revision >= self.feed.revision
 
     def _report_loss(self, listing: Listing, removed: Collection[str]) -> None:
         if self._cluster_id is None:
@@ -307,7 +307,7 @@ class EtcdStore(Store):
             self._connection.name,
             f"it is another cluster, {listing.cluster_id:x} instead of {self._cluster_id:x}"
             if other
-            else f"its revision went back from {self._feed.revision} to {listing.revision}",
+            else f"its revision went back from {self.feed.revision} to {listing.revision}",
             len(removed),
         )
 
@@ -319,7 +319,7 @@ class EtcdStore(Store):
             by_revision.setdefault(record.revision, []).append(record)
         for revision, records in by_revision.items():
             members, policy = self._read_records((one, try_read(one)) for one in records)
-            self._feed.apply(revision, members, policy)
+            self.feed.apply(revision, members, policy)
 
     def _read_records(
         self, records: Iterable[tuple[Record, Content | CorruptRecord | None]]
@@ -352,7 +352,7 @@ class EtcdStore(Store):
         if isinstance(content, registry_pb2.Policy):
             return PolicyRecord(content, record.revision)
         if isinstance(content, CorruptRecord):
-            return PolicyRecord(self._feed.policy.policy, record.revision)
+            return PolicyRecord(self.feed.policy.policy, record.revision)
         return PolicyRecord(default_policy(), 0)
 
 

@@ -28,6 +28,7 @@ from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
+from headrace_common.tasks import end_task
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 
 # Most bytes of a credit or a cancel.
@@ -207,8 +208,7 @@ class DecodeLink:
 
     async def close(self) -> None:
         """Ends the link at once."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await end_task(self._task)
 
     def _close_if_unused(self) -> None:
         if self._retired and not self._answers.count:

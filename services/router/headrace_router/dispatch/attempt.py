@@ -9,7 +9,7 @@ import asyncio
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
@@ -48,9 +48,6 @@ from headrace_router.workers.directory import PlacedPrompt
 _LOG = logging.getLogger(__name__)
 
 
-RoutedRequest: TypeAlias = AdmittedRequest[AttemptTimeline]
-
-
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
     """What was decided for one attempt, number `number` from 1.
@@ -76,7 +73,7 @@ class Attempt:
     def __init__(
         self,
         queue: PrefillQueue,
-        request: RoutedRequest,
+        request: AdmittedRequest,
         plan: AttemptPlan,
         timeline: AttemptTimeline,
     ) -> None:

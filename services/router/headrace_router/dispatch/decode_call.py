@@ -20,6 +20,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import metadata_with_trace
+from headrace_common.tasks import end_task
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.link import DecodeLinks
@@ -103,12 +104,10 @@ class DecodeCall:
         """Cancels the request, unless it has ended."""
         self._link.release(self.answer)
         read = self._read_ahead
-        if read is not None:
-            read.cancel()
-            await asyncio.wait({read})
-            if not read.cancelled():
-                # Marks the exception as retrieved: asyncio would log it otherwise.
-                read.exception()
+        await end_task(read)
+        if read is not None and not read.cancelled():
+            # Marks the exception as retrieved: asyncio would log it otherwise.
+            read.exception()
 
     async def _read(self) -> AnswerEvent:
         try:
@@ -122,10 +121,7 @@ class DecodeCall:
     def _explained(self, error: HeadraceError) -> HeadraceError:
         """The error with the worker's name. A client would take a rejected credential for its own API key."""
         if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
-            what = self._waited_for()
-            return DeadlineExceeded(
-                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-            )
+            return DeadlineExceeded.waiting_for(self._waited_for())
         if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
             return self._gone(f"vanished: {error.detail}", error)
         if isinstance(error, Unauthenticated):

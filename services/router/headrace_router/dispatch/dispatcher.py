@@ -7,6 +7,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from headrace.registry.v1 import registry_pb2
@@ -16,18 +17,14 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AttemptOutcome, finish_response
+from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
 from headrace_router.decode_link.link import DecodeLinks
-from headrace_router.dispatch.attempt import (
-    Attempt,
-    AttemptPlan,
-    RoutedRequest,
-)
+from headrace_router.dispatch.attempt import Attempt, AttemptPlan
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import Decision, Placement, PlacementRequest, RoutePolicy
@@ -51,52 +48,37 @@ PolicySource: TypeAlias = Callable[[], registry_pb2.Policy]
 """Returns the run-time policy in force."""
 
 
+@dataclass(eq=False, slots=True)
 class RequestDispatcher:
     """Runs requests to their end. Has no state of a single request."""
 
-    def __init__(
-        self,
-        *,
-        workers: WorkerDirectory,
-        queue: PrefillQueue,
-        placement: Placement,
-        prefixes: CachedPrompts,
-        policy: PolicySource,
-        ticket_key_id: bytes,
-        migration_wait_s: float,
-        on_migration: Callable[[str], None],
-        clocks: WorkerClocks,
-        check_placed: Callable[[RoutedRequest, Decision], None] = lambda request, decision: None,
-    ) -> None:
-        """`on_migration` gets the error's reason each time that a response that has started needs another attempt.
+    workers: WorkerDirectory
+    queue: PrefillQueue
+    placement: Placement
+    prefixes: CachedPrompts
+    policy: PolicySource
+    ticket_key_id: bytes
+    migration_wait_s: float
+    on_migration: Callable[[str], None]
+    """Gets the error's reason each time that a response that has started needs another attempt."""
+    clocks: WorkerClocks
+    check_placed: Callable[[AdmittedRequest, Decision], None] = lambda request, decision: None
+    """May raise an error by the first placement of a request."""
+    _failures: CauseLog = field(default_factory=lambda: CauseLog(_LOG), init=False)
+    _lengths: AnswerLengths = field(default_factory=AnswerLengths, init=False)
 
-        `check_placed` may raise an error by the first placement of a request.
-        """
-        self._workers = workers
-        self._queue = queue
-        self._placement = placement
-        self._prefixes = prefixes
-        self._policy = policy
-        self._migration_wait_s = migration_wait_s
-        self._on_migration = on_migration
-        self._clocks = clocks
-        self._check_placed = check_placed
-        self._failures = CauseLog(_LOG)
-        self._lengths = AnswerLengths()
-        self._ticket_key_id = ticket_key_id
-
-    async def run(self, request: RoutedRequest) -> None:
+    async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
 
         Raises the last attempt's error when no other attempt may be made.
         """
-        retries = RetryState(self._budget, self._migration_wait_s)
+        retries = RetryState(self._budget, self.migration_wait_s)
         attempt: Attempt | None = None
         number = 0
         outcome: AttemptOutcome | None = None
         while outcome is None and not request.response.ended_by:
             await self._wait_for_worker(request, retries, number)
-            timeline = request.timeline.attempt_started(AttemptTimeline(self._clocks))
+            timeline = self._new_timeline(request.timeline)
             token_ids = request.prefix_ids
             decision = self._route(
                 request=request.prepared,
@@ -107,15 +89,15 @@ class RequestDispatcher:
                 targets=self._targets(request.prepared, request.timeline.arrival_ns),
             )
             if attempt is None:
-                self._check_placed(request, decision)
+                self.check_placed(request, decision)
             worker = decision.worker.ref
-            load_reservation = self._workers.reserve_load(worker, len(token_ids))
+            load_reservation = self.workers.reserve_load(worker, len(token_ids))
             if load_reservation is None:
                 retries.exclude_worker(worker)
                 continue
             prompt: PlacedPrompt | None = None
             if decision.prefill is not None or not decision.remote:
-                prompt = self._workers.expect_prompt(
+                prompt = self.workers.expect_prompt(
                     decision.prefill or worker, decision.missing_tokens, decision.cached_tokens
                 )
             try:
@@ -126,7 +108,7 @@ class RequestDispatcher:
                 plan = self._plan(
                     request, token_ids, decision, load_reservation.links, number, retries, prompt
                 )
-                attempt = Attempt(self._queue, request, plan, timeline)
+                attempt = Attempt(self.queue, request, plan, timeline)
                 request.response.attempt_started(worker)
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
@@ -149,7 +131,7 @@ class RequestDispatcher:
     def route(
         self,
         request: PreparedRequest,
-        timeline: RequestTimeline[AttemptTimeline],
+        timeline: RequestTimeline,
         deadline: Deadline,
         avoid: Collection[str] = (),
     ) -> Decision:
@@ -157,11 +139,11 @@ class RequestDispatcher:
 
         Workers named in `avoid` are chosen only when no other is left.
         """
-        workers = self._workers.table(request.model).workers if avoid else ()
+        workers = self.workers.table(request.model).workers if avoid else ()
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
-        retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
+        retries = RetryState(self._budget, self.migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
-        attempt = timeline.attempt_started(AttemptTimeline(self._clocks))
+        attempt = self._new_timeline(timeline)
         targets = self._targets(request, timeline.arrival_ns)
         return self._route(request, token_ids, attempt, deadline, retries, targets)
 
@@ -181,12 +163,12 @@ class RequestDispatcher:
         """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
         cached: dict[WorkerRef, int] = {}
         if token_ids:
-            refs = self._queue.workers.pulling().get(fingerprint(worker.layout), frozenset())
-            cached = self._prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
+            refs = self.queue.workers.pulling().get(fingerprint(worker.layout), frozenset())
+            cached = self.prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
         return TaskTerms(
             deadline_s=deadline.monotonic_s,
             # A worker of both roles has no KV to hand over to itself.
-            avoid=avoid | self._workers.distrusted(worker.ref).keys() | {worker.ref},
+            avoid=avoid | self.workers.distrusted(worker.ref).keys() | {worker.ref},
             cached=cached,
             returns_max=self._budget,
             front=front,
@@ -195,13 +177,18 @@ class RequestDispatcher:
             planned=planned,
         )
 
+    def _new_timeline(self, request: RequestTimeline) -> AttemptTimeline:
+        timeline = AttemptTimeline(self.clocks)
+        request.attempts.append(timeline)
+        return timeline
+
     @property
     def _budget(self) -> int:
-        policy = self._policy()
+        policy = self.policy()
         return policy.retry_budget if policy.HasField("retry_budget") else _RETRY_BUDGET
 
     async def _wait_for_worker(
-        self, request: RoutedRequest, retries: RetryState, attempts: int
+        self, request: AdmittedRequest, retries: RetryState, attempts: int
     ) -> None:
         """Waits for a reachable decode worker, rather than spend retries on dead ones.
 
@@ -211,7 +198,7 @@ class RequestDispatcher:
         retries.readmit_full_workers()
         model = request.prepared.model
         if not attempts or not request.response.completion_tokens:
-            await self._workers.wait_for_worker(model, request.deadline)
+            await self.workers.wait_for_worker(model, request.deadline)
             await self._wait_for_slot(request, retries)
             return
         give_up = Deadline.after(min(retries.wait_left_s, request.deadline.remaining_s()))
@@ -221,7 +208,7 @@ class RequestDispatcher:
             await asyncio.sleep(_POLL_INTERVAL_S)
             retries.readmit_full_workers()
 
-    async def _wait_for_slot(self, request: RoutedRequest, retries: RetryState) -> None:
+    async def _wait_for_slot(self, request: AdmittedRequest, retries: RetryState) -> None:
         """Waits while every worker that could serve the request had no free slot just now."""
         while retries.full and not request.deadline.expired:
             if self._available(request.prepared, retries):
@@ -231,7 +218,7 @@ class RequestDispatcher:
 
     def _available(self, request: PreparedRequest, retries: RetryState) -> bool:
         """Whether a reachable worker serves the request that no failure excludes."""
-        table = self._workers.table(request.model)
+        table = self.workers.table(request.model)
         excluded = table.draining | table.flags(retries.excluded)
         return bool((table.reachable & table.serving(request.adapter) & ~excluded).any())
 
@@ -244,7 +231,7 @@ class RequestDispatcher:
         retries: RetryState,
         targets: TokenTargets,
     ) -> Decision:
-        candidates, policy = self._candidates(request, token_ids), self._policy()
+        candidates, policy = self._candidates(request, token_ids), self.policy()
         generated, number = len(token_ids) - len(request.prefix_ids), 1 + bool(retries.last_error)
         asked = PlacementRequest(
             model=request.model,
@@ -260,7 +247,7 @@ class RequestDispatcher:
             early_first=first_token_maker(request, policy, True, generated, number) != BY_DECODE,
         )
         try:
-            decision = self._placement.choose(asked, candidates)
+            decision = self.placement.choose(asked, candidates)
         except NoDecodeWorker as error:
             timeline.facts.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
@@ -268,7 +255,7 @@ class RequestDispatcher:
         chosen = decision.worker
         decision = decision.without_distrusted(
             candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
-            self._workers.distrusted(chosen.ref),
+            self.workers.distrusted(chosen.ref),
         )
         timeline.facts.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
@@ -278,7 +265,7 @@ class RequestDispatcher:
 
     def _targets(self, request: PreparedRequest, arrival_ns: int) -> TokenTargets:
         """The request's own targets, else those of the policy."""
-        policy = self._policy()
+        policy = self.policy()
         ttft_s, tpot_s = request.ttft_target_s, request.tpot_target_s
         if ttft_s is None and policy.HasField("ttft_target"):
             ttft_s = seconds_from_duration(policy.ttft_target)
@@ -292,27 +279,27 @@ class RequestDispatcher:
         )
 
     def _candidates(self, request: PreparedRequest, token_ids: array[int]) -> Candidates:
-        table = self._workers.table(request.model)
+        table = self.workers.table(request.model)
         cached_tokens: Numbers | None = None
         if not request.sampling.HasField("prompt_logprobs"):
-            cached_tokens = self._prefixes.cached_tokens(table, token_ids, request.cache_salt)
+            cached_tokens = self.prefixes.cached_tokens(table, token_ids, request.cache_salt)
         if cached_tokens is not None and request.cached_on is not None:
             cached_tokens = table.with_cached_prompt(
                 cached_tokens, request.cached_on, len(request.token_ids)
             )
-        pulling = self._queue.workers.pulling(request.adapter)
+        pulling = self.queue.workers.pulling(request.adapter)
         return Candidates(
             decode=table,
             cached_tokens=cached_tokens,
             prefill=pulling,
-            queue_wait_s=self._queue.wait_s(request.model, request.priority, request.tenant),
-            pairs=self._queue.pairs.costs(table, pulling),
-            prefill_times=self._queue.mean_times(request.model),
+            queue_wait_s=self.queue.wait_s(request.model, request.priority, request.tenant),
+            pairs=self.queue.pairs.costs(table, pulling),
+            prefill_times=self.queue.mean_times(request.model),
         )
 
     def _plan(
         self,
-        request: RoutedRequest,
+        request: AdmittedRequest,
         token_ids: array[int],
         decision: Decision,
         links: DecodeLinks,
@@ -333,7 +320,7 @@ class RequestDispatcher:
             planned=decision.prefill,
         )
         first_token = first_token_maker(
-            request.prepared, self._policy(), decision.remote, generated_tokens, number
+            request.prepared, self.policy(), decision.remote, generated_tokens, number
         )
         bounds = self._targets(request.prepared, request.timeline.arrival_ns).bounds(
             started=generated_tokens > 0
@@ -343,7 +330,7 @@ class RequestDispatcher:
             decision=decision,
             links=links,
             terms=terms,
-            ticket_key_id=self._ticket_key_id,
+            ticket_key_id=self.ticket_key_id,
             first_token=first_token,
             bounds=bounds,
             prompt=prompt,
@@ -361,7 +348,7 @@ class RequestDispatcher:
             self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
 
     async def _run_attempt(
-        self, request: RoutedRequest, attempt: Attempt, number: int, retries: RetryState
+        self, request: AdmittedRequest, attempt: Attempt, number: int, retries: RetryState
     ) -> AttemptOutcome | None:
         """The outcome, or None after a failure if another attempt may be made or the response is complete.
 
@@ -373,7 +360,7 @@ class RequestDispatcher:
             self._log_failure(request.prepared.request_id, attempt, number, error)
             error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
-                self._workers.mark_unreachable(attempt.decode_worker)
+                self.workers.mark_unreachable(attempt.decode_worker)
             response = request.response
             may_retry = retries.record_failure(
                 attempt.failure(error),
@@ -386,5 +373,5 @@ class RequestDispatcher:
             if not may_retry:
                 raise
             if response.completion_tokens:
-                self._on_migration(error.reason)
+                self.on_migration(error.reason)
             return None

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from opentelemetry import trace
@@ -49,33 +50,22 @@ _PREFILLED_MAX: Final = 65_536
 _UNRESERVED_PAUSE_S: Final = 1.0
 
 
+@dataclass(eq=False, slots=True)
 class OwnPrompts:
     """Checks a decode worker's prompt, and queues each transfer once."""
 
-    def __init__(
-        self,
-        workers: WorkerDirectory,
-        queue: PrefillQueue,
-        dispatcher: RequestDispatcher,
-        policy: PolicySource,
-        codecs: Mapping[str, TextCodec],
-        start_trace: Callable[[str, str, int], None],
-        clocks: WorkerClocks,
-        *,
-        default_deadline_s: float,
-    ) -> None:
-        """`start_trace` gets the trace id, the request id and the arrival of each prompt."""
-        self._workers = workers
-        self._queue = queue
-        self._dispatcher = dispatcher
-        self._policy = policy
-        self._codecs = codecs
-        self._start_trace = start_trace
-        self._clocks = clocks
-        self._default_deadline_s = default_deadline_s
-        self._prefilled: OrderedDict[str, None] = OrderedDict()
-        self._paused: dict[WorkerRef, Deadline] = {}
-        """The decode workers that had no reservation for a prompt, and the end of the pause of each."""
+    workers: WorkerDirectory
+    queue: PrefillQueue
+    dispatcher: RequestDispatcher
+    policy: PolicySource
+    codecs: Mapping[str, TextCodec]
+    start_trace: Callable[[str, str, int], None]
+    """Gets the trace id, the request id and the arrival of each prompt."""
+    clocks: WorkerClocks
+    default_deadline_s: float
+    _prefilled: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
+    _paused: dict[WorkerRef, Deadline] = field(default_factory=dict, init=False)
+    """The decode workers that had no reservation for a prompt, and the end of the pause of each."""
 
     async def hand_over(
         self, request: prefill_pb2.EnqueueRequest, remaining_s: float | None
@@ -87,11 +77,11 @@ class OwnPrompts:
         """
         arrival_ns = time.monotonic_ns()
         worker = self._worker(WorkerRef(request.worker_id, request.incarnation))
-        codec = self._codecs.get(worker.model)
+        codec = self.codecs.get(worker.model)
         violations = _violations(request, worker, codec.vocabulary_size if codec else 0)
         if violations:
             raise InvalidRequest(violations)
-        limit_s = self._default_deadline_s
+        limit_s = self.default_deadline_s
         deadline = Deadline.after(limit_s if remaining_s is None else min(remaining_s, limit_s))
         self._reject_unreserved(worker.ref)
         priority = Priority.from_proto(request.priority)
@@ -99,9 +89,9 @@ class OwnPrompts:
         self._reject_slow_queue(worker, priority, tenant)
         span = trace.get_current_span(context_from_traceparent(request.traceparent))
         if span.get_span_context().trace_flags.sampled:
-            self._start_trace(trace_id_of(span), request.request_id, time.time_ns())
+            self.start_trace(trace_id_of(span), request.request_id, time.time_ns())
         self._reject_repeated(request.transfer_id)
-        terms = self._dispatcher.task_terms(
+        terms = self.dispatcher.task_terms(
             worker=worker,
             token_ids=array("I", request.token_ids),
             cache_salt=request.cache_salt,
@@ -109,8 +99,8 @@ class OwnPrompts:
             priority=priority,
             tenant=tenant,
         )
-        queued = self._queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
-        timeline = AttemptTimeline(self._clocks)
+        queued = self.queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
+        timeline = AttemptTimeline(self.clocks)
         timeline.queued(queued)
         outcome = await _ended(queued, deadline)
         if outcome.error is not None:
@@ -128,7 +118,7 @@ class OwnPrompts:
 
     def _worker(self, ref: WorkerRef) -> Worker:
         """A live decode worker. Raises WorkerGone."""
-        worker = self._workers.worker(ref)
+        worker = self.workers.worker(ref)
         if worker is None:
             raise WorkerGone(
                 f"decode worker {ref.worker_id} has left", metadata={"worker_id": ref.worker_id}
@@ -159,11 +149,11 @@ class OwnPrompts:
             self._prefilled.popitem(last=False)
 
     def _reject_slow_queue(self, worker: Worker, priority: Priority, tenant: str) -> None:
-        policy = self._policy()
+        policy = self.policy()
         if not policy.HasField("max_queue_wait"):
             return
         bound_s = seconds_from_duration(policy.max_queue_wait)
-        wait_s = self._queue.wait_s(worker.model, priority, tenant)
+        wait_s = self.queue.wait_s(worker.model, priority, tenant)
         if wait_s > bound_s:
             raise QueueFull(
                 f"the prefill queue takes {wait_s:.2f} s, and the policy's max_queue_wait is {bound_s:.2f} s; prefill "
@@ -196,10 +186,7 @@ async def _ended(queued: QueuedTask, deadline: Deadline) -> TaskOutcome:
         async with asyncio.timeout(deadline.remaining_s()):
             return await asyncio.shield(queued.outcome)
     except TimeoutError:
-        what = "a prefill worker"
-        raise DeadlineExceeded(
-            f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-        ) from None
+        raise DeadlineExceeded.waiting_for("a prefill worker") from None
     finally:
         # Has no effect on a task that has ended.
         queued.cancel()
@@ -220,11 +207,8 @@ def _steps(attempt: AttemptSteps, arrival_ns: int) -> latency_pb2.TaskSteps:
         clock_error_us=attempt.error_us,
     )
     if prefill is not None:
-        steps.received_us = after_us(prefill.received)
-        steps.compute_start_us = after_us(prefill.compute_start)
-        steps.compute_end_us = after_us(prefill.compute_end)
-        steps.first_write_us = after_us(prefill.first_write)
-        steps.last_write_us = after_us(prefill.last_write)
+        for name in ("received", "compute_start", "compute_end", "first_write", "last_write"):
+            setattr(steps, f"{name}_us", after_us(getattr(prefill, name)))
     return steps
 
 

@@ -202,11 +202,13 @@ class RetryState:
         self._avoided = set(avoided)
         self._full_until_s: dict[WorkerRef, float] = {}
         """By time.monotonic."""
-        self._prefill_excluded = False
+        self.prefill_excluded = False
+        """Whether a prefill has failed."""
         self._waiting_since_s = 0.0
         self._slot_wanted_since_s = math.inf
         self._slot_pause_s = TAKEN_SLOT_PAUSE_S
-        self._last_error: HeadraceError | None = None
+        self.last_error: HeadraceError | None = None
+        """The error of the latest attempt."""
 
     @property
     def failed(self) -> frozenset[WorkerRef]:
@@ -229,19 +231,9 @@ class RetryState:
         return frozenset(self._avoided)
 
     @property
-    def prefill_excluded(self) -> bool:
-        """Whether a prefill has failed."""
-        return self._prefill_excluded
-
-    @property
     def local_only(self) -> bool:
         """Whether decode must prefill: a prefill has failed, and this is the last attempt."""
-        return self._prefill_excluded and not self._retries_left
-
-    @property
-    def last_error(self) -> HeadraceError | None:
-        """The error of the latest attempt."""
-        return self._last_error
+        return self.prefill_excluded and not self._retries_left
 
     @property
     def wait_left_s(self) -> float:
@@ -271,7 +263,7 @@ class RetryState:
 
         `slot_wait_s`: how long the request may wait for a taken slot.
         """
-        self._last_error = failed.error
+        self.last_error = failed.error
         if failed.decode_generated or not self._waiting_since_s:
             self._waiting_since_s = time.monotonic()
         rule = classify_failure(failed, client_has_tokens=client_has_tokens)
@@ -280,7 +272,7 @@ class RetryState:
 
     def _exclude_workers(self, rule: Rule, failed: FailedAttempt) -> None:
         if rule.exclude_prefill:
-            self._prefill_excluded = True
+            self.prefill_excluded = True
             if failed.prefill_worker is not None:
                 self._failed.add(failed.prefill_worker)
         match rule.decode:

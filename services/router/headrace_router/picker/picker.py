@@ -23,20 +23,16 @@ from headrace_frontend.openai.conversion import (
     openai_violations,
 )
 from headrace_frontend.openai.image_fetch import has_remote_images
+from headrace_frontend.openai.parts import ClientParts
 from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody
-from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import (
     REQUEST_ID_CHARACTERS_MAX,
     PreparedRequest,
 )
-from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
-from headrace_frontend.tenants import Tenants
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
@@ -76,10 +72,7 @@ def _path(headers: Mapping[str, str]) -> str:
 class EndpointPicker:
     """`deadline_s` bounds a decision."""
 
-    tenants: Tenants
-    runner: RequestRunner[AttemptTimeline]
-    preparer: RequestPreparer
-    size: RequestSizeCheck
+    parts: ClientParts
     dispatcher: RequestDispatcher
     workers: WorkerDirectory
     queue: PrefillQueue
@@ -87,7 +80,6 @@ class EndpointPicker:
     count_pick: Callable[[str], None]
     """Gets "picked", or the reason of the error."""
     deadline_s: float
-    body_bytes_max: int
 
     @property
     def ready(self) -> bool:
@@ -121,18 +113,18 @@ class EndpointPicker:
     async def _pick(
         self, headers: Mapping[str, str], body: bytes | None, subset: frozenset[str] | None
     ) -> str:
-        tenant = self.tenants.tenant_of(headers.items())
+        tenant = self.parts.tenants.tenant_of(headers.items())
         deadline = Deadline.after(self.deadline_s)
-        async with self.runner.admitted(tenant, deadline):
+        async with self.parts.runner.admitted(tenant, deadline):
             if body is None or not has_prompt(headers):
                 return self._least_loaded(subset).http_endpoint
-            cost_bytes = self.size.check_json(body)
+            cost_bytes = self.parts.size.check_json(body)
             request_id = _request_id(headers)
             convert = partial(_PROMPTS[_path(headers)], body, request_id)
-            request = await self.preparer.run(tenant, cost_bytes, convert)
+            request = await self.parts.preparer.run(tenant, cost_bytes, convert)
             if request is None:
                 return self._least_loaded(subset).http_endpoint
-            prepared = await self.preparer.tokenize(request, tenant)
+            prepared = await self.parts.preparer.tokenize(request, tenant)
             prepared = prepared.of_caller(tenant, prepared.priority)
             otel_context.attach(context_from_traceparent(headers.get("traceparent", "")))
             return self._place(prepared, request_id, deadline, subset)
@@ -147,7 +139,7 @@ class EndpointPicker:
         table = self.workers.table(prepared.model)
         allowed = {worker.ref for worker in table.workers if _is_allowed(worker, subset)}
         avoided = [worker.ref.worker_id for worker in table.workers if worker.ref not in allowed]
-        timeline = RequestTimeline[AttemptTimeline]()
+        timeline = RequestTimeline()
         with self.tracer.request_span(request_id, timeline, stored=False):
             decision = self.dispatcher.route(prepared, timeline, deadline, avoided)
         worker = decision.worker

@@ -193,7 +193,7 @@ class PickerService:
                         raise ProtocolViolation("request_body or request_trailers is expected")
                     parts.append(request.request_body.body)
                     size += len(parts[-1])
-                    bytes_max = self._picker.body_bytes_max
+                    bytes_max = self._picker.parts.body_bytes_max
                     if size > bytes_max:
                         raise HttpError(
                             413,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -18,6 +18,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation
 from headrace_common.process.pacing import SHORTEST_S, heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
+from headrace_common.tasks import BackgroundTasks, end_task
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_kv.prefix.events import Tier, event_from_proto, load_time_from_proto
 from headrace_kv.prefix.hashing import key_fingerprint
@@ -245,15 +246,11 @@ class PrefixCacheDirectory:
         """What the workers have of prompts."""
         self._event_timeout_s = event_timeout_s
         self._feeds: dict[_FeedKey, KvEventFeed] = {}
-        self._faults: dict[WorkerRef, str] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self.faults: dict[WorkerRef, str] = {}
+        """Workers that hash blocks in another way than this router, with the reason. Their caches do not count."""
+        self._closing = BackgroundTasks()
         self._upkeep: asyncio.Task[None] | None = None
         self._closed = False
-
-    @property
-    def faults(self) -> Mapping[WorkerRef, str]:
-        """Workers that hash blocks in another way than this router, with the reason. Their caches do not count."""
-        return self._faults
 
     @property
     def key_fingerprint(self) -> int:
@@ -274,8 +271,8 @@ class PrefixCacheDirectory:
         for feed in self._feeds.values():
             feed.set_interval(interval_s)
         for gone in set(self._feeds) - wanted:
-            self._end(self._feeds.pop(gone))
-            self._faults.pop(gone.ref, None)
+            self._closing.start(self._feeds.pop(gone).close())
+            self.faults.pop(gone.ref, None)
             self._prices.remove(gone.ref)
         for key in wanted - self._feeds.keys():
             self._feeds[key] = KvEventFeed(
@@ -295,14 +292,11 @@ class PrefixCacheDirectory:
     async def close(self) -> None:
         """Ends every stream."""
         self._closed = True
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.wait([self._upkeep])
+        await end_task(self._upkeep)
         for feed in self._feeds.values():
-            self._end(feed)
+            self._closing.start(feed.close())
         self._feeds.clear()
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await self._closing.wait()
 
     def _apply_heartbeat(
         self, key: _FeedKey, message: worker_pb2.SubscribeKvEventsResponse
@@ -320,11 +314,11 @@ class PrefixCacheDirectory:
             key_fingerprint=self.key_fingerprint, block_tokens=key.block_tokens
         )
         if theirs == ours or not ours.key_fingerprint:
-            self._faults.pop(key.ref, None)
+            self.faults.pop(key.ref, None)
             return
         fault = f"it hashes {_describe(theirs)}, this router {_describe(ours)}"
-        if self._faults.get(key.ref) != fault:
-            self._faults[key.ref] = fault
+        if self.faults.get(key.ref) != fault:
+            self.faults[key.ref] = fault
             _LOG.warning("%s gets no credit for its cache: %s", key.ref, fault)
 
     def _find_index(self, key: _FeedKey) -> PrefixIndex | None:
@@ -340,11 +334,6 @@ class PrefixCacheDirectory:
         ref = member.worker_id, member.incarnation
         known, key = self._registered.get(ref, (None, None))
         return key if key is not None and known is member else _feed_key(member)
-
-    def _end(self, feed: KvEventFeed) -> None:
-        closing = feed.close()
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
 
     async def _run_upkeep(self) -> None:
         check_s = 0.0

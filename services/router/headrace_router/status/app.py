@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import logging
-import secrets
 from collections.abc import Iterable
 from importlib.resources import files
 from typing import Final
 
 from headrace_common.access.authorizer import URI_NAMES, Authorizer
 from headrace_common.access.roles import TOKEN_KEY
-from headrace_common.errors import HeadraceError, InternalError, PermissionDenied, Unauthenticated
+from headrace_common.errors import PermissionDenied, Unauthenticated
 from headrace_common.http.protocol import PEER_NAMES_EXTENSION
 from headrace_common.http.server import Receive, Scope, Send
 from headrace_frontend.openai.errors import HttpError
@@ -25,8 +23,6 @@ from headrace_router.adapters import (
     answer_http,
 )
 from headrace_router.status.reader import StatusReader
-
-_LOG = logging.getLogger(__name__)
 
 PAGE_PATH: Final = "/"
 DOCUMENT_PATH: Final = "/status.json"
@@ -63,19 +59,7 @@ class StatusApp:
         """Serves one HTTP request."""
         exchange = HttpExchange(scope, receive, send)
         names = scope.get("extensions", {}).get(PEER_NAMES_EXTENSION, ())
-        try:
-            await self._serve(exchange, names)
-        except (HeadraceError, HttpError) as error:
-            await exchange.respond_error(error)
-        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-            error_id = secrets.token_hex(4)
-            _LOG.exception("%s failed, error %s", exchange.path, error_id)
-            await exchange.respond_error(
-                InternalError(
-                    f"a bug in Headrace; the log of this process has error {error_id}",
-                    metadata={"error_id": error_id, "exception": type(error).__name__},
-                )
-            )
+        await exchange.serve(self._serve(exchange, names))
 
     async def _serve(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
         path = exchange.path

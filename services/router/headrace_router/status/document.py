@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Final
 
@@ -137,7 +137,7 @@ class WorkerRow:
     """One member. `load` is from 0 to 1: the part of its capacity that is in use."""
 
     role: str
-    worker_id: str
+    id: str
     endpoint: str
     model: str
     state: str
@@ -174,7 +174,7 @@ class DeploymentState:
 def status_document(state: DeploymentState) -> dict[str, Any]:
     """The document: at most WORKERS_MAX workers, LINKS_MAX links and the given requests."""
     busiest = sorted(state.workers, key=_importance)
-    listed = sorted(busiest[:WORKERS_MAX], key=lambda row: (row.role, row.worker_id))
+    listed = sorted(busiest[:WORKERS_MAX], key=lambda row: (row.role, row.id))
     speeds = [link.gb_s for link in state.links if link.busy_ns > 0]
     median_gb_s = median(speeds) if speeds else 0.0
     return {
@@ -197,7 +197,7 @@ def status_document(state: DeploymentState) -> dict[str, Any]:
 
 
 def _importance(row: WorkerRow) -> tuple[bool, float, str]:
-    return row.state == READY, -row.load, row.worker_id
+    return row.state == READY, -row.load, row.id
 
 
 def _totals(workers: Sequence[WorkerRow]) -> dict[str, dict[str, int]]:
@@ -211,24 +211,15 @@ def _totals(workers: Sequence[WorkerRow]) -> dict[str, dict[str, int]]:
         )
         of_role["members"] += 1
         of_role[READY] += row.state == READY
-        of_role["requests"] += row.requests
-        of_role["max_requests"] += row.max_requests
-        of_role["held_tokens"] += row.held_tokens
-        of_role["total_tokens"] += row.total_tokens
+        for name in ("requests", "max_requests", "held_tokens", "total_tokens"):
+            of_role[name] += getattr(row, name)
     return totals
 
 
 def _worker(row: WorkerRow) -> dict[str, Any]:
-    return {
-        "role": row.role,
-        "id": row.worker_id,
+    return asdict(row) | {
         "endpoint": row.endpoint[:NAME_CHARACTERS_MAX],
         "model": row.model[:NAME_CHARACTERS_MAX],
-        "state": row.state,
-        "requests": row.requests,
-        "max_requests": row.max_requests,
-        "held_tokens": row.held_tokens,
-        "total_tokens": row.total_tokens,
         "load": round(row.load, 3),
     }
 

@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
+from headrace_common.latency.clocks import ClockDifference
 from headrace_common.telemetry import schema
 from headrace_router.tracing.request_record import AttemptFacts, MadeSpan, RoutedRecord
-from headrace_router.tracing.worker_clocks import ClockDifference
 
 BATCH_SPANS: Final = 256
 ATTRIBUTES_MAX: Final = 128

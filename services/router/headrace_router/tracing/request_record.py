@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
@@ -15,13 +15,14 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.steps import AttemptSteps, FirstTokenBy, RequestSteps
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import decode_intervals
 from headrace_common.telemetry.later import ended_span
 from headrace_frontend.running.timeline import now_us
 from headrace_frontend.running.tracer import NO_RESOURCE, RequestRecord, SpanMaker
 from headrace_router.costs import OtherDecision
 from headrace_router.placement import Decision, candidate_text
 from headrace_router.prefill_queue.task import QueuedTask
-from headrace_router.tracing.worker_clocks import ClockDifference, clock_attributes
+from headrace_router.tracing.worker_clocks import clock_attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,7 @@ class MadeSpan(NamedTuple):
 class RoutedRecord(RequestRecord):
     """A request of this router that has ended."""
 
-    attempts: tuple[AttemptFacts, ...] = ()
-    differences: Mapping[str, ClockDifference] = field(default_factory=dict)
-    """How far workers' clocks are ahead of the router's, by worker id."""
+    attempts: tuple[AttemptFacts, ...]
 
     @property
     def regret(self) -> Regret | None:
@@ -251,26 +250,16 @@ class _Maker(SpanMaker):
             self._worker_attributes(facts),
         )
         yield own
-        ready = max(
-            time or 0
-            for time in (
-                *(decode.reserved, decode.kv_arrived),
-                decode.token_received,
-                decode.sampled,
-            )
-        )
-        intervals = (
-            (schema.SPAN_DECODE_RESERVE, decode.received, decode.reserved),
-            (schema.SPAN_DECODE_KV_WAIT, decode.reserved, decode.kv_arrived),
-            (schema.SPAN_DECODE_HIDDEN_STATE_WAIT, decode.reserved, decode.hidden_state_arrived),
-            (schema.SPAN_DECODE_SAMPLE, decode.hidden_state_arrived, decode.sampled),
-            (schema.SPAN_DECODE_TOKEN_WAIT, decode.kv_arrived, decode.token_received),
-            (schema.SPAN_DECODE_FIRST_TOKEN, ready, decode.first_token),
-            (schema.SPAN_DECODE_GENERATE, decode.first_token, facts.end),
+        intervals = decode_intervals(
+            decode, steps.first_token_by, awaits_kv=decode.kv_arrived is not None
         )
         for name, start, end in intervals:
-            if start and end:
+            if end:
                 yield self._span(name, own.context, start, end)
+        if decode.first_token:
+            yield self._span(
+                schema.SPAN_DECODE_GENERATE, own.context, decode.first_token, facts.end
+            )
 
     def prefill_spans(self, facts: AttemptFacts, steps: AttemptSteps) -> Iterator[ReadableSpan]:
         """Those of the prefill worker."""

@@ -13,6 +13,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.latency.clocks import ClockDifference
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_router.tracing.record import (
     SPAN_ID_BYTES,
@@ -23,7 +24,6 @@ from headrace_router.tracing.record import (
     trace_to_proto,
 )
 from headrace_router.tracing.request_record import RoutedRecord
-from headrace_router.tracing.worker_clocks import ClockDifference
 
 PAGE_SIZE_DEFAULT: Final = 20
 SPAN_BYTES_MAX: Final = 65_536
@@ -68,12 +68,8 @@ class TraceStore:
         self._kept: OrderedDict[str, None] = OrderedDict()
         self._trace_of_request: dict[str, str] = {}
         self._sequence = 0
-        self._stored_bytes = 0
-
-    @property
-    def stored_bytes(self) -> int:
+        self.stored_bytes = 0
         """Bytes of all stored spans."""
-        return self._stored_bytes
 
     def start_trace(self, trace_id: str, request_id: str, start_unix_ns: int) -> None:
         """Starts to store the spans of a request's trace.
@@ -143,7 +139,7 @@ class TraceStore:
             before = record.stored_bytes
             if not record.add_request(request, self._limits.trace_bytes):
                 dropped[DROPPED_TRACE] = 1
-            self._stored_bytes += record.stored_bytes - before
+            self.stored_bytes += record.stored_bytes - before
             self._shrink(dropped)
         self._report(dropped)
 
@@ -196,12 +192,12 @@ class TraceStore:
         if not record.add(span, stored, self._limits.trace_bytes):
             dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
             return
-        self._stored_bytes += record.stored_bytes - before
+        self.stored_bytes += record.stored_bytes - before
         self._shrink(dropped)
 
     def _shrink(self, dropped: dict[str, int]) -> None:
         """Removes traces until the rest is within the bound."""
-        while self._stored_bytes > self._limits.total_bytes:
+        while self.stored_bytes > self._limits.total_bytes:
             removed = self._remove_oldest()
             dropped[DROPPED_STORE] = dropped.get(DROPPED_STORE, 0) + removed.span_count
 
@@ -212,7 +208,7 @@ class TraceStore:
     def _remove_oldest(self) -> TraceRecord:
         trace_id, _ = (self._ordinary or self._kept).popitem(last=False)
         record = self._records.pop(trace_id)
-        self._stored_bytes -= record.stored_bytes
+        self.stored_bytes -= record.stored_bytes
         for name in record.names:
             self._forget_name(name, trace_id)
         return record

@@ -10,7 +10,7 @@ from typing import Final
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.latency.clocks import ClockOffset
+from headrace_common.latency.clocks import ClockDifference, ClockOffset
 from headrace_common.latency.steps import (
     AttemptSteps,
     DecodeSteps,
@@ -24,7 +24,7 @@ from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
 from headrace_router.tracing.request_record import AttemptFacts
-from headrace_router.tracing.worker_clocks import ClockDifference, WorkerClocks, difference_now
+from headrace_router.tracing.worker_clocks import WorkerClocks, difference_now
 
 _MAKERS: Final = {
     first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: FirstTokenBy.PREFILL,

@@ -11,12 +11,12 @@ from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.running.tracer import RequestRecord, RequestTracer
 from headrace_router.tracing.request_record import Regret, RoutedRecord
 from headrace_router.tracing.store import TraceStore
-from headrace_router.tracing.timeline import AttemptTimeline
-from headrace_router.tracing.worker_clocks import ClockDifference
 
 
-class StoringTracer(RequestTracer[AttemptTimeline]):
+class StoringTracer(RequestTracer):
     """Stores a record of each request, and makes spans of those that are sampled, slow or failed."""
+
+    record_type = RoutedRecord
 
     def __init__(
         self,
@@ -32,39 +32,15 @@ class StoringTracer(RequestTracer[AttemptTimeline]):
         self._store = store
         self._on_regret = on_regret
 
-    def _start_stored(
-        self, trace_id: str, request_id: str, timeline: RequestTimeline[AttemptTimeline]
-    ) -> None:
+    def _start_stored(self, trace_id: str, request_id: str, timeline: RequestTimeline) -> None:
         self._store.start_trace(trace_id, request_id, timeline.arrival_unix_ns)
 
-    def _complete(
-        self,
-        record: RequestRecord,
-        timeline: RequestTimeline[AttemptTimeline],
-        *,
-        stored: bool,
-        kept: bool,
-    ) -> RequestRecord:
-        differences: dict[str, ClockDifference] = {}
-        for attempt in timeline.attempts:
-            differences |= attempt.differences
-        routed = RoutedRecord(
-            record.request_id,
-            record.root,
-            record.times_unix_ns,
-            record.arrival_ns,
-            record.steps,
-            record.breakdown,
-            record.tokens_unix_ns,
-            record.error,
-            attempts=tuple(attempt.facts for attempt in timeline.attempts),
-            differences=differences,
-        )
-        regret = routed.regret
+    def _complete(self, record: RequestRecord, *, stored: bool, kept: bool) -> None:
+        assert isinstance(record, RoutedRecord)
+        regret = record.regret
         if regret is not None:
             self._on_regret(regret.other.worker.model, regret)
         if stored:
-            self._store.end_request(routed)
+            self._store.end_request(record)
             if kept:
-                self._store.keep(routed.trace_id)
-        return routed
+                self._store.keep(record.trace_id)

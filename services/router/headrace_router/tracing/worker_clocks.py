@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from opentelemetry.util.types import AttributeValue
 
-from headrace_common.latency.clocks import ClockOffset, clocks_now
+from headrace_common.latency.clocks import ClockDifference, ClockOffset, clocks_now
 from headrace_common.telemetry import schema
 
 _WORKERS_MAX: Final = 4_096
-
-
-class ClockDifference(NamedTuple):
-    """How far a worker's wall clock is ahead of this router's, and a bound on the error of that."""
-
-    ahead_ns: int
-    error_ns: int
 
 
 class WorkerClocks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.process.pacing import LoopLoad, heartbeat_interval_s
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import GENERATE, WorkerRoles, role_by_policy
+from headrace_common.tasks import wait_briefly
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
@@ -72,9 +72,7 @@ class WorkerAvailability:
             if left_s <= 0:
                 break
             waited = True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._changed.wait()
+            await wait_briefly(self._changed.wait(), left_s)
         return waited
 
 

@@ -19,11 +19,9 @@ from headrace_common.errors import (
 from headrace_engine.interface import Arrived
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import Chunk
-from headrace_kv.messages import LayerSent
 from headrace_kv.receive.transfer import IncomingTransfer, TransferState
 from tests.component.engine.sim.support import (
     EVERYTHING,
-    Handed,
     Pair,
     Started,
     advance_until,
@@ -32,6 +30,7 @@ from tests.component.engine.sim.support import (
     pair,
     until_running,
 )
+from tests.sent_layers import sent_layers
 from tests.sim_clock import ManualClock
 from tests.waiting import until
 
@@ -55,11 +54,6 @@ def fail_chunk(engine: SimEngine, start_token: int) -> None:
         await compute(chunks, sends=sends)
 
     vars(stepper)["compute"] = fail_or_compute
-
-
-def sent_layers(handed: Handed) -> list[LayerSent]:
-    assert handed.outcome is not None
-    return [sent for _, sent in handed.outcome.layers]
 
 
 async def test_an_engine_opens_and_ends_mooncake_itself() -> None:
@@ -183,7 +177,7 @@ async def test_a_prefix_that_only_decode_has_is_computed_but_not_sent() -> None:
         assert handed.reservation.start_token == 24
         assert handed.outcome is not None
         assert handed.outcome.cached_tokens < 24
-        assert min(sent.start_token for sent in sent_layers(handed)) == 24
+        assert min(sent.times.start_token for sent in sent_layers(handed.outcome.reports)) == 24
 
 
 @pytest.mark.parametrize("model", [f"sim:layers={LAYERS},context=512", EVERYTHING])

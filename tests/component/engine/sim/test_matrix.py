@@ -21,6 +21,7 @@ from tests.component.engine.sim.support import (
     pair,
     planned_bytes,
 )
+from tests.sent_layers import sent_layers
 
 PROMPT = list(range(100, 161))
 # Whole blocks of most sizes, and part of one.
@@ -163,18 +164,19 @@ def check_bytes(both: Pair, handed: Handed, broadcast: bool) -> None:
     assert summary.payload_bytes == planned_bytes(*layouts, reservation.transfer_id, *tokens)
     assert bool(summary.local_bytes) == broadcast
     assert summary.payload_bytes + summary.local_bytes == needed_bytes(layouts[1], *tokens)
-    assert sum(sent.payload_bytes for _, sent in outcome.layers) == summary.payload_bytes
-    keys = {(rank, sent.destination_rank, sent.layer) for rank, sent in outcome.layers}
+    layers = sent_layers(outcome.reports)
+    assert sum(sent.times.payload_bytes for sent in layers) == summary.payload_bytes
+    keys = {(sent.rank, sent.link.destination_rank, sent.times.layer) for sent in layers}
     assert keys == {
         (edge.source_rank, edge.destination_rank, layer)
         for layer in range(layouts[1].layer_count)
         for edge in edges(*layouts, layer, reservation.transfer_id)
     }
-    assert all(sent.link.transport == "mooncake/tcp" for _, sent in outcome.layers)
+    assert all(sent.link.transport == "mooncake/tcp" for sent in layers)
     assert sum(report.payload_bytes for report in outcome.reports) == summary.payload_bytes
-    for _, sent in outcome.layers:
-        if layouts[0].group_of(sent.layer).kind == STATE:
-            assert (sent.start_token, sent.end_token) == tokens
+    for sent in layers:
+        if layouts[0].group_of(sent.times.layer).kind == STATE:
+            assert (sent.times.start_token, sent.times.end_token) == tokens
 
 
 async def check_pairing(both: Pair, broadcast: bool) -> None:

@@ -31,6 +31,7 @@ from tests.component.kv.harness import (
 )
 from tests.in_memory_transport import Fault, FaultKind, FaultPlan
 from tests.model.virtual_time import VirtualTimers
+from tests.sent_layers import sent_layers
 from tests.waiting import let_a_wrong_step_show, until
 
 QUIET_S = 1000.0
@@ -54,7 +55,7 @@ async def test_a_failed_write_is_reported_at_once_and_released_only_when_quiet()
         assert rig.released_ids() == [transfer.transfer_id]
         (report,) = await rig.quiet(transfer.transfer_id)
         assert report.reason == "TRANSFER_FAILED"
-        assert len(report.layers) == 3
+        assert len(sent_layers([report])) == 3
         assert not rig.is_sending(transfer.transfer_id)
         assert rig.receiver.quarantined_blocks == 0
 

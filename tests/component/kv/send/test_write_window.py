@@ -10,6 +10,7 @@ from headrace_kv.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.component.kv.harness import running
 from tests.in_memory_transport import InMemoryTransport, MemoryFabric
+from tests.sent_layers import sent_layers
 from tests.waiting import let_a_wrong_step_show, until
 
 
@@ -59,5 +60,5 @@ async def test_cancelled_blocks_stay_held_while_writes_are_in_flight() -> None:
             await let_a_wrong_step_show()
         await until(lambda: rig.released_ids() == [transfer.transfer_id])
         (report,) = await rig.quiet(transfer.transfer_id)
-        assert (report.reason, report.layers) == ("CANCELLED", ())
+        assert (report.reason, sent_layers([report])) == ("CANCELLED", [])
         assert not rig.is_sending(transfer.transfer_id)

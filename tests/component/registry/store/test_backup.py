@@ -72,6 +72,6 @@ async def retries(server: EtcdServer) -> int:
     store = server.store()
     await store.start()
     try:
-        return store.policy.policy.retry_budget
+        return store.feed.policy.policy.retry_budget
     finally:
         await store.close()

@@ -53,7 +53,7 @@ async def test_a_lost_endpoint_is_replaced_by_the_next(
         response = await asyncio.wait_for(anext(watch), PATIENCE_S)
         assert [change.member_put.worker_id for change in response.changes] == ["decode-1"]
         assert response.revision == registration.revision
-        assert set(store.members) == {"decode-0", "decode-1"}
+        assert set(store.feed.members) == {"decode-0", "decode-1"}
         assert "serves in place of" in caplog.text
         assert "lost data" not in caplog.text
     finally:

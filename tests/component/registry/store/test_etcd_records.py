@@ -63,10 +63,10 @@ async def test_corrupt_records_are_skipped_and_counted(
     await other.start()
     assert other.corrupt_record_count == len(corrupt)
     for one in (store, other):
-        assert set(one.members) == {"decode-0"}
+        assert set(one.feed.members) == {"decode-0"}
         assert await one.get_descriptor(reference(worker())) == kv_descriptor()
     # The last valid policy stays in force.
-    assert store.policy.policy.retry_budget == 5
+    assert store.feed.policy.policy.retry_budget == 5
     for key in corrupt:
         assert f"{key!r} in etcd is corrupt" in caplog.text
     assert "secret" not in caplog.text
@@ -78,7 +78,7 @@ async def test_corrupt_records_are_skipped_and_counted(
     for number in (1, 2, 3):
         await store.register(worker(f"decode-{number}"), 30)
     assert await store.ensure_prefix_hash_key(77) == 77
-    await store.set_policy(registry_pb2.Policy(retry_budget=6), store.policy.revision)
+    await store.set_policy(registry_pb2.Policy(retry_budget=6), store.feed.policy.revision)
     await until(lambda: store.corrupt_record_count == 1, PATIENCE_S, "the replaced records")
     await store._connection.call(
         lambda client: client.delete(f"{etcd_prefix}descriptors/decode-0/0000000000000009")

@@ -92,7 +92,7 @@ async def test_replaced_certificates_are_used_without_a_restart(
         other = worker("decode-1")
         await store.register(other, 30)
         # The watch uses the new certificate too.
-        await until(lambda: "decode-1" in store.members, PATIENCE_S, "the member")
+        await until(lambda: "decode-1" in store.feed.members, PATIENCE_S, "the member")
         # The connections of the second and third certificates stay open.
         endpoint = store._connection.endpoint
         closed: list[object] = []
@@ -184,7 +184,7 @@ async def test_a_user_with_a_password(users: Users, caplog: pytest.LogCaptureFix
     assert await store.keep_alive(lease_id) is not None
     await store.set_policy(registry_pb2.Policy(retry_budget=5), 0)
     # The watch is authenticated too.
-    await until(lambda: store.policy.policy.retry_budget == 5, PATIENCE_S, "the policy")
+    await until(lambda: store.feed.policy.policy.retry_budget == 5, PATIENCE_S, "the policy")
     assert "serving the last copy" not in caplog.text
     # A lease with keys that the user may not read.
     root = users.etcd.store("/other/", **users.root_settings)
@@ -193,7 +193,7 @@ async def test_a_user_with_a_password(users: Users, caplog: pytest.LogCaptureFix
     assert await store.keep_alive(foreign) is None
     await root.close()
     await store.deregister(lease_id)
-    assert not store.members
+    assert not store.feed.members
     await store.close()
 
 
@@ -229,7 +229,7 @@ async def test_a_token_that_etcd_no_longer_knows_is_replaced(users: Users) -> No
     )
     assert await store.keep_alive(lease_id) is not None
     revision = await store.set_policy(registry_pb2.Policy(retry_budget=7), 0)
-    await until(lambda: store.revision >= revision, PATIENCE_S, "the policy")
+    await until(lambda: store.feed.revision >= revision, PATIENCE_S, "the policy")
     await store.close()
 
 

@@ -29,9 +29,9 @@ async def test_a_member_is_listed_from_registration_to_deregistration(store: Sto
     member = worker()
     registration = await store.register(member, 5)
     assert registration.ttl_s == 5
-    assert dict(store.members) == {"decode-0": ordered(member, registration.order)}
+    assert dict(store.feed.members) == {"decode-0": ordered(member, registration.order)}
     await store.deregister(registration.lease_id)
-    assert dict(store.members) == {}
+    assert dict(store.feed.members) == {}
     await store.deregister(registration.lease_id)
     assert await store.keep_alive(registration.lease_id) is None
 
@@ -45,7 +45,7 @@ async def test_a_lease_that_is_not_renewed_expires_with_its_descriptor(store: St
     assert kinds(await take(watch)) == ["member_put"]
     gone = await take(watch)
     assert gone.changes[0].member_gone == reference(member)
-    assert dict(store.members) == {}
+    assert dict(store.feed.members) == {}
     assert await store.keep_alive(registration.lease_id) is None
     with pytest.raises(NotFound):
         await store.get_descriptor(reference(member))
@@ -69,7 +69,7 @@ async def test_a_newer_incarnation_replaces_the_older_at_once(store: Store) -> N
     await take(watch)
     second = await store.register(new, 30)
     assert second.order > first.order
-    assert dict(store.members) == {"decode-0": ordered(new, second.order)}
+    assert dict(store.feed.members) == {"decode-0": ordered(new, second.order)}
     change = await take(watch)
     assert kinds(change) == ["member_gone", "member_put"]
     assert change.changes[0].member_gone == reference(old)
@@ -93,7 +93,7 @@ async def test_an_older_incarnation_is_rejected(store: Store) -> None:
     assert (third.order, fourth.order) == (first.order, second.order)
     with pytest.raises(Conflict, match="newer incarnation"):
         await store.register(ordered(old, first.order), 30)
-    assert dict(store.members) == {"decode-0": ordered(new, second.order)}
+    assert dict(store.feed.members) == {"decode-0": ordered(new, second.order)}
     assert await store.keep_alive(fourth.lease_id) is not None
 
 
@@ -113,7 +113,7 @@ async def test_registering_again_renews_the_record_and_keeps_the_descriptor(stor
     changed.max_num_seqs = 99
     second = await store.register(changed, 20)
     assert (second.ttl_s, second.order) == (20, first.order)
-    assert store.members["decode-0"].max_num_seqs == 99
+    assert store.feed.members["decode-0"].max_num_seqs == 99
     assert await store.get_descriptor(reference(member)) == kv_descriptor()
     assert await store.keep_alive(second.lease_id) is not None
     assert await store.keep_alive(first.lease_id) is None
@@ -149,7 +149,7 @@ async def test_a_watch_resumes_from_its_revision(store: Store) -> None:
     resumed = store.watch(snapshot.revision)
     missed = await take(resumed)
     assert [change.member_put.worker_id for change in missed.changes] == ["decode-1", "decode-2"]
-    assert missed.revision == store.revision
+    assert missed.revision == store.feed.revision
     again = await take(store.watch(missed.revision))
     assert not again.changes
     assert not again.HasField("snapshot")
@@ -162,7 +162,7 @@ async def test_a_watch_from_before_the_history_has_expired(store: Store) -> None
     with pytest.raises(WatchExpired):
         await take(store.watch(start))
     with pytest.raises(WatchExpired):
-        await take(store.watch(store.revision + 1_000_000))
+        await take(store.watch(store.feed.revision + 1_000_000))
 
 
 async def test_a_store_makes_a_key_once(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
@@ -17,7 +18,8 @@ from headrace_cli.waterfall import (
     draw_trace,
 )
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import LayerWriteTimes, Link, PartTime, TraceStep, TraceView
+from headrace_common.telemetry.layer_stamps import LayerStamps
+from headrace_common.trace_view.model import Link, PartTime, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 
 MS = 10**6
@@ -37,11 +39,9 @@ def link(number: int, mb: int = 2, ms: int = 1, layers: int = 61, start_ms: int 
         payload_bytes=mb * 10**6,
         moving_ns=ms * MS,
         writes=tuple(
-            LayerWriteTimes(
+            LayerStamps(
                 layer,
-                start_ms * MS + layer * each_ns,
-                start_ms * MS + layer * each_ns,
-                start_ms * MS + layer * each_ns,
+                *(start_ms * MS + layer * each_ns,) * 3,
                 start_ms * MS + (layer + 1) * each_ns,
                 mb * 10**6 // layers,
                 "move",
@@ -81,13 +81,12 @@ class RandomViews:
     def time(self) -> int:
         return self._random.choice((-MS, 0, 1, 5 * MS, int(10 ** self._random.uniform(0, 13.3))))
 
-    def write(self) -> LayerWriteTimes:
+    def write(self) -> LayerStamps:
         times = (self.time(), self.time(), self.time(), self.time())
-        cause = self._random.choice(("", "move", "gather", "unfinished", "compute"))
+        cause: Any = self._random.choice(("", "move", "gather", "unfinished", "compute"))
         layer = self._random.randrange(500)
-        return LayerWriteTimes(
-            layer, *times, self.time(), cause, self.time(), self._random.random() < 0.8
-        )
+        finished = self._random.random() < 0.8
+        return LayerStamps(layer, *times, self.time(), cause, self.time(), finished)
 
     def link(self) -> Link:
         ranks = self._random.randrange(99), self._random.randrange(99)

@@ -50,8 +50,10 @@ def changed(**values: int) -> tuple[int, ...]:
 def test_the_cause_is_the_longest_part(
     write: tuple[int, ...], previous_landed_us: int, expected: tuple[Cause, int]
 ) -> None:
-    (stamps,) = unpack_writes(packed(write))
-    assert stamps.cause(1_000 * previous_landed_us) == expected
+    before = (8, *WRITE[1:4], previous_landed_us, *(0,) * 7)
+    stamps = unpack_writes(packed(before, write), start_ns=7)[-1]
+    assert (stamps.cause, stamps.cause_ns) == expected
+    assert stamps.ready_ns == 7 + 1_000 * write[4]
 
 
 def test_the_last_writes_are_kept() -> None:

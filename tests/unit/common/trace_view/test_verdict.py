@@ -6,7 +6,8 @@ import pytest
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import LayerWriteTimes, Link, PartTime, TraceStep, TraceView
+from headrace_common.telemetry.layer_stamps import Cause, LayerStamps
+from headrace_common.trace_view.model import Link, PartTime, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 
@@ -32,14 +33,12 @@ def view(
     return TraceView("t", "r", 0, True, 100 * MS, 100 * MS, parts, links, steps, prompt_tokens=9)
 
 
-def write(layer: int, ready_ms: int, cause: str = "move") -> LayerWriteTimes:
+def write(layer: int, ready_ms: int, cause: Cause = "move") -> LayerStamps:
     ready_ns = ready_ms * MS
-    return LayerWriteTimes(
-        layer, ready_ns, ready_ns, ready_ns, ready_ns + MS, 1_000, cause=cause, cause_ns=7 * MS
-    )
+    return LayerStamps(layer, *(ready_ns,) * 3, ready_ns + MS, 1_000, cause, 7 * MS)
 
 
-def link(rank: int, moving_ms: int, writes: tuple[LayerWriteTimes, ...] = ()) -> Link:
+def link(rank: int, moving_ms: int, writes: tuple[LayerStamps, ...] = ()) -> Link:
     writes = writes or (write(0, 10 + moving_ms),)
     return Link("p", rank, "d", 1, "tcp", "direct", 2_000_000, moving_ms * MS, writes=writes)
 

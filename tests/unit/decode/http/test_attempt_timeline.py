@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -15,8 +14,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clocks import ClockPair
 from headrace_common.latency.parts import TimePart
-from headrace_decode.http import attempt_timeline as attempt_timeline_module
-from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
+from headrace_decode.http import own_attempt as own_attempt_module
+from headrace_decode.http.own_attempt import OwnTimeline
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_frontend.running import timeline as timeline_module
 from headrace_frontend.running.timeline import RequestTimeline
@@ -24,34 +23,12 @@ from headrace_frontend.running.timeline import RequestTimeline
 UNIX_NS = 10**18
 
 
-@dataclass
-class FakeResponse:
-    """Its first token came at this time in microseconds, and its first message 10 us later."""
-
-    first_us: int
-    started: bool = True
-    second_token_unix_ns: int = 0
-
-    times = property(lambda self: self)
-
-    @property
-    def first_token_unix_ns(self) -> int:
-        return UNIX_NS + 1_000 * self.first_us
-
-    @property
-    def first_message_unix_ns(self) -> int:
-        return self.first_token_unix_ns + 10_000
-
-    def monotonic_us(self, unix_ns: int) -> int:
-        return (unix_ns - UNIX_NS) // 1_000
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The monotonic clock in microseconds."""
     now_us = [0]
     clock = SimpleNamespace(monotonic_ns=lambda: 1_000 * now_us[0])
-    for module in (timeline_module, attempt_timeline_module):
+    for module in (timeline_module, own_attempt_module):
         monkeypatch.setattr(module, "time", clock)
     return now_us
 
@@ -69,22 +46,28 @@ def parts_of(found: Breakdown) -> dict[str, int]:
     return {part.label: duration_us for part, duration_us in found.first.parts_us.items()}
 
 
-OwnTimeline: TypeAlias = RequestTimeline[OwnAttemptTimeline]
-
-
-def admitted(timeline: OwnTimeline, found: RequestTimestamps) -> OwnAttemptTimeline:
+def admitted(timeline: RequestTimeline, found: RequestTimestamps) -> OwnTimeline:
     if not timeline.attempts:
         timeline.slot_acquired()
-    return timeline.attempt_started(OwnAttemptTimeline(found))
+    attempt = OwnTimeline(found)
+    timeline.attempts.append(attempt)
+    return attempt
 
 
-def respond(timeline: OwnTimeline, first_us: int) -> None:
-    response: Any = FakeResponse(first_us)
+def respond(timeline: RequestTimeline, first_us: int) -> None:
+    """The first token came at `first_us`, and its message left 10 us later."""
+    times = SimpleNamespace(
+        first_token_unix_ns=1_000 * first_us,
+        second_token_unix_ns=0,
+        first_message_unix_ns=1_000 * first_us + 10_000,
+        monotonic_us=lambda unix_ns: unix_ns // 1_000,
+    )
+    response: Any = SimpleNamespace(started=True, times=times)
     timeline.responding(response)
 
 
 async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int]) -> None:
-    timeline = OwnTimeline(100_000, UNIX_NS)
+    timeline = RequestTimeline(100_000, UNIX_NS)
     clock[0] = 140
     timeline.tokenized((110_000, 130_000))
     timeline.slot_wanted()
@@ -140,7 +123,7 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
 
 
 def test_a_request_without_a_token_waited_for_room(clock: list[int]) -> None:
-    timeline = OwnTimeline(100_000, UNIX_NS)
+    timeline = RequestTimeline(100_000, UNIX_NS)
     clock[0] = 140
     timeline.tokenized((110_000, 130_000))
     timeline.slot_wanted()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,16 +28,18 @@ def shares(blocks: int, *, wait_s: float = 30.0) -> BlockShares:
     return BlockShares(Capacity(blocks, 16, 256, 100), dict, wait_s)
 
 
-def held(
+@asynccontextmanager
+async def held(
     own: BlockShares, tenant: str, deadline: Deadline = LATER, prompt_tokens: int = PROMPT
-) -> AbstractAsyncContextManager[None]:
+) -> AsyncIterator[None]:
     request: Any = SimpleNamespace(
         token_ids=(7,) * prompt_tokens,
         sampling=SimpleNamespace(max_tokens=ANSWER),
         tenant=tenant,
         priority=Priority.NORMAL,
     )
-    return own.holding(request, deadline)
+    with closing(await own.acquire(request, deadline)):
+        yield
 
 
 async def test_a_late_tenant_is_next_before_all_that_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 
 import pytest
 
@@ -24,7 +25,7 @@ async def test_a_tenant_below_its_share_is_admitted_next() -> None:
     permits = [await admission.admit("greedy", _LATER) for _ in range(2)]
     late = asyncio.create_task(admission.admit("late", _LATER))
     await until(lambda: admission.waiting == 1)
-    admission.release(permits[0], 1.0)
+    permits[0].close()
     assert (await late).tenant == "late"
     with pytest.raises(QueueFull, match="2 of 2 requests are in use, 1 of them by tenant greedy"):
         await admission.admit("greedy", _LATER)
@@ -42,7 +43,7 @@ async def test_a_wait_ends_at_the_deadline_and_leaks_nothing() -> None:
     # Granted and cancelled in the same step of the event loop.
     cancelled = asyncio.create_task(admission.admit("late", _LATER))
     await asyncio.sleep(0)
-    admission.release(permits.pop(), 1.0)
+    permits.pop().close()
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
     assert (admission.requests, admission.waiting) == (1, 0)
@@ -67,9 +68,9 @@ async def test_queued_tokens_are_bounded_until_the_first_token() -> None:
     # A full token pool rejects the next request before any work is done for it.
     with pytest.raises(QueueFull):
         await admission.admit("a", _LATER)
-    with admission.holding(second):
+    with closing(second):
         assert admission.queued_tokens == 100
-    admission.release(first, 1.0)
+    first.close()
     assert (admission.queued_tokens, admission.requests) == (0, 0)
 
 
@@ -93,7 +94,7 @@ async def _slot(admission: Admission, tenant: str, deadline: Deadline = _LATER) 
     try:
         await permit.acquire_slot("m")
     except BaseException:
-        admission.release(permit, 0.0)
+        permit.close()
         raise
     return permit
 
@@ -108,13 +109,13 @@ async def test_beyond_its_share_of_the_slots_a_tenant_waits_for_a_while_and_is_r
     assert refused.value.metadata["queue"] == "slots"
     waiting = asyncio.create_task(_slot(admission, "a"))
     await until(lambda: admission.waiting == 1)
-    admission.release(held.pop(), 1.0)
+    held.pop().close()
     held.append(await waiting)
     with pytest.raises(DeadlineExceeded):
         await _slot(admission, "a", Deadline.after(0.01))
     assert (admission.used_slots, admission.slots, admission.waiting) == (2, 2, 0)
     for permit in held:
-        admission.release(permit, 1.0)
+        permit.close()
     assert (admission.used_slots, admission.requests) == (0, 0)
 
 
@@ -129,7 +130,7 @@ async def test_within_its_share_of_the_slots_a_tenant_is_never_rejected() -> Non
         with pytest.raises(QueueFull):
             await _slot(admission, "greedy")
     assert not late.done()
-    admission.release(held.pop(), 1.0)
+    held.pop().close()
     assert (await late).tenant == "late"
 
 
@@ -156,11 +157,13 @@ async def test_the_expected_wait_for_a_slot_is_that_of_the_requests_that_get_one
     third = await admission.admit("b", _LATER)
     # How long a slot is held is not known yet.
     assert third.expected_slot_wait_s("m") == 0.0
-    first._slot_acquired_s -= 4_000.0
-    first.release_slot()
+    slot = first._slot
+    assert slot is not None
+    slot._acquired_s -= 4_000.0
+    slot.close()
     assert third.expected_slot_wait_s("m") == 0.0
     again = await _slot(admission, "a")
     assert third.expected_slot_wait_s("m") == pytest.approx(2_000.0, rel=0.1)
     assert third.expected_slot_wait_s("unknown") == 0.0
     for permit in (first, second, third, again):
-        admission.release(permit, 0.0)
+        permit.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import closing
 from random import Random
 
 import pytest
@@ -287,7 +288,7 @@ async def test_the_slot_that_becomes_free_goes_to_the_class_with_the_least_for_i
 
     async def run(priority: Priority, end: asyncio.Event) -> None:
         permit = await admission.admit("a", _LATER, priority)
-        with admission.holding(permit):
+        with closing(permit):
             await permit.acquire_slot("m")
             started.append(permit.priority.label)
             await end.wait()

@@ -11,11 +11,11 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
 from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.latency.clocks import ClockDifference
 from headrace_common.telemetry import schema
 from headrace_router.tracing import record
 from headrace_router.tracing import store as trace_store
 from headrace_router.tracing.store import TraceLimits, TraceStore
-from headrace_router.tracing.worker_clocks import ClockDifference
 from tests.unit.router.tracing.records import ended
 
 _TRACE = "ab" * 16

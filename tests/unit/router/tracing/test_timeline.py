@@ -42,13 +42,12 @@ def response_at(first_ns: int) -> Any:
     return SimpleNamespace(started=True, times=times)
 
 
-async def started(
-    clocks: WorkerClocks,
-) -> tuple[RequestTimeline[AttemptTimeline], QueuedTask, int]:
+async def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
     """A request with a first token, and with a task that a worker has. Its decode worker is 3 s ahead."""
     start_ns = time.monotonic_ns()
-    timeline = RequestTimeline[AttemptTimeline](start_ns)
-    attempt = timeline.attempt_started(AttemptTimeline(clocks))
+    timeline = RequestTimeline(start_ns)
+    attempt = AttemptTimeline(clocks)
+    timeline.attempts.append(attempt)
     answer = LinkedAnswer(1, 8, lambda *_: None)
     attempt.opened(
         DECODE, answer, remote=True, first_token=first_token_pb2.FIRST_TOKEN_POLICY_DECODE

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_common.latency.clocks import ClockOffset, ClockPair
+from headrace_common.latency.clocks import ClockDifference, ClockOffset, ClockPair
 from headrace_common.telemetry import schema
 from headrace_router.tracing import worker_clocks
-from headrace_router.tracing.worker_clocks import (
-    ClockDifference,
-    clock_attributes,
-    difference_now,
-)
+from headrace_router.tracing.worker_clocks import clock_attributes, difference_now
 
 
 def test_each_worker_has_its_offset_and_its_error_at_the_same_place() -> None:

@@ -75,9 +75,9 @@ def test_an_instrument_is_as_the_schema_has_it() -> None:
     with pytest.raises(ValueError, match="as a counter, not as a gauge"):
         store.gauge(schema.METRIC_REQUESTS)
     with pytest.raises(ValueError, match="with the attributes"):
-        store.counter(schema.METRIC_REQUESTS)
-    counter = store.counter(schema.METRIC_REQUESTS, schema.ATTRIBUTE_END_REASON)
+        store.counter(schema.METRIC_REQUESTS, schema.ATTRIBUTE_TIER)
+    counter = store.counter(schema.METRIC_REQUESTS)
     with pytest.raises(ValueError, match="already"):
-        store.counter(schema.METRIC_REQUESTS, schema.ATTRIBUTE_END_REASON)
+        store.counter(schema.METRIC_REQUESTS)
     with pytest.raises(ValueError, match="1 values of labels, not 2"):
         counter.add(1, "a", "b")
