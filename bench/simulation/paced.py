@@ -141,13 +141,23 @@ def main() -> None:
                     for one in carried
                 }
                 cells = [
-                    cell([share(one, alone.times(factors)) for one in found.get(factors, found.get(None, []))])
+                    cell(
+                        [
+                            share(one, alone.times(factors))
+                            for one in found.get(factors, found.get(None, []))
+                        ]
+                    )
                     for factors in chosen
                 ]
                 print(f"| {way} | {rate:g} | {' | '.join(cells)} |", flush=True)
                 if options.times:
                     for one, blocks in found.items():
-                        print("   ", one, percentiles([o for block in blocks for o in block]), flush=True)
+                        print(
+                            "   ",
+                            one,
+                            percentiles([o for block in blocks for o in block]),
+                            flush=True,
+                        )
 
 
 def _range(part: str) -> range:

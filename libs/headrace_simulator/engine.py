@@ -191,10 +191,7 @@ class SimulatedEngine:
 
     def _parts(self, now_s: float) -> list[tuple[EnginePrompt, int]]:
         """The prompt tokens of the next step."""
-        due = [
-            pace.due(self._step_count - before, job.answer_tokens)
-            for job, (pace, before) in self._paces.items()
-        ]
+        due = [pace.due(self._step_count - before) for pace, before in self._paces.values()]
         answers = Answers(self._running, self._context_tokens, due) if due else None
         prompts = [
             NextPrompt(one.bounds, one.missing_tokens, one.prior_tokens, one.arrival_s)
@@ -203,9 +200,7 @@ class SimulatedEngine:
         order = turns(now_s, self._times.steps, answers, prompts)
         self._prompts = [self._prompts[index] for index in order]
         budget = max(1, self._tokens_max - self._running)
-        paced = prompt_budget(
-            now_s, self._times.steps, answers, (prompts[index] for index in order)
-        )
+        paced = prompt_budget(now_s, self._times.steps, answers, prompts[order[0]])
         if paced is not None:
             budget = min(budget, paced)
         parts = []

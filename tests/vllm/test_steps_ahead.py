@@ -161,7 +161,9 @@ def test_a_short_prompt_overtakes_a_begun_one_for_a_step(ahead: bool) -> None:
     scheduler = scheduler_of(config_of("prefill", ahead=ahead, max_num_batched_tokens=64))
     scheduler.connector.step_times = StepTimes(s_per_prompt_token=1.0, prompt_steps=5)
     for name, tokens in (("long", 160), ("short", 20)):
-        scheduler.add_request(Request(name, list(range(tokens)), SamplingParams(max_tokens=2), None))
+        scheduler.add_request(
+            Request(name, list(range(tokens)), SamplingParams(max_tokens=2), None)
+        )
         if name == "long":
             assert scheduler.schedule().num_scheduled_tokens == {"long": 64}
     assert scheduler.schedule().num_scheduled_tokens == {"short": 20}

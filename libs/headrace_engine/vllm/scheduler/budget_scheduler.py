@@ -58,7 +58,7 @@ class _StepBudget(Scheduler):
         followed = [_prompt_of(one, now_s) for one in prompts]
         order = turns(now_s, times, answers, followed)
         put_off = self._put_in_order([prompts[index] for index in order])
-        budget = prompt_budget(now_s, times, answers, (followed[index] for index in order))
+        budget = prompt_budget(now_s, times, answers, followed[order[0]])
         try:
             return self._schedule_within(budget, throttle_prefills)
         finally:
@@ -130,7 +130,7 @@ class _StepBudget(Scheduler):
                     continue
                 pace = AnswerPace(bound_s, now_s, request.num_output_tokens)
                 self._paces[request.request_id] = pace
-            due.append(pace.due(request.num_output_tokens, request.max_tokens))
+            due.append(pace.due(request.num_output_tokens))
         return Answers(running, context, due) if due else None
 
     def _prompts(self) -> list[Request]:
