@@ -49,27 +49,22 @@ class AnswerPace:
         self._start_s = now_s
         self._start_tokens = token_count
 
-    def due(self, token_count: int) -> DueToken:
-        """The token after the first `token_count`."""
-        made = token_count + 1 - self._start_tokens
-        return DueToken(self._start_s + _KEPT * self.tpot_s * made, self.tpot_s)
-
-
-@dataclass(frozen=True, slots=True)
-class DueToken:
-    """The next token of an answer with a bound."""
-
-    due_s: float
-    tpot_s: float
+    def due_s(self, token_count: int) -> float:
+        """When the token after the first `token_count` is due."""
+        return self._start_s + _KEPT * self.tpot_s * (token_count + 1 - self._start_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """How many answers get a token in the next step, with the tokens before these. `due` has those with a bound."""
+    """How many answers get a token in the next step, with the tokens before these.
+
+    Of those with a bound, `due_s` is the earliest due token, and `tpot_s` the tightest bound.
+    """
 
     running: int
     context_tokens: int
-    due: Sequence[DueToken]
+    due_s: float
+    tpot_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +122,10 @@ def _due_s(times: StepTimes, prompt: NextPrompt) -> float:
 
 def _share_of_prompts(times: StepTimes, answers: Answers | None) -> float:
     """What answers with bounds leave of the time."""
-    if answers is None or not answers.due:
+    if answers is None:
         return 1.0
     alone_s = TimeModel(times).step_s(0, answers.running, answers.context_tokens) or 0.0
-    return max(_SHARE_MIN, 1.0 - alone_s / (_KEPT * min(one.tpot_s for one in answers.due)))
+    return max(_SHARE_MIN, 1.0 - alone_s / (_KEPT * answers.tpot_s))
 
 
 def prompt_budget(
@@ -146,6 +141,5 @@ def prompt_budget(
     if least_s is None or more_s is None or more_s <= least_s:
         return None
     token_s = (more_s - least_s) / LEAST_TOKENS
-    due_s = min(token.due_s for token in answers.due)
-    budget = int((due_s - now_s - least_s) / token_s)
+    budget = int((answers.due_s - now_s - least_s) / token_s)
     return budget if budget >= LEAST_TOKENS else 0

@@ -9,7 +9,6 @@ from headrace_engine.step_budget import (
     LEAST_TOKENS,
     AnswerPace,
     Answers,
-    DueToken,
     NextPrompt,
     TokenBounds,
     prompt_budget,
@@ -28,8 +27,7 @@ _PROMPT = NextPrompt(TokenBounds(), 1_000)
 
 
 def _answers(due_s: float) -> Answers:
-    due = (DueToken(due_s + 1.0, 0.05), DueToken(due_s, 0.05))
-    return Answers(running=4, context_tokens=0, due=due)
+    return Answers(running=4, context_tokens=0, due_s=due_s, tpot_s=0.05)
 
 
 def test_a_step_ends_when_the_most_urgent_token_is_due() -> None:
@@ -52,9 +50,9 @@ def test_nothing_is_bounded_without_bounds_or_times() -> None:
 
 def test_an_early_token_leaves_time_to_later_ones() -> None:
     pace = AnswerPace(0.1, now_s=5.0, token_count=3)
-    assert pace.due(3).due_s == pytest.approx(5.097)
+    assert pace.due_s(3) == pytest.approx(5.097)
     # Its bound is on the mean: the tenth token is due after seven times the bound, whenever the others came.
-    assert pace.due(9).due_s == pytest.approx(5.0 + 0.97 * 0.7)
+    assert pace.due_s(9) == pytest.approx(5.0 + 0.97 * 0.7)
 
 
 def _bounded(tokens: int, due_s: float, first_s: float = 2.0) -> NextPrompt:
