@@ -7,7 +7,7 @@ also come later, as far as those after them can make up for it. They do when a p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,21 +17,11 @@ LEAST_TOKENS: Final = 16
 """Fewer prompt tokens are not worth the fixed time of a prompt in a step."""
 _KEPT: Final = 0.97
 """Of the bounds: the rest is for what the times do not show, such as the way to the client."""
-_URGENT_FROM, _URGENT_TO = 0.3, 0.7
-"""The part of a prompt's time that is used, with what it still takes to compute: answers wait for it more and more."""
-_LATEST: Final = -0.1
-"""A prompt that misses its bound by this part of it is not urgent any more."""
-_LAG_MAX: Final = 8.0
-"""How late an answer's token may come for an urgent prompt, in times of an output token."""
-_FASTER: Final = 1.2
-"""Steps that make up for late tokens take so many times the time of one with answers alone."""
-_STRETCH: Final = 3.0
+_STRETCH: Final = 2.0
 """A prompt without a bound is due after so many times its own computing."""
-_DUE_AGAIN: Final = 8.0
+_DUE_AGAIN: Final = 5.0
 """A prompt that is too late waits for others, until so many times its bound are used."""
 _SHARE_MIN: Final = 0.05
-_SURE_TOKENS: Final = 16
-"""An answer is taken to have at least so many more tokens than it has, and no more than the request allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +49,22 @@ class AnswerPace:
         self._start_s = now_s
         self._start_tokens = token_count
 
-    def due(self, token_count: int, tokens_max: int) -> DueToken:
-        """The token after the first `token_count`, of an answer of at most `tokens_max`."""
-        made = token_count + 1 - self._start_tokens
-        later_tokens = max(0, min(tokens_max - token_count - 1, made + _SURE_TOKENS))
-        return DueToken(self._start_s + _KEPT * self.tpot_s * made, self.tpot_s, later_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class DueToken:
-    """The next token of an answer with a bound. At least `later_tokens` follow it."""
-
-    due_s: float
-    tpot_s: float
-    later_tokens: int
+    def due_s(self, token_count: int) -> float:
+        """When the token after the first `token_count` is due."""
+        return self._start_s + _KEPT * self.tpot_s * (token_count + 1 - self._start_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """How many answers get a token in the next step, with the tokens before these. `due` has those with a bound."""
+    """How many answers get a token in the next step, with the tokens before these.
+
+    Of those with a bound, `due_s` is the earliest due token, and `tpot_s` the tightest bound.
+    """
 
     running: int
     context_tokens: int
-    due: Sequence[DueToken]
+    due_s: float
+    tpot_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +122,17 @@ def _due_s(times: StepTimes, prompt: NextPrompt) -> float:
 
 def _share_of_prompts(times: StepTimes, answers: Answers | None) -> float:
     """What answers with bounds leave of the time."""
-    if answers is None or not answers.due:
+    if answers is None:
         return 1.0
     alone_s = TimeModel(times).step_s(0, answers.running, answers.context_tokens) or 0.0
-    return max(_SHARE_MIN, 1.0 - alone_s / (_KEPT * min(one.tpot_s for one in answers.due)))
+    return max(_SHARE_MIN, 1.0 - alone_s / (_KEPT * answers.tpot_s))
 
 
 def prompt_budget(
-    now_s: float, times: StepTimes, answers: Answers | None, prompts: Iterable[NextPrompt]
+    now_s: float, times: StepTimes, answers: Answers | None, first: NextPrompt
 ) -> int | None:
     """Prompt tokens of the next step. None where nothing bounds them, or the time of steps is unknown."""
-    first = next(iter(prompts), None)
-    if answers is None or first is None:
+    if answers is None:
         return None
     model = TimeModel(times)
     prior = first.prior_tokens
@@ -159,25 +141,5 @@ def prompt_budget(
     if least_s is None or more_s is None or more_s <= least_s:
         return None
     token_s = (more_s - least_s) / LEAST_TOKENS
-    lag = _LAG_MAX * _urgency(first, now_s, token_s)
-    alone_s = least_s - times.prompt_s
-    due_s = min(_latest_s(token, lag, alone_s) for token in answers.due)
-    budget = int((due_s - now_s - least_s) / token_s)
+    budget = int((answers.due_s - now_s - least_s) / token_s)
     return budget if budget >= LEAST_TOKENS else 0
-
-
-def _latest_s(token: DueToken, lag: float, step_s: float) -> float:
-    """When a token may come, `lag` times of an output token late. Later tokens take steps of `step_s`."""
-    gained_s = max(0.0, _KEPT * token.tpot_s - _FASTER * step_s) * token.later_tokens
-    return token.due_s + min(lag * token.tpot_s, gained_s)
-
-
-def _urgency(prompt: NextPrompt, now_s: float, token_s: float) -> float:
-    """From 0 to 1: how much a prompt needs the time of others to keep its bound."""
-    bounds = prompt.bounds
-    if not bounds.first_due_s or not bounds.first_s:
-        return 0.0
-    left = (bounds.first_due_s - now_s - prompt.missing_tokens * token_s) / bounds.first_s
-    if left < _LATEST:
-        return 0.0
-    return min(1.0, max(0.0, (1.0 - left - _URGENT_FROM) / (_URGENT_TO - _URGENT_FROM)))

@@ -42,13 +42,6 @@ class EnginePrompt:
     arrival_s: float
     computed: Callable[[], None]
     answer: Job | None = None
-    begun: bool = False
-
-    def advance(self, tokens: int) -> None:
-        """A step has computed more of it."""
-        self.begun = True
-        self.prior_tokens += tokens
-        self.missing_tokens -= tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +84,8 @@ class SimulatedEngine:
 
     @property
     def waiting_prompts(self) -> int:
-        """Prompts of which nothing is computed, except the next one."""
-        return sum(not prompt.begun for prompt in self._prompts[1:])
+        """Prompts beside the one that is computed next."""
+        return max(0, len(self._prompts) - 1)
 
     def add_prompt(self, prompt: EnginePrompt) -> None:
         """Computes a prompt."""
@@ -159,7 +152,8 @@ class SimulatedEngine:
         self._step_count += steps.count
         self._ending = True
         for prompt, tokens in steps.parts:
-            prompt.advance(tokens)
+            prompt.prior_tokens += tokens
+            prompt.missing_tokens -= tokens
             if not prompt.missing_tokens:
                 self._prompts.remove(prompt)
                 prompt.computed()
@@ -191,11 +185,11 @@ class SimulatedEngine:
 
     def _parts(self, now_s: float) -> list[tuple[EnginePrompt, int]]:
         """The prompt tokens of the next step."""
-        due = [
-            pace.due(self._step_count - before, job.answer_tokens)
-            for job, (pace, before) in self._paces.items()
-        ]
-        answers = Answers(self._running, self._context_tokens, due) if due else None
+        answers = None
+        if self._paces:
+            paces = self._paces.values()
+            due_s = min(pace.due_s(self._step_count - before) for pace, before in paces)
+            answers = Answers(self._running, self._context_tokens, due_s, self._tpot_s)
         prompts = [
             NextPrompt(one.bounds, one.missing_tokens, one.prior_tokens, one.arrival_s)
             for one in self._prompts
@@ -203,9 +197,7 @@ class SimulatedEngine:
         order = turns(now_s, self._times.steps, answers, prompts)
         self._prompts = [self._prompts[index] for index in order]
         budget = max(1, self._tokens_max - self._running)
-        paced = prompt_budget(
-            now_s, self._times.steps, answers, (prompts[index] for index in order)
-        )
+        paced = prompt_budget(now_s, self._times.steps, answers, prompts[order[0]])
         if paced is not None:
             budget = min(budget, paced)
         parts = []

@@ -230,12 +230,11 @@ class SimulatedRouter:
 
     def _refuse_late(self, job: Job, decision: Decision, worker: SimulatedWorker) -> None:
         """Raises FirstTokenLate as a router does among workers of both roles."""
-        settings, first_s = self._settings, decision.first_s
-        if not settings.early_refusal or first_s is None:
+        if not self._settings.early_refusal or decision.first_s is None:
             return
         elapsed_s = self._loop.time() - job.arrival_s
-        prediction = predicted(elapsed_s, decision, first_s, worker.load().times)
-        bound = FirstTokenBound(settings.ttft_s, REQUEST_TARGET)
+        prediction = predicted(elapsed_s, decision, decision.first_s, worker.load().times)
+        bound = FirstTokenBound(self._settings.ttft_s, REQUEST_TARGET)
         if is_late(prediction, bound):
             raise refusal(prediction, bound)
 

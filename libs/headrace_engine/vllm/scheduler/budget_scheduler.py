@@ -16,7 +16,6 @@ from headrace_engine.step_budget import (
     NO_BOUNDS,
     AnswerPace,
     Answers,
-    DueToken,
     NextPrompt,
     TokenBounds,
     prompt_budget,
@@ -39,13 +38,6 @@ class _StepBudget(Scheduler):
         self._overtaking = ""
         """The waiting prompt for which begun ones were put off last."""
 
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
-        # It needs blocks, and no compute: it must not wait behind prompts that the budget holds back.
-        if waits_for_kv(request.kv_transfer_params) and request in self.waiting:
-            self.waiting.remove_request(request)
-            self.waiting.prepend_request(request)
-
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._add_received()
         prompts = self._prompts()
@@ -58,7 +50,7 @@ class _StepBudget(Scheduler):
         followed = [_prompt_of(one, now_s) for one in prompts]
         order = turns(now_s, times, answers, followed)
         put_off = self._put_in_order([prompts[index] for index in order])
-        budget = prompt_budget(now_s, times, answers, (followed[index] for index in order))
+        budget = prompt_budget(now_s, times, answers, followed[order[0]])
         try:
             return self._schedule_within(budget, throttle_prefills)
         finally:
@@ -101,6 +93,7 @@ class _StepBudget(Scheduler):
         waiting = [one for one in prompts if one.request_id not in begun]
         if not waiting or not isinstance(self.waiting, deque):
             return []
+        # Those that wait for KV need blocks, and no compute.
         others = [one for one in self.waiting if one.request_id not in turn_of]
         self.waiting.clear()
         self.waiting.extend([*others, *waiting])
@@ -116,7 +109,7 @@ class _StepBudget(Scheduler):
 
     def _answers(self, now_s: float) -> Answers | None:
         """None where no running answer has a bound."""
-        due: list[DueToken] = []
+        due: list[tuple[float, float]] = []
         running = context = 0
         for request in self.running:
             if request.is_prefill_chunk:
@@ -130,8 +123,11 @@ class _StepBudget(Scheduler):
                     continue
                 pace = AnswerPace(bound_s, now_s, request.num_output_tokens)
                 self._paces[request.request_id] = pace
-            due.append(pace.due(request.num_output_tokens, request.max_tokens))
-        return Answers(running, context, due) if due else None
+            due.append((pace.due_s(request.num_output_tokens), pace.tpot_s))
+        if not due:
+            return None
+        first_s, tightest_s = map(min, zip(*due, strict=True))
+        return Answers(running, context, first_s, tightest_s)
 
     def _prompts(self) -> list[Request]:
         """In the order in which vLLM would compute them."""
