@@ -361,6 +361,9 @@ def main() -> None:
     parser.add_argument(
         "--report", type=Path, nargs="+", default=[], help="files of earlier blocks"
     )
+    parser.add_argument(
+        "--stretch-max", type=float, default=99.0, help="leaves out blocks with longer steps"
+    )
     parser.add_argument("--remark", default="", help="what else is to be said of the run")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -377,6 +380,7 @@ def main() -> None:
             blocks += asyncio.run(bench.faults())
         for way in () if arguments.faults else filter(None, arguments.ways.split(",")):
             blocks += asyncio.run(bench.way(way))
+    blocks = [block for block in blocks if block.stretch <= arguments.stretch_max]
     tables = tables_of(arguments, pace, blocks)
     print(tables)
     if arguments.output:
