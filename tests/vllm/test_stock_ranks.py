@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.vllm.pair import prompt_of
+from tests.vllm.pair import LEASE_TTL_S, prompt_of
 from tests.vllm.stock import MODEL, Wanted, complete, connector, pairing, serving
 from tests.vllm.test_stock import params_of
 
@@ -22,7 +22,7 @@ pytestmark = [
 async def test_two_ranks_send_to_one_server_that_only_receives(tmp_path: Path) -> None:
     port = free_port()
     prefill = Wanted("prefill", connector("kv_producer", port), port, rank_count=2)
-    decode = Wanted("decode", connector("kv_consumer", 0))
+    decode = Wanted("decode", connector("kv_consumer", 0, lease_ttl_s=LEASE_TTL_S))
     async with serving(tmp_path, prefill, decode) as (first, second):
         async with pairing(tmp_path, first, second) as proxy_port:
             for length in (33, 300, 700):
