@@ -36,6 +36,7 @@ from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.status.traffic import BucketSums, TrafficCounts
 from headrace_router.tracing.request_record import Regret
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_text.codec import TextCodec
 
 _SAMPLE_INTERVAL_S: Final = 1.0
 
@@ -57,6 +58,7 @@ def _gauges(
     admission: Admission,
     prefixes: PrefixCacheDirectory,
     workers: WorkerDirectory,
+    codecs: Mapping[str, TextCodec],
 ) -> tuple[_Gauge, ...]:
     def depths() -> Mapping[str, float]:
         return {
@@ -76,7 +78,12 @@ def _gauges(
             "tokens": admission.max_queued_tokens,
         }
 
+    def differences() -> Mapping[str, float]:
+        return {model: codec.encoder_differences for model, codec in codecs.items()}
+
+    model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
     return (
+        _Gauge(schema.METRIC_ENCODER_DIFFERENCES, differences, model),
         _Gauge(schema.METRIC_QUEUE_DEPTH, depths, schema.ATTRIBUTE_QUEUE),
         _Gauge(schema.METRIC_QUEUE_LIMIT, limits, schema.ATTRIBUTE_QUEUE),
         _Gauge(schema.METRIC_CLASS_QUEUE_DEPTH, queue.depths, schema.ATTRIBUTE_PRIORITY),
@@ -114,6 +121,7 @@ class RouterMetrics(RequestCounter):
         admission: Admission,
         prefixes: PrefixCacheDirectory,
         workers: WorkerDirectory,
+        codecs: Mapping[str, TextCodec],
     ) -> None:
         self.totals = RequestTotals()
         """Sums over the answered requests, for planners."""
@@ -161,7 +169,7 @@ class RouterMetrics(RequestCounter):
         )
         self._gauges: tuple[tuple[Gauge, _Gauge], ...] = tuple(
             (store.gauge(gauge.name, *filter(None, [gauge.attribute])), gauge)
-            for gauge in _gauges(queue, admission, prefixes, workers)
+            for gauge in _gauges(queue, admission, prefixes, workers, codecs)
         )
         self._task: asyncio.Task[None] | None = None
         if metrics.has_readers:
