@@ -42,6 +42,7 @@ from headrace_common.errors import StaleIncarnation
 from headrace_engine.interface import DecodeTokens, DecodeWork
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.layout import KvDescriptor, WorkerRef
+from tests.decoding import decoded
 from tests.devices import CPU, CUDA, machine
 from tests.vllm.pair import GREEDY, engine_config
 
@@ -151,7 +152,7 @@ async def with_connector(arguments: argparse.Namespace) -> AsyncIterator[Ask]:
         work = DecodeWork(f"x{next(numbers):032d}", tuple(prompt), sampling, remote_kv=False)
         return [
             time.time_ns()
-            async for event in measured.decode(work)
+            async for event in decoded(measured, work)
             if isinstance(event, DecodeTokens)
             for _ in event.token_ids
         ]

@@ -25,6 +25,7 @@ from bench.support.vllm_ways import bytes_of_block
 from headrace_engine.interface import Arrived, DecodeTokens
 from headrace_kv.messages import Reservation
 from headrace_kv.tiers.tiers import TierSettings
+from tests.decoding import decoded
 from tests.vllm.pair import GREEDY, TIMEOUT_S, Pair, running_pair
 from tests.waiting import until
 
@@ -69,7 +70,7 @@ async def hand_over(pair: Pair, prompt: Sequence[int]) -> HandedOver:
     sent: set[int] = set()
     start_s = time.monotonic()
     async with asyncio.timeout(TIMEOUT_S):
-        async for event in pair.decode.decode(work):
+        async for event in decoded(pair.decode, work):
             if isinstance(event, Reservation):
                 outcome, _ = await pair.hand_over(work.token_ids, event)
                 pair.decode.transfer_event(Arrived(work.transfer_id))

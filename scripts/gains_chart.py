@@ -42,11 +42,11 @@ def read_panels(results: str) -> list[Panel]:
     names: list[str] = []
     for line in results.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells[-1] == "goodput":
+        if "goodput" in cells:
             names = cells
-        elif names and len(cells) == len(names) and cells[-1].endswith("/s"):
+        elif len(cells) == len(names) and (value := cells[names.index("goodput")]).endswith("/s"):
             panel = panels.setdefault(cells[0], Panel(cells[0], {}))
-            panel.goodput[cells[1]] = float(cells[-1].removesuffix("/s"))
+            panel.goodput[cells[1]] = float(value.split()[-1].removesuffix("/s"))
     if not panels:
         raise ValueError("the results have no table of goodput")
     return list(panels.values())

@@ -68,7 +68,9 @@ async def start_router(
     """Starts `vllm serve` for each engine, and vllm-router with a policy of its own or "default" before them."""
     ports = [free_port() for _ in range(engines)]
     common = [
-        *("serve", str(arguments["model"]), "--served-model-name", MODEL, "--host", "127.0.0.1"),
+        # Not `vllm serve`, which needs a distribution of the name vllm.
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
+        *("--model", str(arguments["model"]), "--served-model-name", MODEL),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log", "--disable-log-stats"),
         *("--dtype", str(arguments["dtype"]), "--enforce-eager"),
         *("--max-num-seqs", str(arguments["max_num_seqs"])),
@@ -76,13 +78,15 @@ async def start_router(
         *("--max-model-len", str(arguments["max_model_len"])),
         *("--num-gpu-blocks-override", str(arguments["num_gpu_blocks_override"])),
     ]
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    for port in ports:
-        command = [vllm, *common, "--port", str(port)]
-        await stack.enter_async_context(_process(command, folder / f"serve-{port}.log"))
+    servers = [
+        await stack.enter_async_context(
+            _process([*common, "--port", str(port)], folder / f"serve-{port}.log")
+        )
+        for port in ports
+    ]
     async with aiohttp.ClientSession() as session:
-        for port in ports:
-            await _ready(session, f"http://127.0.0.1:{port}/health")
+        for port, server in zip(ports, servers, strict=True):
+            await _ready(session, f"http://127.0.0.1:{port}/health", server)
         port = free_port()
         urls = [f"http://127.0.0.1:{one}" for one in ports]
         command = [
@@ -90,14 +94,19 @@ async def start_router(
             *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
             *(() if policy == "default" else ("--policy", policy)),
         ]
-        await stack.enter_async_context(_process(command, folder / "router.log"))
-        await _ready(session, f"http://127.0.0.1:{port}/health")
+        router = await stack.enter_async_context(_process(command, folder / "router.log"))
+        await _ready(session, f"http://127.0.0.1:{port}/health", router)
     return await by_http(stack, f"127.0.0.1:{port}", MODEL, bounded=False)
 
 
-async def _ready(session: aiohttp.ClientSession, url: str) -> None:
+async def _ready(
+    session: aiohttp.ClientSession, url: str, process: asyncio.subprocess.Process
+) -> None:
+    """Waits until the process is healthy. Raises WorkerGone when it ends instead."""
     async with asyncio.timeout(_START_S):
         while True:
+            if process.returncode is not None:
+                raise WorkerGone(f"{url}: the process ended with {process.returncode}")
             try:
                 async with session.get(url) as answer:
                     if answer.status == 200:
@@ -108,7 +117,7 @@ async def _ready(session: aiohttp.ClientSession, url: str) -> None:
 
 
 @asynccontextmanager
-async def _process(command: list[str], log: Path) -> AsyncIterator[None]:
+async def _process(command: list[str], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """A program that ends with the context. Its environment is that of engines beside ours."""
     environment = {**os.environ, **vllm_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("wb") as written:
@@ -116,7 +125,7 @@ async def _process(command: list[str], log: Path) -> AsyncIterator[None]:
             *command, stdout=written, stderr=written, env=environment
         )
     try:
-        yield
+        yield process
     finally:
         if process.returncode is None:
             process.terminate()

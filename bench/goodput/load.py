@@ -29,6 +29,9 @@ PHASE_S: Final = 15.0
 _AGENTS: Final = 0.3
 _AGENT_SHARED: Final = 0.96
 _AGENT_PREFIXES: Final = 4
+BESIDE: Final = 3
+_BESIDE_TOKENS: Final = (128, 512)
+LENGTHS: Final = (512, 1_024, 2_048, 4_096, 8_192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,16 @@ def mixed(rate: float, seconds: float, numbers: random.Random) -> list[Arrival]:
     return found
 
 
-LOADS: Final[dict[str, Load]] = {"plain": plain, "chats": chats, "flips": flips, "mixed": mixed}
+def day(rate: float, seconds: float, numbers: random.Random) -> list[Arrival]:
+    """Arrivals rise from nothing to the rate and fall again, as in half of a wave."""
+    return [
+        one
+        for one in _poisson(rate, seconds, PROMPTS, ANSWERS, numbers)
+        if numbers.random() < math.sin(math.pi * one.due_s / seconds)
+    ]
+
+
+LOADS: Final[dict[str, Load]] = {one.__name__: one for one in (plain, chats, flips, mixed, day)}
 
 
 def arrivals(name: str, rate: float, seconds: float, seed: int) -> Sequence[Arrival]:
@@ -131,6 +143,41 @@ def _poisson(
             numbers.randint(*answers),
             numbers.getrandbits(48),
         )
+
+
+async def send_alone(
+    ask: Ask, seconds: float, seed: int, step_ms: float, bounds: Callable[[Factors], Objective]
+) -> list[Answer]:
+    """The first tokens of prompts of all LENGTHS, one request after the other, beside BESIDE answers without end."""
+    numbers = random.Random(f"handover/{seed}")
+    requests = itertools.count()
+
+    def new_one(tokens: tuple[int, int]) -> Arrival:
+        return Arrival(0.0, *tokens, numbers.getrandbits(48), factors=FACTORS[1])
+
+    async def generate() -> None:
+        await asyncio.sleep(numbers.uniform(0, BESIDE))
+        while True:
+            one = new_one(_BESIDE_TOKENS)
+            objective = bounds(FACTORS[1])
+            async for _ in ask(one.prompt(), one.answer_tokens, next(requests), objective):
+                pass
+
+    beside = [asyncio.create_task(generate()) for _ in range(BESIDE)]
+    answers: list[Answer] = []
+    try:
+        await asyncio.sleep(2 * BESIDE)
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            for tokens in numbers.sample(LENGTHS, len(LENGTHS)):
+                # Requests arrive at any moment of a step.
+                await asyncio.sleep(1e-3 * step_ms * numbers.uniform(4, 6))
+                answers += await send(ask, [new_one((tokens, 4))], seconds, bounds)
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+    return answers
 
 
 async def send(
@@ -163,6 +210,7 @@ async def send(
             failed=failed or len(token_ms) < arrival.answer_tokens,
             prompt_tokens=arrival.prompt_tokens,
             factors=arrival.factors,
+            due_s=arrival.due_s,
         )
 
     start_s = time.monotonic()

@@ -4,6 +4,7 @@ plain-alternating, plain-least: vLLM engines behind a balancer, in turn or with 
 mooncake-P-D: vLLM's MooncakeConnector, P prefill and D decode engines, with the fewest requests first.
 pools-P-D[-FIRST]: Headrace, P prefill and D decode workers. FIRST is decode, prefill or hidden.
 both: Headrace, workers of both roles. Requests carry their bounds.
+planned: the same, where the planner decides on the number of workers. It starts with one.
 pools-P-D-http, both-http: the same over HTTP.
 router-POLICY: vllm-router with a policy of its own or "default", before `vllm serve`, over HTTP.
 """
@@ -14,7 +15,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,10 +37,10 @@ from bench.support.vllm_ways import (
 )
 from headrace_cli.client import open_router, open_router_internally
 from headrace_cli.up.deployment import Signals, deployed
+from headrace_cli.up.keeping import NO_RESTARTS, keep
 from headrace_cli.up.topology import Topology
 from headrace_common.ports import free_port
 
-_CACHE_TOKENS: Final = 400_000
 _SEQUENCES: Final = 64
 _CONTEXT_TOKENS: Final = 16_384
 _FIRST: Final = {"decode": DECODE, "prefill": PREFILL, "hidden": HIDDEN}
@@ -53,6 +54,8 @@ class Engines:
     count: int
     step_tokens: int
     folder: Path
+    cache_tokens: int
+    alone: Objective
 
     async def start(self, stack: AsyncExitStack, way: str) -> Ask:
         """Starts the engines of a way. They end with the stack. Raises ValueError for an unknown one."""
@@ -69,12 +72,14 @@ class Engines:
             return await start_router(stack, rest, self.count, self._arguments(), self.folder)
         if kind == "pools":
             computing, generating, *first = rest.split("-")
-            pools = await self._ours(stack, int(computing), int(generating), 0)
+            pools = await self.headrace(stack, self.topology(int(computing), int(generating), 0))
             if "http" in first:
                 return await by_http(stack, pools.http, self.model.name, bounded=False)
             return by_pools(pools, _FIRST[first[0] if first else "decode"])
+        if kind == "planned":
+            return by_both(await self._planned(stack))
         if kind == "both":
-            workers = await self._ours(stack, 0, 0, self.count)
+            workers = await self.headrace(stack, self.topology(0, 0, self.count))
             if rest == "http":
                 return await by_http(stack, workers.http, self.model.name, bounded=True)
             return by_both(workers)
@@ -83,7 +88,7 @@ class Engines:
     def _arguments(self, **more: Any) -> dict[str, Any]:
         """vLLM's arguments of an engine."""
         return {
-            **engine_arguments(self.model, "float32", _CACHE_TOKENS, **more),
+            **engine_arguments(self.model, "float32", self.cache_tokens, **more),
             "max_num_seqs": _SEQUENCES,
             "max_num_batched_tokens": self.step_tokens,
             "max_model_len": _CONTEXT_TOKENS,
@@ -123,16 +128,17 @@ class Engines:
         await loaded(*children)
         return by_pairs(children[:prefill], children[prefill:], ports)
 
-    async def _ours(self, stack: AsyncExitStack, prefill: int, decode: int, both: int) -> Ours:
+    def topology(self, prefill: int, decode: int, both: int) -> Topology:
+        """Services with so many workers of each kind."""
         settings = {
             "dtype": "float32",
             "max_num_seqs": str(_SEQUENCES),
             "max_num_batched_tokens": str(self.step_tokens),
             "max_model_len": str(_CONTEXT_TOKENS),
-            "num_gpu_blocks_override": str(_CACHE_TOKENS // BLOCK_TOKENS),
+            "num_gpu_blocks_override": str(self.cache_tokens // BLOCK_TOKENS),
         }
         services = ("worker",) if both else ("prefill", "decode")
-        topology = Topology(
+        return Topology(
             model=str(self.model),
             prefill_count=prefill,
             decode_count=decode,
@@ -143,9 +149,35 @@ class Engines:
                 (service, name, value) for service in services for name, value in settings.items()
             ),
         )
-        console = stack.enter_context((self.folder / "console.log").open("w"))
+
+    async def _planned(self, stack: AsyncExitStack) -> Ours:
+        """A worker of both roles, and a planner that adds others. Goals are five and two times those alone."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rules = self.folder / "planner.toml"
+        rules.write_text(
+            f"[goals]\nttft_s = {5e-3 * self.alone.ttft_ms}\nitl_s = {2e-3 * self.alone.tpot_ms}\nshare = 0.99\n"
+            f"[budget]\ndevices_max = {self.count}\n"
+        )
+        planner = {"settings_file": str(rules), "interval_s": "10", "sample_interval_s": "2"}
+        topology = self.topology(0, 0, 1)
+        settings = (*topology.settings, *(("planner", *one) for one in planner.items()))
+        topology = replace(topology, planner=True, settings=settings)
+        workers = await self.headrace(stack, topology)
+        console = Console(file=stack.enter_context((self.folder / "planner.log").open("w")))
+        keeping = asyncio.create_task(keep(topology, workers.deployment, console, NO_RESTARTS))
+
+        async def end() -> None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+        stack.push_async_callback(end)
+        return workers
+
+    async def headrace(self, stack: AsyncExitStack, topology: Topology) -> Ours:
+        """Starts the services."""
         folder = self.folder / "services"
-        await asyncio.to_thread(folder.mkdir)
+        await asyncio.to_thread(folder.mkdir, parents=True)
+        console = stack.enter_context((self.folder / "console.log").open("w"))
         deployment = await stack.enter_async_context(
             deployed(topology, folder, Console(file=console), Signals())
         )

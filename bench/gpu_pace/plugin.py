@@ -3,7 +3,7 @@
 vLLM finds it as the entry point of bench/gpu_pace/site. Attention waits in each layer until the accelerator would have
 computed the layer, and computes nothing, so tokens are arbitrary. The KV is written, and leaves when its layer is done.
 Mooncake's writes take as long as the KV of the modelled model would take on the link. A file in the folder of steps
-gets a line for each step: its modelled and its true time in milliseconds.
+gets a line for each step: its modelled and its true time in milliseconds, and the prompt tokens that it computed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Step:
         self._file = (folder / f"{os.getpid()}.csv").open("a", buffering=1)
         self._start_s = 0.0
         self._taken_s = 0.0
+        self._prompt_tokens = 0
         self._layers = 1
         self._layer = 0
 
@@ -40,6 +41,7 @@ class Step:
         prompts = [part for part in parts if part[1] > 1]
         contexts = [context for context, count in parts if count == 1]
         self._taken_s = 1e-3 * self._pace.taken_ms(prompts, contexts)
+        self._prompt_tokens = sum(count for _, count in prompts)
         self._layers, self._layer = layers, 0
 
     def end_layer(self) -> None:
@@ -51,7 +53,7 @@ class Step:
         """Waits until the step would have ended, and writes its times."""
         self._wait_until(self._taken_s)
         taken_s = time.monotonic() - self._start_s
-        self._file.write(f"{1e3 * self._taken_s:.2f},{1e3 * taken_s:.2f}\n")
+        self._file.write(f"{1e3 * self._taken_s:.2f},{1e3 * taken_s:.2f},{self._prompt_tokens}\n")
         self._taken_s = 0.0
 
     def _wait_until(self, after_s: float) -> None:

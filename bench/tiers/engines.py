@@ -22,6 +22,7 @@ from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.tiers.load_times import TierLoad
 from headrace_kv.tiers.tiers import TierSettings
+from tests.decoding import decoded
 from tests.pool_store import Store
 from tests.vllm.pair import GREEDY, engine_config
 from tests.waiting import until
@@ -70,7 +71,7 @@ class Ours:
         cached = 0
         start_s = time.monotonic()
         async with asyncio.timeout(TIMEOUT_S):
-            async for event in self._engine.decode(work):
+            async for event in decoded(self._engine, work):
                 if isinstance(event, DecodeTokens):
                     token_s += [time.monotonic() - start_s] * len(event.token_ids)
                     token_ids += event.token_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -361,15 +361,15 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
-        """Yields the Reservation of a request with `remote_kv` once blocks are held, then tokens, then DecodeEnded.
+    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
+        """Gives `put` the Reservation of a request with `remote_kv` once blocks are held, tokens, and then DecodeEnded.
 
-        With a reservation that is not empty, no token is yielded before the KV cache is complete. The exception is a
-        token that is chosen from `FirstHiddenState`; the end can follow it directly. The engine waits for `Arrived`.
+        Returns after the end. `put` is called on the event loop, and neither raises nor waits. With a reservation that
+        is not empty, no token comes before the KV cache is complete. The exception is a token that is chosen from
+        `FirstHiddenState`; the end can follow it directly. The engine waits for `Arrived`.
 
-        Closing the iterator aborts the request. The reservation's blocks stay held until `Arrived` or `Released`
-        (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
-        token never has one.
+        Its cancellation aborts the request. The reservation's blocks stay held until `Arrived` or `Released` (I1). An
+        empty reservation (start_token == end_token) needs neither. A request that awaits its first token never has one.
         """
 
     @abstractmethod

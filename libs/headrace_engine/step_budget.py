@@ -1,6 +1,7 @@
-"""How many prompt tokens a step may compute, so that running answers get their tokens in time. Pure.
+"""The order of prompts, and how many of their tokens a step may compute beside running answers. Pure.
 
-An answer's bound is on its mean time per output token, so a token that came early leaves time to later ones. Tokens may
+The order keeps the bounds of as many prompts as it can. The tokens are limited, so that answers get theirs in time. An
+answer's bound is on its mean time per output token, so a token that came early leaves time to later ones. Tokens may
 also come later, as far as those after them can make up for it. They do when a prompt would miss its own bound.
 """
 
@@ -24,6 +25,11 @@ _LAG_MAX: Final = 8.0
 """How late an answer's token may come for an urgent prompt, in times of an output token."""
 _FASTER: Final = 1.2
 """Steps that make up for late tokens take so many times the time of one with answers alone."""
+_STRETCH: Final = 3.0
+"""A prompt without a bound is due after so many times its own computing."""
+_DUE_AGAIN: Final = 8.0
+"""A prompt that is too late waits for others, until so many times its bound are used."""
+_SHARE_MIN: Final = 0.05
 _SURE_TOKENS: Final = 16
 """An answer is taken to have at least so many more tokens than it has, and no more than the request allows."""
 
@@ -80,11 +86,63 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class NextPrompt:
-    """The prompt that is computed next, with its tokens that are not computed and those before them."""
+    """A prompt with its tokens that are not computed, and those before them. The engine has it since `arrival_s`."""
 
     bounds: TokenBounds
     missing_tokens: int
     prior_tokens: int = 0
+    arrival_s: float = 0.0
+
+
+def turns(
+    now_s: float, times: StepTimes, answers: Answers | None, prompts: Sequence[NextPrompt]
+) -> list[int]:
+    """In which order prompts are computed, by their indices: the earliest due first.
+
+    Where not all of them can be in time, the longest are late: after the others, so that the fewest are. As long as the
+    times are unknown, the order does not change.
+    """
+    if len(prompts) < 2 or not times.knows_prompts:
+        return list(range(len(prompts)))
+    share = _share_of_prompts(times, answers)
+    left_s = [_computing_s(times, one.missing_tokens, one.prior_tokens) / share for one in prompts]
+    due_s = [_due_s(times, one) for one in prompts]
+    may_be_late = [
+        one.bounds.first_s > 0 and now_s + left < due + (_DUE_AGAIN - 1) * one.bounds.first_s
+        for one, left, due in zip(prompts, left_s, due_s, strict=True)
+    ]
+    in_time: list[int] = []
+    late: list[int] = []
+    end_s = now_s
+    for index in sorted(range(len(prompts)), key=due_s.__getitem__):
+        in_time.append(index)
+        end_s += left_s[index]
+        if may_be_late[index] and end_s > due_s[index]:
+            longest = max((one for one in in_time if may_be_late[one]), key=left_s.__getitem__)
+            in_time.remove(longest)
+            late.append(longest)
+            end_s -= left_s[longest]
+    return in_time + sorted(late, key=due_s.__getitem__)
+
+
+def _computing_s(times: StepTimes, tokens: int, prior_tokens: int) -> float:
+    attended_s = times.s_per_attended_token * (prior_tokens + tokens / 2)
+    return tokens * (times.s_per_prompt_token + attended_s)
+
+
+def _due_s(times: StepTimes, prompt: NextPrompt) -> float:
+    if prompt.bounds.first_s:
+        return prompt.bounds.first_due_s
+    whole_s = _computing_s(times, prompt.prior_tokens + prompt.missing_tokens, 0)
+    return prompt.arrival_s + _STRETCH * whole_s
+
+
+def _share_of_prompts(times: StepTimes, answers: Answers | None) -> float:
+    """What answers with bounds leave of the time."""
+    if answers is None or not answers.due:
+        return 1.0
+    alone_s = TimeModel(times).step_s(0, answers.running, answers.context_tokens) or 0.0
+    return max(_SHARE_MIN, 1.0 - alone_s / (_KEPT * min(one.tpot_s for one in answers.due)))
 
 
 def prompt_budget(

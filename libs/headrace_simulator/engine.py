@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace_common.time_model.model import TimeModel
-from headrace_engine.step_budget import AnswerPace, Answers, NextPrompt, TokenBounds, prompt_budget
+from headrace_engine.step_budget import (
+    AnswerPace,
+    Answers,
+    NextPrompt,
+    TokenBounds,
+    prompt_budget,
+    turns,
+)
 from headrace_planner.settings import WorkerProfile
 from headrace_simulator.job import Job
 
@@ -25,12 +31,17 @@ _FIRST, _LAST = 0, 1
 
 @dataclass(slots=True, eq=False)
 class EnginePrompt:
-    """A prompt in computation. `computed` is called at the end of its last step."""
+    """A prompt in computation. `computed` is called at the end of its last step.
+
+    That step makes the first token of `answer`, which runs here from then on.
+    """
 
     missing_tokens: int
     prior_tokens: int
     bounds: TokenBounds
+    arrival_s: float
     computed: Callable[[], None]
+    answer: Job | None = None
     begun: bool = False
 
     def advance(self, tokens: int) -> None:
@@ -52,9 +63,9 @@ class _Steps:
 
 
 class SimulatedEngine:
-    """Prompts are computed in the order of their arrival. `on_ended` is called with each complete answer.
+    """Prompts are computed in the order of `turns`. `on_ended` is called with each complete answer.
 
-    Requests join at the end of a step. `tpot_s` bounds the mean time per output token of each answer.
+    Requests join at the end of a step. `tpot_s` bounds the mean time per output token of each answer, if it is not 0.
     """
 
     def __init__(
@@ -65,7 +76,7 @@ class SimulatedEngine:
         self._tokens_max = profile.max_num_batched_tokens
         self._tpot_s = tpot_s
         self._on_ended = on_ended
-        self._prompts: deque[EnginePrompt] = deque()
+        self._prompts: list[EnginePrompt] = []
         self._joining: list[Job] = []
         self._running = 0
         self._paces: dict[Job, tuple[AnswerPace, int]] = {}
@@ -81,12 +92,14 @@ class SimulatedEngine:
     @property
     def waiting_prompts(self) -> int:
         """Prompts of which nothing is computed, except the next one."""
-        return sum(not prompt.begun for prompt in list(self._prompts)[1:])
+        return sum(not prompt.begun for prompt in self._prompts[1:])
 
     def add_prompt(self, prompt: EnginePrompt) -> None:
         """Computes a prompt."""
         if not prompt.missing_tokens:
             prompt.computed()
+            if prompt.answer is not None:
+                self.add_answer(prompt.answer)
             return
         self._prompts.append(prompt)
         self._joined()
@@ -118,24 +131,27 @@ class SimulatedEngine:
 
     def _begin(self) -> None:
         for job in self._joining:
-            self._running += 1
-            self._context_base += job.prompt_tokens - self._step_count
-            number = job.request.number
-            heapq.heappush(self._marks, (self._step_count + 1, number, _FIRST, job))
-            last = self._step_count + job.answer_tokens
-            heapq.heappush(self._marks, (last, number, _LAST, job))
+            self._run(job, self._step_count)
         self._joining.clear()
         self._steps = None
         if not self._running and not self._prompts:
             return
         now_s = self._loop.time()
-        parts = list(self._parts(self._budget(now_s))) if self._prompts else []
+        parts = self._parts(now_s) if self._prompts else []
         step_s = self._step_s(parts)
         count = 1
         if not self._prompts:
             count = min(_STEPS_MAX, self._marks[0][0] - self._step_count)
         timer = self._loop.call_at(now_s + count * step_s, self._end)
         self._steps = _Steps(now_s, step_s, count, parts, timer)
+
+    def _run(self, job: Job, before: int) -> None:
+        """An answer runs, `before` steps before its first token."""
+        self._running += 1
+        self._context_base += job.prompt_tokens - before
+        number = job.request.number
+        heapq.heappush(self._marks, (before + 1, number, _FIRST, job))
+        heapq.heappush(self._marks, (before + job.answer_tokens, number, _LAST, job))
 
     def _end(self) -> None:
         steps = self._steps
@@ -147,6 +163,8 @@ class SimulatedEngine:
             if not prompt.missing_tokens:
                 self._prompts.remove(prompt)
                 prompt.computed()
+                if prompt.answer is not None:
+                    self._run(prompt.answer, self._step_count - 1)
         self._pass_marks()
         self._ending = False
         self._begin()
@@ -157,12 +175,13 @@ class SimulatedEngine:
             step_count, _, kind, job = heapq.heappop(self._marks)
             if kind == _FIRST:
                 job.made_first_token(now_s)
-                pace = AnswerPace(self._tpot_s, now_s, 1)
-                self._paces[job] = pace, self._step_count - 1
+                if self._tpot_s:
+                    pace = AnswerPace(self._tpot_s, now_s, 1)
+                    self._paces[job] = pace, self._step_count - 1
                 continue
             self._running -= 1
             self._context_base -= job.prompt_tokens - (step_count - job.answer_tokens)
-            del self._paces[job]
+            self._paces.pop(job, None)
             job.made_last_token(now_s)
             self._on_ended(job)
 
@@ -170,29 +189,32 @@ class SimulatedEngine:
     def _context_tokens(self) -> int:
         return self._context_base + self._running * self._step_count
 
-    def _budget(self, now_s: float) -> int:
-        """Prompt tokens of the next step."""
-        most = max(1, self._tokens_max - self._running)
-        if not self._paces:
-            return most
+    def _parts(self, now_s: float) -> list[tuple[EnginePrompt, int]]:
+        """The prompt tokens of the next step."""
         due = [
             pace.due(self._step_count - before, job.answer_tokens)
             for job, (pace, before) in self._paces.items()
         ]
-        answers = Answers(self._running, self._context_tokens, due)
-        prompts = (
-            NextPrompt(one.bounds, one.missing_tokens, one.prior_tokens) for one in self._prompts
+        answers = Answers(self._running, self._context_tokens, due) if due else None
+        prompts = [
+            NextPrompt(one.bounds, one.missing_tokens, one.prior_tokens, one.arrival_s)
+            for one in self._prompts
+        ]
+        order = turns(now_s, self._times.steps, answers, prompts)
+        self._prompts = [self._prompts[index] for index in order]
+        budget = max(1, self._tokens_max - self._running)
+        paced = prompt_budget(
+            now_s, self._times.steps, answers, (prompts[index] for index in order)
         )
-        paced = prompt_budget(now_s, self._times.steps, answers, prompts)
-        return most if paced is None else min(most, paced)
-
-    def _parts(self, budget: int) -> Iterator[tuple[EnginePrompt, int]]:
+        if paced is not None:
+            budget = min(budget, paced)
+        parts = []
         for prompt in self._prompts:
-            if budget <= 0:
-                return
             tokens = min(budget, prompt.missing_tokens)
-            budget -= tokens
-            yield prompt, tokens
+            if tokens > 0:
+                parts.append((prompt, tokens))
+                budget -= tokens
+        return parts
 
     def _step_s(self, parts: list[tuple[EnginePrompt, int]]) -> float:
         tokens = sum(count for _, count in parts)

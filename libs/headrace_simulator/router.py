@@ -170,7 +170,7 @@ class SimulatedRouter:
         if decision.remote:
             tokens = job.prompt_tokens - 1 - cached_tokens
             await asyncio.sleep(self._profile.handover_s(tokens) if tokens else 0.0)
-        worker.generate(job)
+            worker.generate(job)
         await job.finished
         self._lengths.ended(MODEL, job.answer_tokens)
 
@@ -228,8 +228,8 @@ class SimulatedRouter:
             remaining_s=_REMAINING_S,
             failed=refused,
             targets=TokenTargets(
-                self._settings.ttft_s,
-                self._settings.itl_s,
+                self._settings.ttft_s if self._settings.bounded else None,
+                self._settings.itl_s if self._settings.bounded else None,
                 elapsed_s=self._loop.time() - job.arrival_s,
                 answer_tokens=self._lengths.expected(MODEL, job.answer_tokens),
             ),
@@ -253,7 +253,7 @@ class SimulatedRouter:
         """Has the prompt computed."""
         if not decision.remote:
             computed: asyncio.Future[None] = self._loop.create_future()
-            worker.compute(job, partial(computed.set_result, None))
+            worker.compute(job, partial(computed.set_result, None), answered=True)
             await computed
             return
         task = prefill_pb2.PrefillTask(

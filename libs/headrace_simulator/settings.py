@@ -55,7 +55,7 @@ class ScalingSettings(_Settings):
 
 
 class SimulationSettings(_Settings):
-    """One replay. `ttft_s` and `itl_s` are the goals of each request, and what placement and workers are to keep.
+    """One replay. `ttft_s` and `itl_s` are the goals of each request, and its targets where requests are `bounded`.
 
     With `both_workers`, all workers have both roles, and the numbers of the others do not count.
     """
@@ -73,6 +73,7 @@ class SimulationSettings(_Settings):
     max_model_len: PositiveCount = 1_000_000
     ttft_s: PositiveSeconds = 0.5
     itl_s: PositiveSeconds = 0.05
+    bounded: bool = True
     seed: NonNegativeCount = 0
     scaling: ScalingSettings = ScalingSettings()
 

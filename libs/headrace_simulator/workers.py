@@ -113,14 +113,14 @@ class WorkerCache:
             self._announce(event)
 
 
-# One prompt is computed, and the next one waits at the worker.
-_CREDITS: Final = 2
+_CREDITS: Final = {PlannedRole.PREFILL: 4, PlannedRole.BOTH: 8}
+"""Prompts of others that a worker has at once, by the defaults of the services."""
 ADMISSION_BLOCK_TOKENS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What all workers have in common. `jobs` has the jobs by transfer id.
+    """What all workers have in common. `jobs` has the jobs by transfer id. A bound of 0 is none.
 
     `on_change` is called when the load of a worker has changed, and `on_gone` when it has drained.
     """
@@ -169,7 +169,7 @@ class SimulatedWorker:
         if role is not PlannedRole.DECODE:
             self._stream = around.queue.add_worker(worker.ref, worker.model, worker.layout)
             self._pulling = self._loop.create_task(self._pull())
-            around.queue.add_credits(self._stream, _CREDITS)
+            around.queue.add_credits(self._stream, _CREDITS[role])
 
     @property
     def kv_usage(self) -> float:
@@ -216,8 +216,11 @@ class SimulatedWorker:
         self._around.on_change(self)
         return min(job.prompt_tokens - 1, device * BLOCK_TOKENS)
 
-    def compute(self, job: Job, computed: Callable[[], None]) -> None:
-        """Computes the prompt except its last token. Blocks in main memory are loaded where that is faster."""
+    def compute(self, job: Job, computed: Callable[[], None], *, answered: bool = False) -> None:
+        """Computes the prompt, and generates the answer if it is `answered` here.
+
+        Blocks in main memory are loaded where that is faster.
+        """
         profile, whole = self._around.profile, job.prompt_tokens - 1
         cached, reached = (min(whole, one * BLOCK_TOKENS) for one in self.cache.depths(job.hashes))
         load_s = (reached - cached) * profile.host_load_s_per_token
@@ -232,17 +235,23 @@ class SimulatedWorker:
             job.prefilled(reached)
             computed()
 
-        bounds = TokenBounds(
-            job.arrival_s + self._around.ttft_s, self._around.ttft_s, self._around.tpot_s
+        ttft_s = self._around.ttft_s
+        due_s = job.arrival_s + ttft_s if ttft_s else 0.0
+        prompt = EnginePrompt(
+            whole - reached,
+            reached,
+            TokenBounds(due_s, ttft_s, self._around.tpot_s),
+            self._loop.time(),
+            ended,
+            job if answered else None,
         )
-        prompt = EnginePrompt(whole - reached, reached, bounds, ended)
         if load_s:
             self._loop.call_later(load_s, self._engine.add_prompt, prompt)
         else:
             self._engine.add_prompt(prompt)
 
     def generate(self, job: Job) -> None:
-        """The KV cache of the prompt is complete: generates the answer."""
+        """The KV cache of the prompt has come: generates the answer."""
         self.cache.use(job.hashes)
         self._engine.add_answer(job)
 

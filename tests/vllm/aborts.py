@@ -20,6 +20,7 @@ from headrace_engine.interface import (
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.messages import Reservation
+from tests.decoding import decoded
 from tests.vllm.pair import ENGINE_ARGS, Pair, counts, reset, running_pair
 from tests.waiting import until
 
@@ -68,7 +69,7 @@ class Rig:
         reserved: list[Reservation] = []
 
         async def consume() -> None:
-            async for event in pair.decode.decode(work):
+            async for event in decoded(pair.decode, work):
                 if isinstance(event, DecodeTokens):
                     tokens.extend(event.token_ids)
                 elif isinstance(event, Reservation):

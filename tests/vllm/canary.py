@@ -29,6 +29,7 @@ from headrace_engine.vllm.service import launch
 from headrace_kv.copy_plan import CopyPlanner
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.shard_map import Edge
+from tests.decoding import decoded
 from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, running_pair
 
 SHORT = replace(GREEDY, max_tokens=2)
@@ -258,7 +259,7 @@ async def _split_with_fault(pair: Pair, prompt: list[int], fault: str, layer: in
     """As Pair.split, with a fault in the second block of a layer, or of all layers."""
     answer = Answer()
     work = pair.work(prompt, SHORT)
-    async with _closing(pair.decode.decode(work)) as events:
+    async with _closing(decoded(pair.decode, work)) as events:
         async for event in events:
             answer.take(event)
             if isinstance(event, Reservation):

@@ -15,6 +15,7 @@ from headrace_common.errors import HeadraceError
 from headrace_engine.interface import Arrived, PrefillWork
 from headrace_kv.layout import STATE, TOKENS
 from headrace_kv.messages import Reservation
+from tests.decoding import decoded
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, reset, running_pair
 
 CONTEXT_TOKENS = 1024
@@ -181,7 +182,7 @@ class Cases:
         prompt = prompt_of(700, seed=9)
         for stage in ("reserved", "sending"):
             work = pair.work(prompt)
-            events = pair.decode.decode(work)
+            events = decoded(pair.decode, work)
             reservation = await anext(events)
             assert isinstance(reservation, Reservation)
             transfer = pair.receiver.reserve(reservation, Deadline.after(30))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.inference.v1 import image_pb2
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
+from tests.decoding import decoded
 from tests.vllm.image_prompts import FAMILIES, PROMPTS, Prompt, text
 from tests.vllm.images import EncoderCounts, engine_settings
 from tests.vllm.pair import reset
@@ -80,7 +81,7 @@ async def _alone(workers: VllmWorkers, prompt: Prompt) -> list[int]:
         images=prompt.images,
     )
     tokens: list[int] = []
-    async for event in workers.decode.decode(work):
+    async for event in decoded(workers.decode, work):
         if isinstance(event, DecodeTokens):
             tokens.extend(event.token_ids)
     return tokens

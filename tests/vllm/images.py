@@ -19,6 +19,7 @@ from headrace_engine.interface import DecodeWork, PrefillWork, Sampling
 from headrace_engine.vllm.compat import extra_config
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.images import content_hash, hashed_token_ids
+from tests.decoding import decoded
 from tests.vllm.image_prompts import FAMILIES, PROMPTS, WIDE, Family, Picture, Prompt, text
 from tests.vllm.pair import (
     BLOCK_TOKENS,
@@ -208,7 +209,7 @@ class Cases:
         await self._pair.reset()
         prompt = self.prompts["an image in two chunks"]
         work = self._work(prompt)
-        events = self._pair.decode.decode(work)
+        events = decoded(self._pair.decode, work)
         reservation = await anext(events)
         assert isinstance(reservation, Reservation)
         receiver = self._pair.receiver
@@ -280,7 +281,7 @@ class Cases:
             for remote_kv in (False, True):
                 work = self._work(replace(prompt, images=(changed,)), remote_kv=remote_kv)
                 with pytest.raises(InvalidRequest) as caught:
-                    await anext(self._pair.decode.decode(work))
+                    await anext(decoded(self._pair.decode, work))
                 assert list(caught.value.violations) == [field_name]
 
 

@@ -42,6 +42,7 @@ from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSum
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.tickets import NoTickets
+from tests.decoding import decoded
 from tests.waiting import until
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
@@ -191,7 +192,7 @@ class Pair:
         answer = Answer()
         async with asyncio.timeout(TIMEOUT_S):
             work = self.work(prompt, sampling, generated, remote_kv=False, **more)
-            async for event in self.decode.decode(work):
+            async for event in decoded(self.decode, work):
                 answer.take(event)
         return answer
 
@@ -206,7 +207,7 @@ class Pair:
         answer = Answer()
         work = self.work(prompt, sampling, generated, **more)
         async with asyncio.timeout(TIMEOUT_S):
-            async for event in self.decode.decode(work):
+            async for event in decoded(self.decode, work):
                 answer.take(event)
                 if isinstance(event, Reservation) and event.start_token < event.end_token:
                     answer.prefill, answer.summary = await self.hand_over(
@@ -251,7 +252,7 @@ class Pair:
             from_hidden_state=from_hidden_state,
             **more,
         )
-        reader = self.decode.decode(work)
+        reader = decoded(self.decode, work)
         async with asyncio.timeout(TIMEOUT_S):
             reservation = await anext(reader)
             assert isinstance(reservation, Reservation)

@@ -22,6 +22,7 @@ from headrace_kv.messages import prefix_transfer
 from headrace_kv.receive.receiver import Receiver
 from headrace_prefill.prefix_fetch import FetchRule
 from tests.component.prefill.fetching import DECODE, PREFILL, FetchingWorkers, serve
+from tests.decoding import decoded
 from tests.freezing import freeze as freeze_processes
 from tests.freezing import thaw
 from tests.vllm.pair import BLOCK_TOKENS, LEASE_TTL_S, engine_config, prompt_of, reset
@@ -240,7 +241,7 @@ async def plain_answer(engine: VllmEngine, prompt: list[int]) -> list[int]:
     work = DecodeWork(f"plain{len(prompt)}", tuple(prompt), sampling, remote_kv=False)
     tokens: list[int] = []
     async with asyncio.timeout(LONG_S):
-        async for event in engine.decode(work):
+        async for event in decoded(engine, work):
             if isinstance(event, DecodeTokens):
                 tokens.extend(event.token_ids)
     return tokens

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from headrace_engine.interface import Sampling
+from tests.decoding import decoded
 from tests.vllm.pair import Answer, prompt_of, running_pair
 
 SAMPLING = Sampling(temperature=0.0, max_tokens=96)
@@ -34,7 +35,7 @@ async def measure(model: str) -> SpeculationResult:
         prompts = [prompt_of(length, seed=2) * 3 for length in (20, 75, 190)]
         for prompt in prompts:
             plain = Answer()
-            async for event in pair.prefill.decode(pair.work(prompt, SAMPLING, remote_kv=False)):
+            async for event in decoded(pair.prefill, pair.work(prompt, SAMPLING, remote_kv=False)):
                 plain.take(event)
             result.plain.append(plain.token_ids)
             split = await pair.split(prompt, SAMPLING)

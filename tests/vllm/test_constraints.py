@@ -18,6 +18,7 @@ from headrace_engine.interface import (
     Sampling,
     StructuredOutputs,
 )
+from tests.decoding import decoded
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import GREEDY, MODEL, Answer, Pair, prompt_of
 from tests.waiting import until
@@ -122,7 +123,7 @@ async def test_a_constraint_that_cannot_be_compiled_reserves_nothing(
 ) -> None:
     work = pair.work(prompt_of(LENGTH), replace(GREEDY, structured_outputs=outputs))
     with pytest.raises(InvalidRequest) as caught:
-        await anext(pair.decode.decode(work))
+        await anext(decoded(pair.decode, work))
     assert why in caught.value.violations[f"sampling.structured_outputs.{outputs.kind}"]
     await pair.reset()
 
@@ -181,7 +182,7 @@ async def test_a_costly_constraint_does_not_stall_the_others(
 
     async def stream() -> None:
         work = pair.work(prompt_of(LENGTH, 1), replace(GREEDY, max_tokens=200), remote_kv=False)
-        async for _ in pair.decode.decode(work):
+        async for _ in decoded(pair.decode, work):
             times_s.append(time.monotonic())  # noqa: PERF401 - it is read while it grows
 
     async def attack() -> str:
@@ -207,7 +208,7 @@ async def test_a_costly_constraint_does_not_stall_the_others(
 
 async def test_a_grammar_that_reaches_its_limit_ends_the_answer_with_an_error(pair: Pair) -> None:
     work = pair.work(prompt_of(LENGTH, 3), constrained("json", STOPPED), remote_kv=False)
-    answering = pair.decode.decode(work)
+    answering = decoded(pair.decode, work)
     # Its first token is permitted.
     assert isinstance(await anext(answering), DecodeTokens)
     with pytest.raises(InvalidRequest) as caught:
@@ -224,7 +225,7 @@ async def test_costly_constraints_of_a_tenant_delay_a_choice_of_another_little(
             pair.work(prompt_of(LENGTH, number), sampling, remote_kv=False), tenant_salt=tenant
         )
         start_s = time.monotonic()
-        async for event in pair.decode.decode(work):
+        async for event in decoded(pair.decode, work):
             if getattr(event, "token_ids", ()):
                 break
         return time.monotonic() - start_s
@@ -261,7 +262,7 @@ async def test_a_schema_that_another_tenant_has_used_takes_as_long_as_a_new_one(
             prompt_of(LENGTH, number), constrained("json", schema(number)), remote_kv=False
         )
         start_s = time.monotonic()
-        async for event in pair.decode.decode(replace(work, tenant_salt=tenant)):
+        async for event in decoded(pair.decode, replace(work, tenant_salt=tenant)):
             if getattr(event, "token_ids", ()):
                 break
         return time.monotonic() - start_s

@@ -13,6 +13,7 @@ from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, Tra
 from headrace_engine.interface import Arrived, DecodeEvent, PrefillOutcome, PrefillWork, Released
 from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
+from tests.decoding import decoded
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import TIMEOUT_S, Pair, prompt_of, reset
 from tests.waiting import until
@@ -36,7 +37,7 @@ class Sending:
 
 
 async def start(pair: Pair, prompt: list[int], timeout_s: float = TIMEOUT_S) -> Sending:
-    events = pair.decode.decode(pair.work(prompt))
+    events = decoded(pair.decode, pair.work(prompt))
     reservation = await anext(events)
     assert isinstance(reservation, Reservation)
     transfer = pair.reserve(reservation)
@@ -48,14 +49,14 @@ async def start(pair: Pair, prompt: list[int], timeout_s: float = TIMEOUT_S) -> 
 
 async def test_a_request_aborted_before_its_reservation_leaves_no_blocks(pair: Pair) -> None:
     for delay_s in (0.0, 0.001, 0.01):
-        events = pair.decode.decode(pair.work(prompt_of(202)))
-        first = asyncio.ensure_future(anext(events))
+        events: list[DecodeEvent] = []
+        work = pair.work(prompt_of(202))
+        task = asyncio.create_task(pair.decode.decode(work, events.append))
         await asyncio.sleep(delay_s)
-        first.cancel()
-        done = await asyncio.gather(first, return_exceptions=True)
-        await events.aclose()
-        if isinstance(done[0], Reservation):
-            pair.decode.transfer_event(Released(done[0].transfer_id))
+        task.cancel()
+        await asyncio.wait({task})
+        if events:
+            pair.decode.transfer_event(Released(work.transfer_id))
     await reset(pair.decode)
 
 
@@ -64,7 +65,7 @@ async def test_a_released_transfer_yields_no_token_and_caches_no_block(pair: Pai
     plain = await pair.plain(prompt)
     await pair.reset()
     work = pair.work(prompt)
-    events = pair.decode.decode(work)
+    events = decoded(pair.decode, work)
     assert isinstance(await anext(events), Reservation)
     pair.decode.transfer_event(Released(work.transfer_id))
     with pytest.raises(TransferFailed):

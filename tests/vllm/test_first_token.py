@@ -10,6 +10,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, FirstHiddenState, Released, Sampling
 from headrace_kv.messages import Reservation
+from tests.decoding import decoded
 from tests.vllm.conftest import ON_PAIR, RunJob
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair, prompt_of
 
@@ -186,7 +187,7 @@ async def test_unseeded_tokens_from_hidden_state_differ(pair: Pair) -> None:
 
 async def test_an_abort_after_the_first_token_leaves_no_blocks(pair: Pair) -> None:
     work = pair.work(prompt_of(200), awaits_first_token=True, from_hidden_state=True)
-    reader = pair.decode.decode(work)
+    reader = decoded(pair.decode, work)
     assert isinstance(await anext(reader), Reservation)
     assert pair.decode.hidden_format is not None
     state = bytes(pair.decode.hidden_format.nbytes)
@@ -199,7 +200,7 @@ async def test_an_abort_after_the_first_token_leaves_no_blocks(pair: Pair) -> No
 
 async def test_a_hidden_state_of_another_size_is_rejected(pair: Pair) -> None:
     work = pair.work(prompt_of(20), awaits_first_token=True, from_hidden_state=True)
-    reader = pair.decode.decode(work)
+    reader = decoded(pair.decode, work)
     await anext(reader)
     pair.decode.transfer_event(FirstHiddenState(work.transfer_id, bytes(40)))
     with pytest.raises(TransferFailed, match="40 bytes"):

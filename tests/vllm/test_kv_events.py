@@ -10,6 +10,7 @@ from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import unpack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher
+from tests.decoding import decoded
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import BLOCK_TOKENS, Pair
 from tests.waiting import until
@@ -97,7 +98,7 @@ async def test_only_requests_with_an_equal_salt_share_blocks(pair: Pair) -> None
 
 async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
     work = pair.work(range(3, 100))
-    events = pair.decode.decode(work)
+    events = decoded(pair.decode, work)
     assert isinstance(await anext(events), Reservation)
     await until(lambda: pair.decode.usage() == EngineUsage(0, 1, 3))
     assert not await pair.decode.reset_prefix_cache()

@@ -13,6 +13,7 @@ from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.prefix.events import Tier, load_time_from_proto
 from headrace_kv.tiers.promises import KeepTerms
 from headrace_kv.tiers.tiers import TierSettings
+from tests.decoding import decoded
 from tests.vllm.pair import ENGINE_ARGS, GREEDY, Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import storm
 from tests.waiting import until
@@ -118,7 +119,7 @@ async def _scores(pair: Pair, prompt: list[int]) -> list[float]:
     """The log probabilities of the prompt's tokens. None of them may come from a cache."""
     work = pair.work(prompt, replace(GREEDY, max_tokens=2, prompt_logprobs=1), remote_kv=False)
     found: list[float] = []
-    async for event in pair.decode.decode(work):
+    async for event in decoded(pair.decode, work):
         if isinstance(event, DecodeTokens):
             found += [entry.logprob for entry in event.prompt_logprobs]
         elif isinstance(event, DecodeEnded):
@@ -154,7 +155,7 @@ async def _after_low(pair: Pair, host_blocks: int) -> int:
     await pair.plain(kept)
     for seed in range(301, 302 + host_blocks // (PROMPT_TOKENS // 32)):
         low = pair.work(prompt_of(PROMPT_TOKENS, seed), remote_kv=False, priority=Priority.LOW)
-        async for _ in pair.decode.decode(low):
+        async for _ in decoded(pair.decode, low):
             pass
     return _cached(await pair.plain(kept))
 
@@ -169,7 +170,7 @@ async def _promised(pair: Pair) -> dict[str, object]:
     work = pair.work(prompt, remote_kv=False)
     terms = KeepTerms(work.transfer_id, "0a", 3_600.0)
     answer = Answer()
-    async for event in pair.decode.decode(replace(work, keep=terms)):
+    async for event in decoded(pair.decode, replace(work, keep=terms)):
         answer.take(event)
     await pair.plain(unkept)
     assert answer.end is not None

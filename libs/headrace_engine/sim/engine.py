@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -295,7 +295,7 @@ class SimEngine(Engine):
             tier_tokens=sequence.tier_tokens,
         )
 
-    async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
+    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
         check(work, self.max_model_len)
         self.require_adapter(work.adapter)
 
@@ -310,16 +310,13 @@ class SimEngine(Engine):
             self.max_model_len,
             self._shape.block_tokens,
             keep,
+            put,
         )
         self._requests.submit(sequence, DecodeFull)
         try:
-            async for event in sequence.events.read():
-                yield event
+            await sequence.answered
         finally:
             sequence.close()
-            if sequence.events.has_reservation:
-                # The caller cannot report the end of a transfer into a reservation that it never read.
-                self.transfer_event(Released(work.transfer_id))
             self._requests.update(sequence)
 
     @property

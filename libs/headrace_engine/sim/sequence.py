@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
@@ -18,13 +19,13 @@ from headrace_engine.connector.transfers import (
 )
 from headrace_engine.interface import (
     DecodeEnded,
+    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     PrefillWork,
     TokenLogprobs,
 )
 from headrace_engine.sim.block_names import BlockNames
-from headrace_engine.sim.events import DecodeEventQueue
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
@@ -243,13 +244,17 @@ class Answer(Sequence):
         max_model_len: int,
         block_tokens: int,
         keep: Callable[[Sequence], Kept | None],
+        put: Callable[[DecodeEvent], None],
     ) -> None:
         capacity = min(work.prompt_tokens + work.sampling.max_tokens, max_model_len) - 1
         name = work.transfer_id
         params = ReceiveParams(name, work.awaits_first_token) if work.remote_kv else None
         super().__init__(work, name, params, capacity, model, block_tokens)
         self.work = work
-        self.events = DecodeEventQueue()
+        self.put = put
+        """Gets the events."""
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the answer has ended, with its failure if it has one."""
         self.is_plain = is_plain(work.sampling)
         self.awaits_first_token = work.awaits_first_token
         self.prompt_count = work.prompt_tokens
@@ -282,9 +287,9 @@ class Answer(Sequence):
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """Adds a token to the answer and to the events. It ends with a stop token or when it is full."""
+        """Adds a token to the answer. It ends with a stop token or when it is full."""
         self.awaits_first_token = False
-        self.events.put(DecodeTokens((token_id,), logprobs, self._first_step_ns, prompt_logprobs))
+        self.put(DecodeTokens((token_id,), logprobs, self._first_step_ns, prompt_logprobs))
         needs_kv = self._append(token_id)
         stopped = token_id in self.work.sampling.stop_token_ids
         if stopped or not needs_kv:
@@ -293,7 +298,9 @@ class Answer(Sequence):
     def end_answer(self, *, stopped: bool) -> None:
         """The answer ends after its last token."""
         self.ended = True
-        self.events.put(DecodeEnded(stopped, self.cached, self.tier_tokens, self._keep(self)))
+        self.put(DecodeEnded(stopped, self.cached, self.tier_tokens, self._keep(self)))
+        if not self.answered.done():
+            self.answered.set_result(None)
 
     def _append(self, token_id: int) -> bool:
         """Whether the token needs KV. The last one of the longest answer does not."""
@@ -307,6 +314,6 @@ class Answer(Sequence):
 
     def fail(self, failure: HeadraceError) -> None:
         """Its caller gets the failure, unless it has ended before."""
-        if not self.ended:
-            self.events.put_failure(failure)
+        if not self.ended and not self.answered.done():
+            self.answered.set_exception(failure)
         super().fail(failure)

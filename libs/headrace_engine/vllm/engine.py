@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -230,7 +230,7 @@ class VllmEngine(Engine):
                     if on_report is not None:
                         on_report(report)
 
-    async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
+    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
         llm, link = self._require_started(work.transfer_id)
         if work.sampling.structured_outputs is not None:
             await self._constraints.check(work.sampling.structured_outputs, work.tenant_salt)
@@ -251,14 +251,12 @@ class VllmEngine(Engine):
             )
             self._decodes[work.transfer_id] = request
             try:
-                async for event in request.events():
-                    yield event
+                await request.run(put)
             except InternalError as error:
                 await self._raise_loss(error)
                 raise
             finally:
                 del self._decodes[work.transfer_id]
-                await request.close()
 
     async def _raise_loss(self, error: InternalError) -> None:
         """Raises WorkerGone when another data-parallel rank has ended: that ends this engine, and is no bug of it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from opentelemetry.trace import Span
 
@@ -21,7 +22,7 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.tickets import TicketKey
-from headrace_decode.event_buffer import EventBuffer
+from headrace_decode.engine_events import EngineEvents
 from headrace_decode.proto import kept_to_proto, tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
@@ -49,22 +50,23 @@ ERROR_MARGIN_SHARE = 0.1
 AttemptEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
 
 
-class Progress(NamedTuple):
-    """New tokens, and the end if it was reached.
+class AttemptSink(Protocol):
+    """Takes what an attempt generates."""
 
-    `times` come with the first token that was sampled from a hidden state, and with the first one from KV.
-    """
+    def add_tokens(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+        """New tokens. `times` come with the first one that was sampled from a hidden state, and the first from KV."""
+        ...
 
-    tokens: list[DecodeTokens]
-    finished: decode_pb2.Finished | None = None
-    times: decode_pb2.AttemptTimes | None = None
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        """The answer has ended."""
+        ...
 
 
 class DecodeAttempt:
     """Owns all resources of one attempt, and runs it for one caller.
 
-    The HTTP API reads `events`. A link calls `reserve` and `wait_ready`, then `take` whenever the attempt is readable.
-    Both call `end` in any case. `error` is the result; None once the attempt has reached its end.
+    The HTTP API reads `events`. A link calls `reserve` and `wait_ready`, then `forward`. Both call `end` in any case.
+    `error` is the result; None once the attempt has reached its end.
     """
 
     def __init__(
@@ -98,9 +100,11 @@ class DecodeAttempt:
         self._on_transfer_free = on_transfer_free
         self._on_end = on_end
         self.signer = signer
-        self._events: EventBuffer | None = None
+        self._events: EngineEvents | None = None
         self._waiter: TransferWaiter | None = None
         self._ended = False
+        self._from_kv = False
+        """Whether a token was computed from KV."""
 
     @property
     def awaits_kv(self) -> bool:
@@ -121,7 +125,7 @@ class DecodeAttempt:
         """Starts the engine's request, and returns once it has its blocks. Raises HeadraceError."""
         with self._recorded():
             name = f"request {self.work.transfer_id}"
-            self._events = EventBuffer(self._engine.decode(self.work), name)
+            self._events = EngineEvents(partial(self._engine.decode, self.work), name)
             if not self.work.remote_kv:
                 self.timestamps.blocks_reserved()
                 return decode_pb2.Reserved()
@@ -139,14 +143,27 @@ class DecodeAttempt:
             return
         with self._recorded():
             if self.work.from_hidden_state:
-                self._waiter.start_forwarding(self._buffer)
+                self._waiter.start_forwarding(self._engine_events)
             else:
-                await self._waiter.wait_complete(self._buffer, self._deadline)
+                await self._waiter.wait_complete(self._engine_events, self._deadline)
 
-    def take(self) -> Progress:
-        """The events since the last call. Only while the attempt is readable. Raises HeadraceError."""
-        with self._recorded():
-            return self._progress(self._buffer.take())
+    def forward(self, sink: AttemptSink, on_end: Callable[[Exception | None], None]) -> None:
+        """From now on `sink` gets what the engine generates, at once. `on_end` is called once, with the error if any.
+
+        The deadline counts as an error.
+        """
+
+        def put(event: DecodeEvent) -> None:
+            if isinstance(event, DecodeTokens):
+                sink.add_tokens(event, self._count(event))
+            else:
+                sink.finish(self._finished(event))
+                on_end(None)
+
+        def fail(error: Exception) -> None:
+            on_end(self._recorded_error(error))
+
+        self._engine_events.forward(put, fail, self._deadline)
 
     async def events(self) -> AsyncGenerator[AttemptEvent, None]:
         """Reserved, then tokens as they come, and Finished. Raises HeadraceError."""
@@ -154,24 +171,16 @@ class DecodeAttempt:
         await self.wait_ready()
         while True:
             with self._recorded():
-                progress = self._progress(await self._buffer.read(self._deadline))
-            if progress.tokens:
-                yield tokens_to_proto(progress.tokens)
-            if progress.finished is not None:
-                yield progress.finished
+                event = await self._engine_events.read(self._deadline)
+                answer: AttemptEvent
+                if isinstance(event, DecodeTokens):
+                    self._count(event)
+                    answer = tokens_to_proto(event)
+                else:
+                    answer = self._finished(event)
+            yield answer
+            if isinstance(answer, decode_pb2.Finished):
                 return
-
-    @property
-    def readable(self) -> bool:
-        """Whether `take` has events, the end or an error."""
-        return self._events is not None and self._events.readable
-
-    def notify(self, on_readable: Callable[[], None]) -> None:
-        """From now on calls `on_readable` whenever `readable` becomes true; at once if it is.
-
-        The deadline counts as an error.
-        """
-        self._buffer.notify(on_readable, self._deadline)
 
     def set_first_token(self, token_id: int) -> None:
         """Gives the engine the answer's first token, which a prefill worker has chosen.
@@ -198,9 +207,9 @@ class DecodeAttempt:
         if self._events is not None:
             self._events.interrupt(error)
 
-    async def _reserve(self, events: EventBuffer) -> Reservation:
+    async def _reserve(self, events: EngineEvents) -> Reservation:
         """Waits for the engine's blocks and opens the transfer into them."""
-        first = await events.read_one(self._deadline)
+        first = await events.read(self._deadline)
         if not isinstance(first, Reservation):
             raise InternalError("the engine yielded another event before its reservation")
         self.reservation = first
@@ -219,58 +228,56 @@ class DecodeAttempt:
         return first
 
     @property
-    def _buffer(self) -> EventBuffer:
+    def _engine_events(self) -> EngineEvents:
         assert self._events is not None, "the attempt was not started"
         return self._events
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Keeps the error that ends the attempt. The transfer's own is more precise than the engine's."""
         try:
             yield
-        except HeadraceError as failure:
-            waiter = self._waiter if self.work.from_hidden_state else None
-            self.error = (waiter.error if waiter is not None else None) or failure
-            if self.error is not failure:
-                raise self.error from None
-            raise
         except Exception as failure:
-            self.error = InternalError(f"{type(failure).__name__}: {failure}")
+            error = self._recorded_error(failure)
+            if error is not failure:
+                raise error from None
             raise
 
-    def _progress(self, events: list[DecodeEvent]) -> Progress:
-        tokens: list[DecodeTokens] = []
-        count = 0
-        ended: DecodeEnded | None = None
-        for event in events:
-            if isinstance(event, DecodeTokens):
-                tokens.append(event)
-                count += len(event.token_ids)
-            elif isinstance(event, DecodeEnded):
-                ended = event
-                # The caller may disconnect as soon as it has read this.
-                self.error = None
-            else:
-                raise InternalError("the engine reserved blocks twice")
-        times: decode_pb2.AttemptTimes | None = None
-        if tokens:
-            before = self.generated_tokens
-            self._count(count, tokens[-1].step_start_ns)
-            if not before or (before == 1 and self.work.from_hidden_state):
-                times = self.timestamps.to_proto()
-        return Progress(tokens, None if ended is None else self._finished(ended), times)
+    def _recorded_error(self, failure: Exception) -> Exception:
+        """Keeps the error that ends the attempt, and returns what its caller gets.
 
-    def _count(self, token_count: int, step_start_ns: int) -> None:
-        """Only one token, sampled from a hidden state, may come before the KV cache is complete (I3)."""
-        self.generated_tokens += token_count
-        from_kv = self.generated_tokens > (1 if self.work.from_hidden_state else 0)
-        if from_kv and self._waiter is not None and self._waiter.summary is None:
+        The transfer's own error is more precise than the engine's.
+        """
+        if not isinstance(failure, HeadraceError):
+            self.error = InternalError(f"{type(failure).__name__}: {failure}")
+            return failure
+        waiter = self._waiter if self.work.from_hidden_state else None
+        self.error = (waiter.error if waiter is not None else None) or failure
+        return self.error
+
+    def _count(self, tokens: DecodeTokens) -> decode_pb2.AttemptTimes | None:
+        """Counts new tokens. Returns the times of this attempt with the first one of either kind.
+
+        Only one token, sampled from a hidden state, may come before the KV cache is complete (I3).
+        """
+        before = self.generated_tokens
+        self.generated_tokens += len(tokens.token_ids)
+        if self._from_kv:
+            self.timestamps.token_generated()
+            return None
+        sampled = self.work.from_hidden_state
+        self._from_kv = self.generated_tokens > (1 if sampled else 0)
+        if self._from_kv and self._waiter is not None and self._waiter.summary is None:
             self._waiter.require_complete()
-        self.timestamps.tokens_generated(
-            sampled=self.work.from_hidden_state, from_kv=from_kv, step_start_ns=step_start_ns
+        self.timestamps.first_generated(
+            sampled=sampled, from_kv=self._from_kv, step_start_ns=tokens.step_start_ns
         )
+        return self.timestamps.to_proto() if self._from_kv or not before else None
 
-    def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
+    def _finished(self, ended: DecodeEvent) -> decode_pb2.Finished:
+        if not isinstance(ended, DecodeEnded):
+            raise InternalError("the engine reserved blocks twice")
+        # The caller may disconnect as soon as it has read this.
+        self.error = None
         self.cached_tokens = ended.cached_tokens
         self.tier_tokens = ended.tier_tokens
         finished = decode_pb2.Finished(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, keep_pb2
@@ -105,11 +105,10 @@ def _keep_violations(keep: decode_pb2.Keep) -> dict[str, str]:
     return violations
 
 
-def tokens_to_proto(pieces: Sequence[DecodeTokens]) -> decode_pb2.Tokens:
-    """All pieces as one message, in order."""
-    message = decode_pb2.Tokens()
-    for piece in pieces:
-        message.token_ids.extend(piece.token_ids)
-        message.logprobs.extend(map(logprobs_to_proto, piece.logprobs))
-        message.prompt_logprobs.extend(map(logprobs_to_proto, piece.prompt_logprobs))
-    return message
+def tokens_to_proto(tokens: DecodeTokens) -> decode_pb2.Tokens:
+    """The same as a message."""
+    return decode_pb2.Tokens(
+        token_ids=tokens.token_ids,
+        logprobs=map(logprobs_to_proto, tokens.logprobs),
+        prompt_logprobs=map(logprobs_to_proto, tokens.prompt_logprobs),
+    )

@@ -58,8 +58,8 @@ class RequestTimestamps:
         """The router brought the first token."""
         self.token_received_unix_ns = self._now_ns()
 
-    def tokens_generated(self, *, sampled: bool, from_kv: bool, step_start_ns: int = 0) -> None:
-        """The engine generated tokens: one sampled from a hidden state among them, or some from KV, or both.
+    def first_generated(self, *, sampled: bool, from_kv: bool, step_start_ns: int) -> None:
+        """The engine generated a token that was sampled from a hidden state, or the first from KV, or both.
 
         Only the first of either kind counts. `step_start_ns` is as in DecodeTokens.
         """
@@ -67,12 +67,16 @@ class RequestTimestamps:
         if sampled:
             self.sampled_unix_ns = self.sampled_unix_ns or now_ns
         if from_kv:
-            if not self.first_token_unix_ns and step_start_ns:
+            self.first_token_unix_ns = now_ns
+            if step_start_ns:
                 self.step_start_unix_ns = (
                     self.start_unix_ns + step_start_ns - self.start_monotonic_ns
                 )
-            self.first_token_unix_ns = self.first_token_unix_ns or now_ns
         self.last_token_unix_ns = now_ns
+
+    def token_generated(self) -> None:
+        """The engine generated more tokens."""
+        self.last_token_unix_ns = self._now_ns()
 
     def ended(self) -> None:
         """The attempt is over."""

@@ -7,7 +7,7 @@ import logging
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
-from headrace_decode.event_buffer import EventBuffer
+from headrace_decode.engine_events import EngineEvents
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Arrived, Engine, FirstHiddenState
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
@@ -46,7 +46,7 @@ class TransferWaiter:
         if self._transfer.active:
             raise InternalError("the engine generated before the KV cache was complete")
 
-    async def wait_complete(self, events: EventBuffer, deadline: Deadline) -> None:
+    async def wait_complete(self, events: EngineEvents, deadline: Deadline) -> None:
         """Waits until every expected key is counted, and only then lets the engine run (I3)."""
         readable = asyncio.create_task(events.wait_readable())
         try:
@@ -60,13 +60,13 @@ class TransferWaiter:
         # The transfer's own error is more precise than the engine's, which may come first.
         self._complete(await self._arrival)
 
-    def start_forwarding(self, events: EventBuffer) -> None:
+    def start_forwarding(self, events: EngineEvents) -> None:
         """Gives the engine the hidden state, and later the complete KV cache, while its events are read."""
         self._forwarding = asyncio.create_task(
             self._forward(events), name=f"hidden state and KV of {self._transfer.transfer_id}"
         )
 
-    async def _forward(self, events: EventBuffer) -> None:
+    async def _forward(self, events: EngineEvents) -> None:
         try:
             state = await self._transfer.hidden_state()
             self._timestamps.hidden_state_arrived()

@@ -16,5 +16,5 @@ class BothConfig(DecodeConfig, FetchingConfig):
     role = Role.WORKER
 
     max_prompts: PositiveCount = Field(
-        4, description="Most prompts that are computed for other workers at once."
+        8, description="Most prompts that are computed for other workers at once."
     )

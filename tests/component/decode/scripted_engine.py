@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TypeAlias
 
 from headrace_engine.interface import (
@@ -74,7 +74,7 @@ class ScriptedEngine(Engine):
     ) -> PrefillOutcome:
         raise AssertionError("a decode engine must not prefill")
 
-    async def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
+    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
         self.works.append(work)
         script = self.scripts.get(work.transfer_id, self.script)
         try:
@@ -84,7 +84,7 @@ class ScriptedEngine(Engine):
                     return
                 if isinstance(event, Exception):
                     raise event
-                yield event
+                put(event)
         finally:
             self.closed += 1
 

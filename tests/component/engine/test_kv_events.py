@@ -29,6 +29,7 @@ from tests.component.engine.kv_event_workers import (
     whole_blocks,
 )
 from tests.component.engine.sim.support import decode_work, host_blocks
+from tests.decoding import decoded
 from tests.waiting import let_a_wrong_step_show, until
 
 Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]
@@ -218,7 +219,7 @@ async def test_a_cache_reset_waits_for_requests_and_is_published(
         assert isinstance(error_from_rpc(caught.value), StaleIncarnation)
 
         work = decode_work(prompt, transfer_id="x9", remote_kv=True)
-        events = worker.engine.decode(work)
+        events = decoded(worker.engine, work)
         assert isinstance(await anext(events), Reservation)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=60.5)

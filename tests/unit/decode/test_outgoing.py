@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace_decode.attempt import Progress
 from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
@@ -17,7 +16,7 @@ def opened(
     *stream_ids: int, bytes_max: int = 1_000_000
 ) -> tuple[Outgoing, dict[int, OutgoingStream]]:
     """With credit for all tokens of the streams."""
-    outgoing = Outgoing(bytes_max)
+    outgoing = Outgoing(bytes_max, lambda: None)
     return outgoing, {stream_id: outgoing.open(stream_id, 10_000) for stream_id in stream_ids}
 
 
@@ -37,9 +36,10 @@ def columns(message: decode_pb2.LinkResponse | None) -> dict[int, list[int]]:
 def test_a_step_of_all_requests_is_one_message() -> None:
     outgoing, streams = opened(1, 2, 3)
     streams[3].reserve(decode_pb2.Reserved(start_token=5, end_token=7))
-    streams[1].add(Progress([DecodeTokens((10,)), DecodeTokens((11,))]))
-    streams[2].add(Progress([DecodeTokens((20,))]))
-    streams[2].add(Progress([], _END))
+    streams[1].add_tokens(DecodeTokens((10,)), None)
+    streams[1].add_tokens(DecodeTokens((11,)), None)
+    streams[2].add_tokens(DecodeTokens((20,)), None)
+    streams[2].finish(_END)
     message = outgoing.next_message()
     assert columns(message) == {1: [10, 11], 2: [20]}
     assert message is not None
@@ -51,8 +51,8 @@ def test_a_step_of_all_requests_is_one_message() -> None:
 
 def test_a_message_is_split_and_requests_take_turns() -> None:
     outgoing, streams = opened(1, 2, bytes_max=1_000)
-    streams[1].add(Progress([DecodeTokens(tuple(range(2**28, 2**28 + 500)))]))
-    streams[2].add(Progress([DecodeTokens((20,))]))
+    streams[1].add_tokens(DecodeTokens(tuple(range(2**28, 2**28 + 500))), None)
+    streams[2].add_tokens(DecodeTokens((20,)), None)
     seen: dict[int, list[int]] = {1: [], 2: []}
     messages = []
     while (message := outgoing.next_message()) is not None:
@@ -70,8 +70,8 @@ def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: boo
     entries = tuple(TokenLogprobs(-float(n), ((n, -0.5),) * 3, n) for n in range(1, 100))
     outgoing, streams = opened(1, bytes_max=1_000)
     own = (TokenLogprobs(-0.1, ()), TokenLogprobs(-0.2, ())) if logprobs else ()
-    streams[1].add(Progress([DecodeTokens((10, 11), own, prompt_logprobs=entries)]))
-    streams[1].add(Progress([], _END))
+    streams[1].add_tokens(DecodeTokens((10, 11), own, prompt_logprobs=entries), None)
+    streams[1].finish(_END)
     answer = LinkedAnswer(1, 9, lambda stream_id, tokens: None)
     answers = LinkedAnswers()
     answers.add(answer)

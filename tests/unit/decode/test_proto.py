@@ -119,16 +119,16 @@ def test_a_first_token_from_prefill_needs_a_transfer_of_the_whole_prompt(policy_
         assert set(refused.value.violations) == {"first_token"}
 
 
-def test_pieces_become_one_message_in_order() -> None:
+def test_tokens_keep_their_order_and_alternatives() -> None:
     message = tokens_to_proto(
-        [
-            DecodeTokens((1, 2), (TokenLogprobs(-0.5, ((1, -0.5),)), TokenLogprobs(-1.0, ()))),
-            DecodeTokens((3,), (TokenLogprobs(-2.0, ((3, -2.0), (4, -3.0))),)),
-        ]
+        DecodeTokens(
+            (1, 2),
+            (TokenLogprobs(-0.5, ((1, -0.5),)), TokenLogprobs(-2.0, ((3, -2.0), (4, -3.0)))),
+        )
     )
-    assert list(message.token_ids) == [1, 2, 3]
-    assert [entry.logprob for entry in message.logprobs] == [-0.5, -1.0, -2.0]
-    assert [alternative.token_id for alternative in message.logprobs[2].alternatives] == [3, 4]
+    assert list(message.token_ids) == [1, 2]
+    assert [entry.logprob for entry in message.logprobs] == [-0.5, -2.0]
+    assert [alternative.token_id for alternative in message.logprobs[1].alternatives] == [3, 4]
 
 
 def test_a_promise_is_asked_for_an_owner_and_at_most_an_hour() -> None:
@@ -173,7 +173,7 @@ def test_prompt_logprobs_need_a_whole_prompt_to_compute() -> None:
             work_from_proto(request(sampling=sampling, **changes))
         assert set(refused.value.violations) == {"sampling.prompt_logprobs"}
     entries = (TokenLogprobs(-1.0, ((4, -0.5),), 9),)
-    (found,) = tokens_to_proto([DecodeTokens((1,), prompt_logprobs=entries)]).prompt_logprobs
+    (found,) = tokens_to_proto(DecodeTokens((1,), prompt_logprobs=entries)).prompt_logprobs
     assert (found.logprob, found.alternatives[0].token_id, found.rank) == (-1.0, 4, 9)
 
 

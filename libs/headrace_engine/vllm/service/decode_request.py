@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
     FirstToken,
-    Released,
 )
+from headrace_engine.vllm.compat import take_outputs
 from headrace_engine.vllm.service.sampling import (
     STEP_LIMIT,
     prompt_logprobs_of,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
     from headrace_engine.vllm.link.server import LinkServer
     from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
@@ -48,10 +49,7 @@ FAILURE_LAG_S = 10.0
 
 
 class DecodeRequest:
-    """Call `events` once, and `close` after it in any case.
-
-    The link calls `blocks_reserved`, `step_started`, `failure_reported` and `fail`.
-    """
+    """Call `run` once. The link calls `blocks_reserved`, `step_started`, `failure_reported` and `fail`."""
 
     def __init__(
         self,
@@ -67,43 +65,31 @@ class DecodeRequest:
 
         `max_model_len` is the engine's.
         """
+        self._llm = llm
         self._link = link
         self._work = work
+        self._prompt = prompt
         self._sampler = sampler
         self._max_model_len = max_model_len
         self._lora_request = lora_request
-        self._hidden_state: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._reservation: Reservation | None = None
-        self._reservation_yielded = False
+        loop = asyncio.get_running_loop()
+        self._hidden_state: asyncio.Future[bytes] = loop.create_future()
+        self._reserved: asyncio.Future[Reservation] = loop.create_future()
         self._transfer_failed = False
-        self._load_failed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._load_failed: asyncio.Future[bool] = loop.create_future()
         self._step_start_ns = 0
         self._has_tokens = False
-        self._failure: HeadraceError | None = None
-        self._changed = asyncio.Event()
-        params = None
-        if work.remote_kv:
-            params = receive_params(work.transfer_id, work.awaits_first_token)
-        self._outputs = llm.generate(
-            prompt,
-            sampling_params(
-                work.sampling,
-                params,
-                work.token_ids[work.prompt_tokens :],
-                step_of=work.transfer_id,
-                priority=work.priority,
-                bounds=work.bounds,
-                keep=work.keep,
-            ),
-            work.transfer_id,
-            lora_request=lora_request,
-        )
-        self._next: asyncio.Task[RequestOutput] | None = None
+        self._put: Callable[[DecodeEvent], None] = lambda event: None
+        self._early: list[RequestOutput] | None = []
+        """Outputs that came before the reservation or the first token. None once outputs are put at once."""
+        self._last: asyncio.Future[RequestOutput] = loop.create_future()
+        """The output with the end, or the error. Until then vLLM has the request."""
 
     def blocks_reserved(self, reservation: Reservation) -> None:
         """The scheduler has allocated blocks."""
-        self._reservation = reservation
-        self._changed.set()
+        if not self._reserved.done():
+            self._reserved.set_result(reservation)
+            self._put(reservation)
 
     def step_started(self, monotonic_ns: int) -> None:
         """The scheduler has planned the first step with the request."""
@@ -125,43 +111,95 @@ class DecodeRequest:
 
     def fail(self, error: HeadraceError) -> None:
         """The engine's processes have ended."""
-        self._failure = error
-        self._changed.set()
+        if not self._last.done():
+            self._last.set_exception(error)
 
-    async def events(self) -> AsyncIterator[DecodeEvent]:
+    async def run(self, put: Callable[[DecodeEvent], None]) -> None:
         """See Engine.decode."""
-        cached_tokens = 0
+        self._put = put
         self._link.request_coming()
-        self._next = asyncio.create_task(self._next_output())
+        outputs = await self._start()
+        try:
+            take_outputs(outputs, self._output_arrived)
+            await self._generate()
+        finally:
+            # An exception is retrieved here, so that asyncio does not log it.
+            if not self._last.done() or self._last.exception() is not None:
+                await self._llm.abort(outputs.request_id, internal=True)
+
+    async def _start(self) -> RequestOutputCollector:
+        work = self._work
+        params = None
+        if work.remote_kv:
+            params = receive_params(work.transfer_id, work.awaits_first_token)
+        try:
+            return await self._llm.add_request(
+                work.transfer_id,
+                self._prompt,
+                sampling_params(
+                    work.sampling,
+                    params,
+                    work.token_ids[work.prompt_tokens :],
+                    step_of=work.transfer_id,
+                    priority=work.priority,
+                    bounds=work.bounds,
+                    keep=work.keep,
+                ),
+                lora_request=self._lora_request,
+            )
+        except Exception as error:
+            raise self._known_error(error) from error
+
+    async def _generate(self) -> None:
+        cached_tokens: int | None = None
         if self._work.remote_kv:
-            reservation = await self._wait_reserved(self._next)
-            cached_tokens = reservation.start_token
-            self._reservation_yielded = True
-            yield reservation
+            cached_tokens = (await self._wait_reserved()).start_token
         if self._work.from_hidden_state:
-            first = await self._choose_first_token(self._next)
+            first = await self._choose_first_token()
             ended = self._end_after(first.token_ids[0])
             if ended is None:
                 given = FirstToken(self._work.transfer_id, first.token_ids[0])
                 self._link.transfer_event(given)
-            yield first
+            self._put(first)
             if ended is not None:
-                yield ended
+                self._put(ended)
                 return
-        while True:
-            output = await self._next
-            completion = output.outputs[0]
-            if completion.token_ids:
-                self._has_tokens = True
-                yield self._tokens_of(output)
-            if output.finished:
-                if not self._work.remote_kv:
-                    cached_tokens = output.num_cached_tokens or 0
-                stopped = await self._stopped(completion.finish_reason)
-                kept = read_kept(output.kv_transfer_params)
-                yield DecodeEnded(stopped, cached_tokens, kept=kept)
-                return
-            self._next = asyncio.create_task(self._next_output())
+        early, self._early = self._early or (), None
+        for output in early:
+            self._put_tokens(output)
+        last = await self._last_output()
+        self._put_tokens(last)
+        if cached_tokens is None:
+            cached_tokens = last.num_cached_tokens or 0
+        stopped = await self._stopped(last.outputs[0].finish_reason)
+        self._put(DecodeEnded(stopped, cached_tokens, kept=read_kept(last.kv_transfer_params)))
+
+    def _output_arrived(self, output: RequestOutput | Exception) -> None:
+        """Called by vLLM's task that reads the outputs of all requests, which must not fail."""
+        if self._last.done():
+            return
+        if isinstance(output, Exception):
+            self._last.set_exception(self._known_error(output))
+        elif output.finished:
+            self._last.set_result(output)
+        elif self._early is not None:
+            self._early.append(output)
+        else:
+            self._put_tokens(output)
+
+    def _put_tokens(self, output: RequestOutput) -> None:
+        if not output.outputs[0].token_ids:
+            return
+        self._has_tokens = True
+        try:
+            self._put(self._tokens_of(output))
+        except Exception as error:  # noqa: BLE001
+            self.fail(self._known_error(error))
+
+    async def _last_output(self) -> RequestOutput:
+        # Its cancellation is not that of the future, which says whether vLLM has ended the request.
+        await asyncio.wait({self._last})
+        return self._last.result()
 
     def _tokens_of(self, output: RequestOutput) -> DecodeTokens:
         sampling = self._work.sampling
@@ -173,13 +211,14 @@ class DecodeRequest:
             tokens, prompt_logprobs=prompt_logprobs_of(output, prompt, sampling.prompt_logprobs)
         )
 
-    async def _choose_first_token(self, request: asyncio.Task[RequestOutput]) -> DecodeTokens:
+    async def _choose_first_token(self) -> DecodeTokens:
         """The first token, once its state has arrived. Raises an error when vLLM ends the request before that."""
-        await asyncio.wait({self._hidden_state, request}, return_when=asyncio.FIRST_COMPLETED)
+        awaited: set[asyncio.Future[Any]] = {self._hidden_state, self._last}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if self._sampler is None:
             raise InternalError("this engine chooses no token from hidden states")
         if not self._hidden_state.done():
-            await self._stopped((await request).outputs[0].finish_reason)
+            await self._stopped(self._last.result().outputs[0].finish_reason)
             raise InternalError("vLLM ended a request that waited for its first token")
         return await self._sampler.choose(
             self._hidden_state.result(),
@@ -190,11 +229,10 @@ class DecodeRequest:
 
     def _end_after(self, token_id: int) -> DecodeEnded | None:
         """The end of an answer that ends with this first token, by vLLM's rules. None when it goes on."""
-        assert self._reservation is not None
         sampling, tokens = self._work.sampling, len(self._work.token_ids)
         stopped = token_id in sampling.stop_token_ids
         if stopped or sampling.max_tokens == 1 or tokens + 1 >= self._max_model_len:
-            return DecodeEnded(stopped, self._reservation.start_token)
+            return DecodeEnded(stopped, self._reserved.result().start_token)
         return None
 
     async def _stopped(self, finish_reason: str | None) -> bool:
@@ -220,51 +258,25 @@ class DecodeRequest:
         await asyncio.wait({self._load_failed}, timeout=FAILURE_LAG_S)
         return not self._load_failed.done() or self._load_failed.result()
 
-    async def _wait_reserved(self, first: asyncio.Task[Any]) -> Reservation:
-        changed = asyncio.create_task(self._changed.wait())
-        try:
-            await asyncio.wait({changed, first}, return_when=asyncio.FIRST_COMPLETED)
-            if not changed.done() and first.exception() is None:
-                await self._raise_early_end(first.result())
-                await asyncio.wait({changed}, timeout=RESERVATION_LAG_S)
-        finally:
-            changed.cancel()
-        if self._failure is not None:
-            raise self._failure
-        if self._reservation is None:
-            first.result()
+    async def _wait_reserved(self) -> Reservation:
+        awaited: set[asyncio.Future[Any]] = {self._reserved, self._last}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if not self._reserved.done():
+            await self._raise_early_end(self._last.result())
+            await asyncio.wait({self._reserved}, timeout=RESERVATION_LAG_S)
+        if not self._reserved.done():
             raise InternalError("vLLM generated tokens without a reservation of blocks")
-        return self._reservation
+        return self._reserved.result()
 
     async def _raise_early_end(self, output: RequestOutput) -> None:
         """Raises the error of a request that vLLM has ended before it scheduled it: no reservation will come."""
         reason = output.outputs[0].finish_reason
-        if output.finished and reason not in ("stop", "length"):
+        if reason not in ("stop", "length"):
             await self._stopped(reason)
 
-    async def _next_output(self) -> RequestOutput:
-        try:
-            return await anext(self._outputs)
-        except (HeadraceError, asyncio.CancelledError):
-            raise
-        except StopAsyncIteration:
-            raise InternalError("vLLM ended a request without a last output") from None
-        except request_errors() as exc:
-            raise rejected(exc, self._work.sampling, "token_ids") from exc
-        except Exception as exc:
-            raise self._failure or InternalError(
-                f"vLLM failed: {type(exc).__name__}: {exc}"
-            ) from exc
-
-    async def close(self) -> None:
-        """Aborts the request if it still runs. Releases blocks of a reservation that was never yielded."""
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.wait({self._next})
-            if not self._next.cancelled():
-                # Retrieved, so that asyncio does not log it: a caller that awaited it has got it.
-                self._next.exception()
-        await self._outputs.aclose()
-        held = self._reservation
-        if held is not None and not self._reservation_yielded and held.start_token < held.end_token:
-            self._link.transfer_event(Released(held.transfer_id))
+    def _known_error(self, error: Exception) -> HeadraceError:
+        if isinstance(error, HeadraceError):
+            return error
+        if isinstance(error, request_errors()):
+            return rejected(error, self._work.sampling, "token_ids")
+        return InternalError(f"vLLM failed: {type(error).__name__}: {error}")

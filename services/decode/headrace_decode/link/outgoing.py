@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_decode.attempt import Progress
-from headrace_engine.interface import TokenLogprobs
+from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_engine.proto import logprobs_to_proto
 
 # Most bytes of a token in a column, of a request's entries in the columns, and of the frame of a nested message.
@@ -58,6 +57,8 @@ class OutgoingStream:
         """`on_change` is called when it may have events to send."""
         self.stream_id = stream_id
         self.sent_end = False
+        self.is_listed = False
+        """Whether `Outgoing` knows that it has something to send."""
         self._credit = credit_tokens
         self._on_change = on_change
         self._reserved: decode_pb2.Reserved | None = None
@@ -94,19 +95,23 @@ class OutgoingStream:
         self._reserved = reserved
         self._on_change(self)
 
-    def add(self, progress: Progress) -> None:
-        """Adds tokens and the end. Times go with the next tokens, and replace those that are not sent yet."""
-        if progress.times is not None:
-            self._times = progress.times
-        for piece in progress.tokens:
-            self._token_ids.extend(piece.token_ids)
-            if piece.logprobs:
-                self._logprobs.extend(map(logprobs_to_proto, piece.logprobs))
-            if piece.prompt_logprobs:
-                self._prompt_logprobs = list(reversed(piece.prompt_logprobs))
-        if progress.finished is not None:
-            self._finished = progress.finished
-            self._has_end = True
+    def add_tokens(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+        """Adds tokens. Times go with the next tokens, and replace those that are not sent yet."""
+        self._token_ids += tokens.token_ids
+        if tokens.logprobs:
+            self._logprobs.extend(map(logprobs_to_proto, tokens.logprobs))
+        if tokens.prompt_logprobs:
+            self._prompt_logprobs = list(reversed(tokens.prompt_logprobs))
+        if times is not None:
+            self._times = times
+        elif self.is_listed:
+            return
+        self._on_change(self)
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        """Adds the end."""
+        self._finished = finished
+        self._has_end = True
         self._on_change(self)
 
     def fail(self, status: bytes) -> None:
@@ -115,8 +120,8 @@ class OutgoingStream:
         self._has_end = True
         self._on_change(self)
 
-    def move_to(self, message: _Message) -> None:
-        """Moves the events that credit and room allow, at least one."""
+    def move_to(self, message: _Message) -> bool:
+        """Moves the events that credit and room allow, at least one. Whether credit allows more."""
         response, stream_id = message.response, self.stream_id
         if self._reserved is not None:
             response.reserved.add(stream_id=stream_id, reserved=self._reserved)
@@ -129,7 +134,7 @@ class OutgoingStream:
                 self._times = None
             self._move_tokens(message)
         if self._token_ids or not self._has_end:
-            return
+            return bool(self._token_ids) and self._credit > 0
         self.sent_end = True
         if self._finished is not None:
             response.finished.add(stream_id=stream_id, finished=self._finished)
@@ -137,6 +142,7 @@ class OutgoingStream:
         else:
             response.failures.add(stream_id=stream_id, status=self._status)
             message.use(len(self._status))
+        return False
 
     def _move_tokens(self, message: _Message) -> None:
         token_ids = self._token_ids
@@ -189,9 +195,10 @@ class Outgoing:
     A request without credit delays no other. Its tokens are kept: an engine yields at most `max_tokens` of them.
     """
 
-    def __init__(self, bytes_max: int) -> None:
-        """`bytes_max`: the size from which messages are split."""
+    def __init__(self, bytes_max: int, on_sendable: Callable[[], None]) -> None:
+        """`bytes_max`: the size from which messages are split. `on_sendable` is called when there is more to send."""
         self._bytes_max = bytes_max
+        self._on_sendable = on_sendable
         self._streams: dict[int, OutgoingStream] = {}
         self._queue: dict[int, OutgoingStream] = {}
         self._waiting: dict[int, OutgoingStream] = {}
@@ -239,11 +246,11 @@ class Outgoing:
         while queue and message.room_bytes > 0:
             stream_id = next(iter(queue))
             stream = queue.pop(stream_id)
-            stream.move_to(message)
-            if stream.sent_end:
-                del self._streams[stream_id]
-            elif stream.sendable:
+            stream.is_listed = stream.move_to(message)
+            if stream.is_listed:
                 unfinished[stream_id] = stream
+            elif stream.sent_end:
+                del self._streams[stream_id]
         # Those that had no turn go first.
         queue |= unfinished
         return message.complete()
@@ -253,6 +260,8 @@ class Outgoing:
         dropped = stream_id not in self._streams
         if dropped or not stream.sendable or stream_id in self._queue:
             return
+        stream.is_listed = True
+        self._on_sendable()
         if stream.may_wait:
             self._waiting[stream_id] = stream
         else:

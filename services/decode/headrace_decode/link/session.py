@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -115,12 +116,11 @@ class LinkSession:
         self._start = start
         self._write = write
         self._default_deadline_s = default_deadline_s
-        self._outgoing = Outgoing(LINK_MESSAGE_BYTES_MAX)
         self._lanes: dict[int, _Lane] = {}
-        self._readable: dict[int, _Lane] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._last_stream_id = 0
         self._wake = asyncio.Event()
+        self._outgoing = Outgoing(LINK_MESSAGE_BYTES_MAX, self._wake.set)
         self._pace = TokenPace(self._wake.set)
         self._finishing = False
         self._stopping = False
@@ -200,9 +200,9 @@ class LinkSession:
             )
         lane = self._lanes[stream_id] = _Lane(self._outgoing.open(stream_id, opened.credit_tokens))
         if not opened.credit_tokens:
-            self._fail(lane, InvalidRequest({"credit_tokens": "must be 1 or more"}))
+            self._end_lane(lane, InvalidRequest({"credit_tokens": "must be 1 or more"}))
         elif full:
-            self._fail(lane, _link_full())
+            self._end_lane(lane, _link_full())
         else:
             starting = asyncio.create_task(self._run(lane, opened))
             self._starting.add(starting)
@@ -217,22 +217,16 @@ class LinkSession:
             lane.admitted(attempt)
             if opened.request.early_admission and attempt.work.remote_kv:
                 lane.outgoing.reserve(attempt.expect_prefill())
-                self._wake.set()
             lane.outgoing.reserve(await attempt.reserve())
-            self._wake.set()
             await attempt.wait_ready()
-            attempt.notify(lambda: self._mark_readable(lane))
+            attempt.forward(lane.outgoing, partial(self._end_lane, lane))
         except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-            self._fail(lane, error)
+            self._end_lane(lane, error)
 
     def _deadline_of(self, opened: decode_pb2.LinkOpen) -> Deadline:
         if not opened.HasField("timeout"):
             return Deadline.after(self._default_deadline_s)
         return Deadline.after(seconds_from_duration(opened.timeout))
-
-    def _mark_readable(self, lane: _Lane) -> None:
-        self._readable[lane.stream_id] = lane
-        self._wake.set()
 
     def _cancel(self, stream_id: int) -> None:
         self._outgoing.drop(stream_id)
@@ -240,15 +234,13 @@ class LinkSession:
         if lane is not None:
             lane.end()
 
-    def _fail(self, lane: _Lane, error: Exception) -> None:
-        lane.outgoing.fail(status_of(reported_error(error, _NAME)).SerializeToString())
-        self._end_lane(lane)
-
-    def _end_lane(self, lane: _Lane) -> None:
+    def _end_lane(self, lane: _Lane, error: Exception | None = None) -> None:
+        """The request has ended: with `error`, or with what `lane.outgoing` has."""
+        if error is not None:
+            lane.outgoing.fail(status_of(reported_error(error, _NAME)).SerializeToString())
         self._lanes.pop(lane.stream_id, None)
         if lane.attempt is not None:
             lane.attempt.end()
-        self._wake.set()
 
     def _end_all(self) -> None:
         lanes, self._lanes = self._lanes, {}
@@ -260,10 +252,8 @@ class LinkSession:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._collect()
             while not self._stopping and (message := self._next_message()) is not None:
                 await self._write(message)
-                self._collect()
             if self._stopping:
                 return
             if self._finishing and not self._outgoing.count:
@@ -275,23 +265,6 @@ class LinkSession:
         outgoing = self._outgoing
         holds_tokens = outgoing.has_waiting and not self._pace.try_release()
         return outgoing.next_message(holds_tokens=holds_tokens)
-
-    def _collect(self) -> None:
-        """Moves what the engine has yielded to `_outgoing`."""
-        readable, self._readable = self._readable, {}
-        for stream_id, lane in readable.items():
-            attempt = lane.attempt
-            if attempt is None or stream_id not in self._lanes:
-                continue
-            try:
-                while attempt.readable:
-                    progress = attempt.take()
-                    lane.outgoing.add(progress)
-                    if progress.finished is not None:
-                        self._end_lane(lane)
-                        break
-            except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-                self._fail(lane, error)
 
 
 class LinkSessions:

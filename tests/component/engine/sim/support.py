@@ -46,6 +46,7 @@ from headrace_kv.tiers.tiers import TierCopy, TierSettings
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import TransportUse
 from headrace_kv.transport.memory import PAGE_BYTES, PASSED, Mark
+from tests.decoding import decoded
 from tests.in_memory_transport import KIND
 from tests.sim_blocks import free_blocks, guard_violations
 from tests.sim_clock import ManualClock
@@ -179,7 +180,7 @@ async def answer_of(
     engine: SimEngine, work: DecodeWork
 ) -> tuple[tuple[int, ...], DecodeEnded, list[DecodeEvent]]:
     """Reads a request to its end: tokens, end, and all events."""
-    events = [event async for event in engine.decode(work)]
+    events = [event async for event in decoded(engine, work)]
     end = events[-1]
     assert isinstance(end, DecodeEnded)
     return tokens_of(events), end, events
@@ -279,7 +280,7 @@ class Pair:
         on_first_token: Callable[[DecodeTokens], None] | None = None,
     ) -> Started:
         """Starts a request and its prefill. Decode must have cached less than the prompt."""
-        reader = self.decode.decode(work)
+        reader = decoded(self.decode, work)
         return self._send(work, reader, await reserve(reader), timeout_s, on_first_token)
 
     def _send(
@@ -338,7 +339,7 @@ class Pair:
             cache_salt=cache_salt,
             adapter=adapter,
         )
-        reader = self.decode.decode(work)
+        reader = decoded(self.decode, work)
         try:
             handed = await self._generate(work, reader)
         finally:

@@ -35,6 +35,7 @@ from tests.component.engine.sim.support import (
     reserve,
     tokens_of,
 )
+from tests.decoding import decoded
 from tests.sim_blocks import free_blocks
 from tests.waiting import until
 
@@ -223,7 +224,7 @@ async def test_a_missing_hidden_state_fails_the_transfer_and_frees_its_blocks(
 
 async def test_one_wrong_byte_of_the_hidden_state_is_an_error() -> None:
     async with decode_engine() as engine:
-        reader = engine.decode(first_token_work(prompt_of(40), GREEDY, from_hidden_state=True))
+        reader = decoded(engine, first_token_work(prompt_of(40), GREEDY, from_hidden_state=True))
         await reserve(reader)
         state = bytearray(hidden_state_of(12345))
         state[-1] ^= 1

