@@ -3,7 +3,7 @@
 - codec: the interface of a model's tokenizer and chat template
 - hugging_face: the codec of a model folder in Hugging Face's format
 - byte_codec: the codec of the simulated model
-- tokenizing: bounded calls of the library tokenizers
+- tokenizing: bounded calls of the libraries tokenizers and kitoken
 - chat_encoder: conversations to tokens
 - control_tokens: protection against control tokens in clients' texts, which literal_finder finds
 - piece_cache: tokens of known texts, by tenant

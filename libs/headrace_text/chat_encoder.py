@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from array import array
 from collections import OrderedDict
@@ -12,11 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from tokenizers import Tokenizer
-
-from headrace_common.errors import ConfigError, InvalidRequest
+from headrace_common.errors import InvalidRequest
 from headrace_text.chat_template import ChatTemplate, template_values
-from headrace_text.codec import ChatMessage, ToolCall, TooManyTokens
+from headrace_text.codec import ChatMessage, ToolCall
 from headrace_text.control_tokens import (
     NOTHING_ESCAPED,
     ControlTokens,
@@ -25,6 +21,7 @@ from headrace_text.control_tokens import (
     control_texts,
     texts_in,
 )
+from headrace_text.encoder import check_count, encode, make_tokenizer, reject_far_too_long
 
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 """About 170 conversations of 128K tokens."""
@@ -130,14 +127,14 @@ class RunEncoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        encode: Callable[[str], list[int]],
         added_tokens: Sequence[Mapping[str, Any]],
         control_texts: Collection[str],
         encode_escaped: EncodeRun,
         cache: PieceCache,
     ) -> None:
         """`added_tokens` are those of tokenizer.json. `encode_escaped` encodes runs with placeholders."""
-        self._tokenizer = tokenizer
+        self._encode = encode
         self._cuts = LiteralFinder(cut_texts(added_tokens, control_texts))
         self._encode_escaped = encode_escaped
         self._cache = cache
@@ -157,25 +154,15 @@ class RunEncoder:
             if (tokens := self._cache.get(scope, key)) is not None
         }
         missing = [index for index in range(len(runs)) if index not in parts]
-        plain = [index for index in missing if not escaped.is_in(runs[index])]
-        encodings = dict(
-            zip(plain, self._encode_all([runs[index] for index in plain]), strict=True)
-        )
-        # The lists of tokens are made under the global interpreter lock.
-        _check_count(sum(map(len, (*parts.values(), *encodings.values()))), tokens_max)
         for index in missing:
-            run, known = runs[index], encodings.get(index)
-            ids = self._encode_escaped(run, escaped, tokens_max) if known is None else known.ids
+            run, is_plain = runs[index], not escaped.is_in(runs[index])
+            ids = self._encode(run) if is_plain else self._encode_escaped(run, escaped, tokens_max)
             parts[index] = array("I", ids)
-            if len(run) >= _RUN_CHARACTERS_MIN:
+        check_count(sum(map(len, parts.values())), tokens_max)
+        for index in missing:
+            if len(runs[index]) >= _RUN_CHARACTERS_MIN:
                 self._cache.add(scope, keys[index], parts[index])
-        words = array("I", b"".join(parts[index] for index in range(len(runs))))
-        _check_count(len(words), tokens_max)
-        return words
-
-    def _encode_all(self, runs: list[str]) -> list[Any]:
-        # `encode_batch_fast` releases the global interpreter lock.
-        return self._tokenizer.encode_batch_fast(runs, add_special_tokens=False) if runs else []
+        return array("I", b"".join(parts[index] for index in range(len(runs))))
 
     def _runs(self, text: str) -> Iterator[str]:
         """The runs depend only on the text before their end, so those of an earlier turn come again."""
@@ -186,11 +173,6 @@ class RunEncoder:
                 start = cut
         if start < len(text):
             yield text[start:]
-
-
-def _check_count(count: int, tokens_max: int | None) -> None:
-    if tokens_max is not None and count > tokens_max:
-        raise TooManyTokens(count)
 
 
 def cut_texts(
@@ -223,60 +205,6 @@ def _reaches_into(other: str, text: str) -> bool:
     )
 
 
-# A text with more characters for each token of the bound is counted in pieces first. English has four to five.
-_CHARACTERS_PER_TOKEN = 6
-_PIECE_CHARACTERS = 32_768
-# Cutting a text changes the number of its tokens by a few at each cut.
-_PIECES_SURPLUS = 1.25
-
-
-def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> Any:
-    # `encode` keeps the global interpreter lock, and `encode_batch_fast` releases it.
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-
-
-def reject_far_too_long(tokenizer: Any, texts: Sequence[str], tokens_max: int | None) -> None:
-    """Raises TooManyTokens as soon as the first pieces of long texts have far too many tokens."""
-    if tokens_max is None:
-        return
-    if sum(map(len, texts)) <= max(_CHARACTERS_PER_TOKEN * tokens_max, 2 * _PIECE_CHARACTERS):
-        return
-    text = "\n".join(texts)
-    count = 0
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        count += len(encode(tokenizer, text[start : start + _PIECE_CHARACTERS]))
-        if count > _PIECES_SURPLUS * tokens_max + _PIECE_CHARACTERS:
-            raise TooManyTokens
-
-
-def bounded_ids(encoding: Any, tokens_max: int | None) -> list[int]:
-    # The list is made under the global interpreter lock.
-    if tokens_max is not None and len(encoding) > tokens_max:
-        raise TooManyTokens(len(encoding))
-    ids: list[int] = encoding.ids
-    return ids
-
-
-def make_tokenizer(folder: Path, description: Mapping[str, Any]) -> Any:
-    # Of several texts, tokenizers would encode each on a thread of their own pool.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        tokenizer = Tokenizer.from_str(json.dumps(description))
-    except Exception as error:
-        raise not_a_model(folder, f"has a tokenizer.json that cannot be read ({error})") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def not_a_model(folder: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"model folder {folder} {why}: "
-        "set model to NAME=FOLDER with a folder that holds config.json and tokenizer.json",
-        metadata={"folder": str(folder)},
-    )
-
-
 _NO_TEXT = (
     "has the text of a control token, which this model's tokenizer cannot encode as text; remove it"
 )
@@ -298,11 +226,12 @@ class ChatEncoder:
         folder: Path,
         description: Mapping[str, Any],
         tokenizer: Any,
+        encode_text: Callable[[str], list[int]],
         source: str,
         special_tokens: Mapping[str, str],
         image_text: str = "",
     ) -> None:
-        """`image_text` is the placeholder for an image, empty for a model without images."""
+        """`encode_text` encodes as `tokenizer` does. `image_text` is the placeholder for an image, or empty."""
         self._tokenizer = tokenizer
         self._template = ChatTemplate(source, special_tokens, image_text)
         added: list[dict[str, Any]] = description.get("added_tokens") or []
@@ -313,7 +242,7 @@ class ChatEncoder:
             texts |= {image_text}
         self._control_tokens = ControlTokens(texts)
         self._control_ids = frozenset(map(tokenizer.token_to_id, texts))
-        self._runs = RunEncoder(tokenizer, added, texts, self._encode_escaped, PieceCache())
+        self._runs = RunEncoder(encode_text, added, texts, self._encode_escaped, PieceCache())
         # With this switch a tokenizer treats special tokens as text. Here these are the control tokens.
         tokens = [{**token, "special": token["content"] in texts} for token in added]
         self._plain = make_tokenizer(folder, {**description, "added_tokens": tokens})
@@ -351,7 +280,7 @@ class ChatEncoder:
         """Encodes the texts between two control tokens of the template by themselves, as tokenizers do."""
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         least_count = len(encoding) - escaped.placeholder_characters(text)
-        _check_count(least_count, tokens_max)
+        check_count(least_count, tokens_max)
         ids: list[int] = []
         position = 0
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):

@@ -77,6 +77,11 @@ class TextCodec(ABC):
     images_refusal: str = ""
     """Why not, for a model that takes them elsewhere."""
 
+    @property
+    def encoder_differences(self) -> int:
+        """Texts to which a fast encoder has given other tokens, since the start."""
+        return 0
+
     @abstractmethod
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         """Tokens of plain text, including the special tokens that the tokenizer adds around it.

@@ -11,16 +11,16 @@ from typing import Any, Final
 from tokenizers.decoders import DecodeStream
 
 from headrace_common.errors import InvalidRequest
-from headrace_text.chat_encoder import (
-    ChatEncoder,
-    bounded_ids,
-    encode,
+from headrace_text.chat_encoder import ChatEncoder
+from headrace_text.chat_template import template_values
+from headrace_text.codec import SPECIAL_TOKEN_NAMES, ChatMessage, TextCodec
+from headrace_text.encoder import (
+    check_count,
     make_tokenizer,
     not_a_model,
     reject_far_too_long,
+    text_encoder,
 )
-from headrace_text.chat_template import template_values
-from headrace_text.codec import SPECIAL_TOKEN_NAMES, ChatMessage, TextCodec
 from headrace_text.images import image_rule, processor_settings
 
 _REPLACEMENT: Final = "\ufffd"
@@ -104,6 +104,7 @@ class HuggingFaceCodec(TextCodec):
         tokenizer_config = _read_json(folder, "tokenizer_config.json", required=False)
         description = _read_json(folder, "tokenizer.json", required=True)
         self._tokenizer = make_tokenizer(folder, description)
+        self._encoder = text_encoder(self._tokenizer, description)
         special_tokens = _special_tokens(tokenizer_config)
         self.vocabulary_size = _text_field(config, "vocab_size") or self._tokenizer.get_vocab_size()
         self.longest_token_bytes = _longest_token_bytes(description, self._tokenizer)
@@ -127,14 +128,24 @@ class HuggingFaceCodec(TextCodec):
         source = _template_source(folder, tokenizer_config)
         image_text = "" if self.images is None else self.images.token_text
         self._chat = (
-            ChatEncoder(folder, description, self._tokenizer, source, special_tokens, image_text)
+            ChatEncoder(
+                folder,
+                description,
+                self._tokenizer,
+                self._encoder.encode,
+                source,
+                special_tokens,
+                image_text,
+            )
             if source
             else None
         )
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         reject_far_too_long(self._tokenizer, [text], tokens_max)
-        return bounded_ids(encode(self._tokenizer, text, add_special_tokens=True), tokens_max)
+        ids = self._encoder.encode(text, add_special_tokens=True)
+        check_count(len(ids), tokens_max)
+        return ids
 
     def encode_chat(
         self,
@@ -159,7 +170,11 @@ class HuggingFaceCodec(TextCodec):
         )
 
     def encode_part(self, text: str) -> list[int]:
-        return bounded_ids(encode(self._tokenizer, text), None)
+        return self._encoder.encode(text)
+
+    @property
+    def encoder_differences(self) -> int:
+        return self._encoder.differences
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

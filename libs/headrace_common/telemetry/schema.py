@@ -330,6 +330,9 @@ ATTRIBUTE_SERVER_ADDRESS: Final = "server.address"
 # Port of the decode worker.
 ATTRIBUTE_SERVER_PORT: Final = "server.port"
 
+# Texts to which kitoken gave other tokens than the model's tokenizer. That encodes one text in 1,000 again. After the
+# first difference, kitoken is not used for the model.
+METRIC_ENCODER_DIFFERENCES: Final = "headrace.encoder.differences"
 # Items in a bounded queue, by queue name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
 # Limit of a queue, by queue name: "prefill", "requests" or "tokens".

@@ -112,6 +112,7 @@ ATTRIBUTE_TYPES: Final[Mapping[str, str]] = {
 """Of the attributes that are no "string"."""
 
 METRICS: Final[Mapping[str, MetricFacts]] = {
+    schema.METRIC_ENCODER_DIFFERENCES: MetricFacts("gauge", "{text}", "Texts to which kitoken gave other tokens than the model's tokenizer. That encodes one text in 1,000 again. After the first difference, kitoken is not used for the model.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,)),
     schema.METRIC_QUEUE_DEPTH: MetricFacts("gauge", "{item}", "Items in a bounded queue, by queue name.", labels=(schema.ATTRIBUTE_QUEUE,)),
     schema.METRIC_QUEUE_LIMIT: MetricFacts("gauge", "{item}", "Limit of a queue, by queue name: \"prefill\", \"requests\" or \"tokens\".", labels=(schema.ATTRIBUTE_QUEUE,)),
     schema.METRIC_QUEUE_AGE: MetricFacts("gauge", "s", "Age of the oldest task in the prefill queue."),

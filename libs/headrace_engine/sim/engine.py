@@ -44,14 +44,13 @@ from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
-from headrace_engine.sim.model.sampling import HIDDEN_FORMAT
+from headrace_engine.sim.model.sampling import HIDDEN_FORMAT, check
 from headrace_engine.sim.model.settings import plan_shape
 from headrace_engine.sim.outgoing import SenderReports
 from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence
 from headrace_engine.sim.stepper import SimClock, Stepper
-from headrace_engine.sim.validation import check
 from headrace_engine.steps import StepWatch
 from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.messages import SendReport

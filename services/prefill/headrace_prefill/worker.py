@@ -54,7 +54,7 @@ class PrefillWorker:
     """Owns the worker's slots. A task waits for a slot when its router was idle and others use all slots.
 
     `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
-    reason, or "", the payload bytes, the reports of its ranks, and how many tokens were computed in vain, at most.
+    reason, or "", the payload bytes, and the reports of its ranks. Its last argument are the tokens computed in vain.
     `prefixes` may have prefixes fetched. `handovers` learns from the tasks.
     """
 

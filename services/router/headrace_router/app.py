@@ -114,7 +114,7 @@ class Router:
         )
         self.admission = self.parts.admission
         self.metrics = RouterMetrics(
-            telemetry.metrics, self.queue, self.admission, self.prefixes, self.workers
+            telemetry.metrics, self.queue, self.admission, self.prefixes, self.workers, codecs
         )
         self.traces = TraceStore(TraceLimits(TRACE_COUNT), self.metrics.count_dropped_spans)
         self._clocks = WorkerClocks()

@@ -35,6 +35,7 @@ from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.status.traffic import BucketSums, TrafficCounts
 from headrace_router.tracing.request_record import Regret
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_text.codec import TextCodec
 
 _SAMPLE_INTERVAL_S: Final = 1.0
 
@@ -48,6 +49,7 @@ def _gauges(
     admission: Admission,
     prefixes: PrefixCacheDirectory,
     workers: WorkerDirectory,
+    codecs: Mapping[str, TextCodec],
 ) -> Mapping[str, _Read]:
     def depths() -> Mapping[str, float]:
         return {
@@ -67,7 +69,11 @@ def _gauges(
             "tokens": admission.max_queued_tokens,
         }
 
+    def differences() -> Mapping[str, float]:
+        return {model: codec.encoder_differences for model, codec in codecs.items()}
+
     return {
+        schema.METRIC_ENCODER_DIFFERENCES: differences,
         schema.METRIC_QUEUE_DEPTH: depths,
         schema.METRIC_QUEUE_LIMIT: limits,
         schema.METRIC_CLASS_QUEUE_DEPTH: queue.depths,
@@ -105,6 +111,7 @@ class RouterMetrics(RequestCounter):
         admission: Admission,
         prefixes: PrefixCacheDirectory,
         workers: WorkerDirectory,
+        codecs: Mapping[str, TextCodec],
     ) -> None:
         self.totals = RequestTotals()
         """Sums over the answered requests, for planners."""
@@ -134,7 +141,7 @@ class RouterMetrics(RequestCounter):
         )
         self._exposed = store.histogram(schema.METRIC_TRANSFER_EXPOSED)
         self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
-        gauges = _gauges(queue, admission, prefixes, workers)
+        gauges = _gauges(queue, admission, prefixes, workers, codecs)
         self._gauges = [(store.gauge(name), read) for name, read in gauges.items()]
         self._task: asyncio.Task[None] | None = None
         if metrics.has_readers:

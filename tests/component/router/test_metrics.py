@@ -41,6 +41,7 @@ async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector
     refused = {schema.ATTRIBUTE_END_REASON: InvalidRequest.reason}
     assert collector.value(schema.METRIC_REQUESTS, **refused) == 1
     model = {schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL: "sim"}
+    assert collector.value(schema.METRIC_ENCODER_DIFFERENCES, **model) == 0
     for name in (
         *(schema.METRIC_TIME_TO_FIRST_TOKEN, schema.METRIC_REQUEST_DURATION),
         *(schema.METRIC_TIME_PER_OUTPUT_TOKEN,),

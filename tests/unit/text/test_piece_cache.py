@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from headrace_text.chat_encoder import PieceCache, RunEncoder, cut_texts
 from headrace_text.codec import TooManyTokens
 from headrace_text.control_tokens import EscapedChat
+from headrace_text.encoder import TextEncoder
 
 _CONTROL = ("<|im_start|>", "<|im_end|>", "<s>")
 _LONG = "the market of the old town, 7 o'clock: " * 8
@@ -49,9 +51,13 @@ def _encode_none(run: str, escaped: EscapedChat, tokens_max: int | None) -> list
     raise AssertionError(run)
 
 
-def _encoder(cache: PieceCache, tokenizer: Any = None) -> RunEncoder:
+def _encode(text: str) -> list[int]:
+    return TextEncoder(_tokenizer("tiny-llama")).encode(text)
+
+
+def _encoder(cache: PieceCache, encode: Callable[[str], list[int]] = _encode) -> RunEncoder:
     added = [_token(text) for text in _CONTROL]
-    return RunEncoder(tokenizer or _tokenizer("tiny-llama"), added, _CONTROL, _encode_none, cache)
+    return RunEncoder(encode, added, _CONTROL, _encode_none, cache)
 
 
 @pytest.mark.parametrize("kind", ["tiny-llama", "SmolLM2-135M-Instruct", "sentence_piece"])
@@ -66,7 +72,8 @@ def _encoder(cache: PieceCache, tokenizer: Any = None) -> RunEncoder:
 def test_pieces_have_the_tokens_of_the_whole(kind: str, parts: list[str]) -> None:
     tokenizer, text = _tokenizer(kind), "".join(parts)
     added = [_token(content, rstrip=content == "<s>") for content in _CONTROL]
-    encoder = RunEncoder(tokenizer, added, _CONTROL, _encode_none, PieceCache())
+    encode = TextEncoder(tokenizer).encode
+    encoder = RunEncoder(encode, added, _CONTROL, _encode_none, PieceCache())
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     # The second time from the cache.
     for _ in range(2):
@@ -76,15 +83,12 @@ def test_pieces_have_the_tokens_of_the_whole(kind: str, parts: list[str]) -> Non
 def test_a_repeated_run_is_encoded_once_for_each_scope() -> None:
     encoded: list[str] = []
 
-    class Counting:
-        def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
-            encoded.extend(texts)
-            return _tokenizer("tiny-llama").encode_batch_fast(
-                texts, add_special_tokens=add_special_tokens
-            )
+    def counted(text: str) -> list[int]:
+        encoded.append(text)
+        return _encode(text)
 
     cache = PieceCache()
-    encoder = _encoder(cache, Counting())
+    encoder = _encoder(cache, counted)
     system = f"<|im_start|>{_LONG}"
     for user in ("one", "two"):
         encoder.encode(f"{system}<|im_end|>{user}", "a", None)

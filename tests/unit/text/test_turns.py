@@ -186,13 +186,13 @@ def test_a_turn_encodes_only_what_is_new(
     chat = codec._chat
     assert chat is not None
     encoded: list[str] = []
-    encode_all = chat._runs._encode_all
+    encode = chat._runs._encode
 
-    def counted(runs: list[str]) -> list[Any]:
-        encoded.extend(runs)
-        return encode_all(runs)
+    def counted(run: str) -> list[int]:
+        encoded.append(run)
+        return encode(run)
 
-    monkeypatch.setattr(chat._runs, "_encode_all", counted)
+    monkeypatch.setattr(chat._runs, "_encode", counted)
     messages = [ChatMessage("system", "be brief")]
     for number in range(40):
         messages.append(ChatMessage("user", f"question {number} " * 60))

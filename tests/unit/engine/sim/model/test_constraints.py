@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import DecodeWork, Sampling, StructuredOutputs
-from headrace_engine.sim.model.sampling import choice_is_complete, choose_token
-from headrace_engine.sim.validation import check
+from headrace_engine.sim.model.sampling import check, choice_is_complete, choose_token
 
 VOCABULARY = 1000
 GREEDY = Sampling(temperature=0.0)
