@@ -78,21 +78,15 @@ class _Worker:
         self.starting = None
 
 
+@dataclass(eq=False, slots=True)
 class Restarts:
     """Starts workers of a supervisor again, and reports it on the console and in the worker's log."""
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        console: Console,
-        policy: RestartPolicy,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._supervisor = supervisor
-        self._console = console
-        self._policy = policy
-        self._clock = clock
-        self._workers: dict[str, _Worker] = {}
+    supervisor: Supervisor
+    console: Console
+    policy: RestartPolicy
+    clock: Callable[[], float] = time.monotonic
+    _workers: dict[str, _Worker] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
         """Runs until a process ends that is not started again. Then raises as Supervisor.check does."""
@@ -102,38 +96,38 @@ class Restarts:
 
     async def step(self) -> None:
         """Looks at all processes once."""
-        for child in self._supervisor.unexpected_ends():
+        for child in self.supervisor.unexpected_ends():
             self._ended(child)
         for worker in self._workers.values():
             if (
                 worker.ended is not None
                 and worker.due_s is not None
-                and self._clock() >= worker.due_s
+                and self.clock() >= worker.due_s
             ):
-                worker.started(await self._supervisor.restart(worker.ended), self._clock())
+                worker.started(await self.supervisor.restart(worker.ended), self.clock())
             elif worker.starting is not None and worker.starting.read_port_file():
                 child = worker.starting
                 self._report(child, f"{child.spec.name} serves again on {child.endpoint}")
                 worker.served()
 
     def _ended(self, child: Child) -> None:
-        name, now_s = child.spec.name, self._clock()
+        name, now_s = child.spec.name, self.clock()
         worker = self._workers.setdefault(name, _Worker())
-        worker.forget_before(now_s - self._policy.window_s)
+        worker.forget_before(now_s - self.policy.window_s)
         number = len(worker.started_s) + 1
-        if child.spec.service not in RESTARTED or number > self._policy.count_max:
+        if child.spec.service not in RESTARTED or number > self.policy.count_max:
             raise unexpected_end(child)
-        delay_s = self._policy.delay_s(number)
+        delay_s = self.policy.delay_s(number)
         worker.schedule(child, now_s + delay_s)
         child.mark_replaced()
         self._report(
             child,
-            f"{end_text(child)}; it starts again in {delay_s:g} s (restart {number} of {self._policy.count_max})",
+            f"{end_text(child)}; it starts again in {delay_s:g} s (restart {number} of {self.policy.count_max})",
         )
 
     def _report(self, child: Child, text: str) -> None:
         log_line(child.spec.log_file, text)
-        self._console.print(text, markup=False)
+        self.console.print(text, markup=False)
 
 
 _Counts: TypeAlias = tuple[int, int, int]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
 
@@ -79,23 +79,18 @@ class _Tenant:
         self.waiting -= request.amount
 
 
+@dataclass(eq=False, slots=True)
 class FairPool:
     """Shares `capacity` units. `weights` returns the current weights; a tenant without one weighs 1."""
 
-    def __init__(
-        self,
-        capacity: int,
-        weights: Callable[[], Mapping[str, float]],
-        *,
-        queue_above_share: bool = False,
-    ) -> None:
-        self.capacity = capacity
-        self.used = 0
-        self.waiting = 0
-        """The number of requests that wait."""
-        self._weights = weights
-        self._queue_above_share = queue_above_share
-        self._tenants: dict[Claimant, _Tenant] = {}
+    capacity: int
+    weights: Callable[[], Mapping[str, float]]
+    _: KW_ONLY
+    queue_above_share: bool = False
+    used: int = field(default=0, init=False)
+    waiting: int = field(default=0, init=False)
+    """The number of requests that wait."""
+    _tenants: dict[Claimant, _Tenant] = field(default_factory=dict, init=False)
 
     def used_by(self, tenant: str, priority: Priority = Priority.NORMAL) -> int:
         """Units that a tenant uses in a class."""
@@ -104,7 +99,7 @@ class FairPool:
 
     def share(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """Units that a tenant may use in a class while there is not enough for all."""
-        weights, claimant = self._weights(), (tenant, priority)
+        weights, claimant = self.weights(), (tenant, priority)
         total = sum(_weight(weights, name) for name in self._tenants.keys() | {claimant})
         return self.capacity * _weight(weights, claimant) / total
 
@@ -117,7 +112,7 @@ class FairPool:
             return Grant.GRANTED
         entry = self._tenants.get(request.claimant)
         wanted = entry.used + entry.waiting if entry is not None else 0
-        if not self._queue_above_share and self._exceeds_share(request, wanted):
+        if not self.queue_above_share and self._exceeds_share(request, wanted):
             return Grant.REJECTED
         self._tenants.setdefault(request.claimant, _Tenant()).add_waiting(request)
         self.waiting += 1
@@ -130,7 +125,7 @@ class FairPool:
         """
         if self.used < self.capacity and not self.waiting:
             return 0.0
-        weights, claimant = self._weights(), (tenant, priority)
+        weights, claimant = self.weights(), (tenant, priority)
         entry = self._tenants.get(claimant)
         own = 1 + (entry.waiting if entry is not None else 0)
         per_weight = own / _weight(weights, claimant)
@@ -179,7 +174,7 @@ class FairPool:
         return bool(wanted) and wanted + request.amount > share + _ROUNDING
 
     def _grant_waiting(self) -> None:
-        weights = self._weights()
+        weights = self.weights()
         while (name := self._next_tenant(weights)) is not None:
             entry = self._tenants[name]
             request = next(iter(entry.requests))

@@ -91,9 +91,10 @@ class ClientParts:
         self.size = RequestSizeCheck(self._max_model_len, images=images)
         self.body_bytes_max = request_bytes_max(self._max_model_len().values(), images=images)
 
-    def run_by(self, runner: RequestRunner) -> None:
-        """`runner` runs the requests from now on."""
+    def run_by(self, runner: RequestRunner) -> RequestRunner:
+        """`runner`, which runs the requests from now on."""
         self.runner = runner
+        return runner
 
     def _max_model_len(self) -> dict[str, int]:
         """By model: that of its workers, or of its own files while it has none."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -84,22 +84,17 @@ class ModelWorkers(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class RequestPreparer:
     """Prepares requests for the models in `codecs`, by served name.
 
     `salt_of` gives the cache salt of a tenant.
     """
 
-    def __init__(
-        self,
-        codecs: Mapping[str, TextCodec],
-        workers: ModelWorkers,
-        salt_of: Callable[[str], str],
-    ) -> None:
-        self._codecs = codecs
-        self._workers = workers
-        self._salt_of = salt_of
-        self._threads = TextThreads()
+    codecs: Mapping[str, TextCodec]
+    workers: ModelWorkers
+    salt_of: Callable[[str], str]
+    _threads: TextThreads = field(default_factory=TextThreads, init=False)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -117,12 +112,12 @@ class RequestPreparer:
 
         Waits for a decode worker if a lost one may return, unless `deadline` is None.
         """
-        if deadline is not None and request.model not in ("", *self._codecs):
+        if deadline is not None and request.model not in ("", *self.codecs):
             # It may be an adapter. Workers that may return have announced theirs.
-            for model in self._codecs:
-                await self._workers.wait_for_worker(model, deadline)
+            for model in self.codecs:
+                await self.workers.wait_for_worker(model, deadline)
         prepared = await self._prepare(request, request_id, root, tenant)
-        if deadline is not None and await self._workers.wait_for_worker(prepared.model, deadline):
+        if deadline is not None and await self.workers.wait_for_worker(prepared.model, deadline):
             # The workers' context length is known only now.
             prepared = await self._prepare(request, request_id, root, tenant)
         return prepared
@@ -155,25 +150,25 @@ class RequestPreparer:
 
     async def tokenize_part(self, model: str, text: str, tenant: str) -> list[int]:
         """Tokens of a text that `tokenize` accepts, without special tokens around it."""
-        codec = self._codecs[model]
+        codec = self.codecs[model]
         return await self._threads.run(tenant, len(text.encode()), lambda: codec.encode_part(text))
 
     async def token_texts(self, model: str, token_ids: Sequence[int], tenant: str) -> list[str]:
         """The tokenizer's own text of each token that `tokenize` returned."""
-        codec = self._codecs[model]
+        codec = self.codecs[model]
         size = 4 * len(token_ids)
         return await self._threads.run(tenant, size, lambda: codec.token_texts(token_ids))
 
     def special_tokens(self, model: str) -> tuple[Sequence[int], Sequence[int]]:
         """The special tokens that a model's tokenizer adds before and after a text."""
-        codec = self._codecs[model]
+        codec = self.codecs[model]
         whole, part = codec.encode("a"), codec.encode_part("a")
         start = next(i for i in range(len(whole)) if whole[i : i + len(part)] == part)
         return whole[:start], whole[start + len(part) :]
 
     async def detokenize(self, model: str, token_ids: Sequence[int], tenant: str) -> str:
         """The text of tokens. Raises InvalidRequest when they are invalid or exceed the context length."""
-        codec = self._codecs[model]
+        codec = self.codecs[model]
         length_max = self.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
         if len(token_ids) > length_max:
             raise InvalidRequest(
@@ -192,11 +187,11 @@ class RequestPreparer:
 
     def choice(self, model: str) -> ModelChoice:
         """What a client selects by the name of a model or of an adapter. Raises InvalidRequest."""
-        return resolve_model(model, self._codecs, self._workers.adapters())
+        return resolve_model(model, self.codecs, self.workers.adapters())
 
     def max_model_len(self, model: str) -> int:
         """The context length of a served model. 0 while it is unknown."""
-        return self._workers.max_model_len().get(model) or self._codecs[model].max_model_len
+        return self.workers.max_model_len().get(model) or self.codecs[model].max_model_len
 
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
@@ -224,10 +219,10 @@ class RequestPreparer:
             prepare,
             request,
             request_id=request_id,
-            codecs=self._codecs,
-            max_model_len=self._workers.max_model_len(),
-            cache_salt=self._salt_of(tenant),
-            adapters=self._workers.adapters(),
+            codecs=self.codecs,
+            max_model_len=self.workers.max_model_len(),
+            cache_salt=self.salt_of(tenant),
+            adapters=self.workers.adapters(),
             add_generation_prompt=add_generation_prompt,
         )
         # An image is hashed, which takes less time than tokenizing.

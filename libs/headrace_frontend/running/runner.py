@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from opentelemetry.trace import Span
@@ -68,46 +68,33 @@ class RequestCounter:
         """Counts a request that has ended with an answer, and its times and tokens."""
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class RequestRunner:
     """Admits, prepares and dispatches requests, and writes their responses."""
 
-    def __init__(  # noqa: PLR0913 - how the runner of a process differs from others
-        self,
-        *,
-        callers: CallerBounds,
-        admission: Admission,
-        policy: Callable[[], registry_pb2.Policy],
-        preparer: RequestPreparer,
-        dispatch: Callable[[AdmittedRequest], Awaitable[None]],
-        tracer: RequestTracer,
-        drain_error: Callable[[], HeadraceError],
-        runs_while_draining: bool = False,
-        check_arrival: Callable[[ArrivedRequest, float], None] = lambda request, slot_wait_s: None,
-        worker_load: LoopLoad | None = None,
-        counter: RequestCounter | None = None,
-    ) -> None:
-        """`policy`: the policy in force. `dispatch` fills and finishes the response, from the tokens that it has.
-
-        `drain_error`: the error for new requests after `drain`. `runs_while_draining`: `dispatch` refuses them itself.
-        `check_arrival` may raise an error for a valid request, with the expected wait for a slot in seconds.
-        `worker_load`: the load of the event loop, by which workers pace the tokens. None if they do not.
-        """
-        self._callers = callers
-        self._admission = admission
-        self._policy = policy
-        self._preparer = preparer
-        self._dispatch = dispatch
-        self._tracer = tracer
-        self._drain_error = drain_error
-        self._runs_while_draining = runs_while_draining
-        self._check_arrival = check_arrival
-        self._load = worker_load or LoopLoad()
-        self._paced = worker_load is not None
-        self.counter = counter or RequestCounter()
-        self.draining = False
-        """Whether new requests are rejected."""
-        self.requests = 0
-        """The number of requests that `run` serves now, with those that wait."""
+    callers: CallerBounds
+    admission: Admission
+    policy: Callable[[], registry_pb2.Policy]
+    """Returns the policy in force."""
+    preparer: RequestPreparer
+    dispatch: Callable[[AdmittedRequest], Awaitable[None]]
+    """Fills and finishes the response, from the tokens that it has."""
+    tracer: RequestTracer
+    drain_error: Callable[[], HeadraceError]
+    """The error for new requests after `drain`."""
+    runs_while_draining: bool = False
+    """Whether `dispatch` refuses new requests itself."""
+    check_arrival: Callable[[ArrivedRequest, float], None] = lambda request, slot_wait_s: None
+    """May raise an error for a valid request, with the expected wait for a slot in seconds."""
+    load: LoopLoad = field(default_factory=LoopLoad)
+    """That of the event loop."""
+    paced: bool = False
+    """Whether the workers pace the tokens by it."""
+    counter: RequestCounter = field(default_factory=RequestCounter)
+    draining: bool = field(default=False, init=False)
+    """Whether new requests are rejected."""
+    requests: int = field(default=0, init=False)
+    """The number of requests that `run` serves now, with those that wait."""
 
     def drain(self) -> None:
         """Rejects new requests from now on. Requests in flight continue."""
@@ -116,7 +103,7 @@ class RequestRunner:
     def reject_when_draining(self) -> None:
         """Raises Draining after `drain`."""
         if self.draining:
-            raise self._drain_error()
+            raise self.drain_error()
 
     async def run(
         self,
@@ -135,10 +122,10 @@ class RequestRunner:
         request_id = request_id_of(request)
 
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
-            return await self._preparer.prepare(request, request_id, root, deadline, tenant)
+            return await self.preparer.prepare(request, request_id, root, deadline, tenant)
 
         with self.counter.count_failures():
-            if not self._runs_while_draining:
+            if not self.runs_while_draining:
                 self.reject_when_draining()
             priority = self.priority_of(request.priority, tenant)
             terms = _Terms(tenant, priority, deadline, arrival_unix_ns, arrival_ns)
@@ -150,7 +137,7 @@ class RequestRunner:
                 self.requests -= 1
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
-        permit = await self._admission.admit(terms.tenant, terms.deadline, terms.priority)
+        permit = await self.admission.admit(terms.tenant, terms.deadline, terms.priority)
         with closing(permit):
             response = await self._run_admitted(answer, permit, terms)
         self.counter.count_answer(
@@ -176,21 +163,21 @@ class RequestRunner:
     async def admit(self, tenant: str, deadline: Deadline, priority: Priority) -> AdmissionPermit:
         """A place for one request. Raises Draining, QueueFull or DeadlineExceeded, before any work is done."""
         self.reject_when_draining()
-        return await self._admission.admit(tenant, deadline, priority)
+        return await self.admission.admit(tenant, deadline, priority)
 
     def priority_of(self, requested: int, tenant: str) -> Priority:
         """The class of a request that names the class `requested`. Raises PermissionDenied or InvalidRequest."""
-        return permitted_priority(requested, tenant, self._policy().tenant_priorities)
+        return permitted_priority(requested, tenant, self.policy().tenant_priorities)
 
     async def wait_turn(self) -> None:
         """Waits until this request's caller may have it routed."""
-        await self._callers.wait_turn()
+        await self.callers.wait_turn()
 
     async def _run_admitted(
         self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
         timeline = RequestTimeline(terms.arrival_ns, terms.arrival_unix_ns)
-        with self._tracer.request_span(answer.request_id, timeline) as root:
+        with self.tracer.request_span(answer.request_id, timeline) as root:
             root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             prepared = await answer.prepare(root, permit.tenant)
             prepared = prepared.of_caller(permit.tenant, terms.priority)
@@ -198,7 +185,7 @@ class RequestRunner:
             await permit.acquire_images(prepared.image_bytes)
             await permit.acquire_tokens(len(prepared.token_ids))
             arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)
-            self._check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
+            self.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
             timeline.slot_wanted()
             await permit.acquire_slot(prepared.model)
             timeline.slot_acquired()
@@ -206,8 +193,8 @@ class RequestRunner:
             response = ResponseStream(
                 prepared,
                 trace_id_of(root),
-                self._load,
-                paced=self._paced,
+                self.load,
+                paced=self.paced,
                 gaps=self.counter.token_gaps(),
                 on_first_message=permit.release_tokens,
             )
@@ -222,6 +209,6 @@ class RequestRunner:
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
             await write_response(
-                response, lambda: self._dispatch(admitted), answer.write, answer.outlet
+                response, lambda: self.dispatch(admitted), answer.write, answer.outlet
             )
             return response

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -155,25 +155,18 @@ class SpanMaker:
 _GIVEN_UP: Final = "the client gave the request up"
 
 
+@dataclass(eq=False)
 class RequestTracer:
     """Makes spans of requests that are sampled, slow or failed."""
 
     record_type = RequestRecord
 
-    def __init__(
-        self,
-        telemetry: Telemetry,
-        *,
-        slow_s: float = 0.0,
-        on_latency: Callable[[ResponseStream, Breakdown], None] = lambda _, __: None,
-    ) -> None:
-        """A request is slow when its first token comes after `slow_s`, unless that is 0.
-
-        `on_latency` is called for each response that has started.
-        """
-        self._slow_s = slow_s
-        self._on_latency = on_latency
-        self._telemetry = telemetry
+    telemetry: Telemetry
+    _: KW_ONLY
+    slow_s: float = 0.0
+    """A request is slow when its first token comes after this time, unless that is 0."""
+    on_latency: Callable[[ResponseStream, Breakdown], None] = lambda _, __: None
+    """Called for each response that has started."""
 
     @contextmanager
     def request_span(
@@ -184,7 +177,7 @@ class RequestTracer:
         `stored`: whether the trace is stored, where traces are. Spans are made after the block, when the prefill worker
         has reported.
         """
-        root = self._telemetry.pending_span(schema.SPAN_REQUEST)
+        root = self.telemetry.pending_span(schema.SPAN_REQUEST)
         root.set_attribute(schema.ATTRIBUTE_REQUEST_ID, request_id)
         root.set_attributes(server_attributes())
         TRACE_NAMES.add(request_id, root.get_span_context())
@@ -220,7 +213,7 @@ class RequestTracer:
         breakdown = break_down(steps, now_us())
         tokens_unix_ns = (0, 0, 0)
         if response is not None and response.started:
-            self._on_latency(response, breakdown)
+            self.on_latency(response, breakdown)
             tokens_unix_ns = (
                 response.times.first_token_unix_ns,
                 response.times.second_token_unix_ns,
@@ -241,10 +234,10 @@ class RequestTracer:
             tuple(attempt.facts for attempt in timeline.attempts),
             differences,
         )
-        kept = 0 < self._slow_s < 1e-6 * breakdown.first.total_us or bool(error)
+        kept = 0 < self.slow_s < 1e-6 * breakdown.first.total_us or bool(error)
         self._complete(record, stored=stored, kept=kept)
-        if (kept or record.sampled) and self._telemetry.exports:
-            self._telemetry.export(record.spans(self._telemetry.provider.resource))
+        if (kept or record.sampled) and self.telemetry.exports:
+            self.telemetry.export(record.spans(self.telemetry.provider.resource))
 
     def _start_stored(self, trace_id: str, request_id: str, timeline: RequestTimeline) -> None:
         """A request starts that is to be stored."""

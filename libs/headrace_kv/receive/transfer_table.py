@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, ProtocolViolation, TransferTimeout
@@ -20,6 +21,7 @@ from headrace_kv.receive.verification import RangeChecks
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class IncomingTransfers:
     """Advances transfers, fails them, and releases their blocks once nothing writes into them (I1).
 
@@ -27,25 +29,17 @@ class IncomingTransfers:
     are remembered, `remembered_max` of them, so that late messages are recognised.
     """
 
-    def __init__(
-        self,
-        on_released: Callable[[str], None],
-        policy: QuarantinePolicy,
-        *,
-        quiesce_timeout_s: float,
-        remembered_max: int,
-        timers: Timers | None = None,
-    ) -> None:
-        self._on_released = on_released
-        self._policy = policy
-        self._quiesce_timeout_s = quiesce_timeout_s
-        self._remembered_max = remembered_max
-        self._timers = timers
-        self._transfers: dict[str, IncomingTransfer] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()
-        self._tick_handle: TimerHandle | None = None
-        self._closed = False
-        self._changed = asyncio.Event()
+    on_released: Callable[[str], None]
+    policy: QuarantinePolicy
+    _: KW_ONLY
+    quiesce_timeout_s: float
+    remembered_max: int
+    timers: Timers | None = None
+    _transfers: dict[str, IncomingTransfer] = field(default_factory=dict, init=False)
+    _ended: OrderedDict[str, str] = field(default_factory=OrderedDict, init=False)
+    _tick_handle: TimerHandle | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __iter__(self) -> Iterator[IncomingTransfer]:
         """A snapshot: transfers may end while it is read."""
@@ -64,7 +58,7 @@ class IncomingTransfers:
     ) -> None:
         """Starts a transfer with its deadline."""
         self._transfers[transfer.transfer_id] = transfer
-        transfer.start(running_timers(self._timers), self._time_out, copies, checks)
+        transfer.start(running_timers(self.timers), self._time_out, copies, checks)
 
     def advance(self, transfer: IncomingTransfer) -> None:
         """Completes a transfer that is whole. Raises the error that fails it."""
@@ -92,7 +86,7 @@ class IncomingTransfers:
     def quarantine_writer(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
         """A rank's stream has ended: its writes end with its lease and the transport's timeout."""
         transfer.remove_writer(peer)
-        transfer.start_quarantine(self._policy, self._now_s())
+        transfer.start_quarantine(self.policy, self._now_s())
         self._start_ticks()
 
     def resume(
@@ -121,7 +115,7 @@ class IncomingTransfers:
     def remember_ended(self, transfer_id: str, detail: str) -> None:
         """Records why a transfer is over."""
         self._ended[transfer_id] = detail
-        while len(self._ended) > self._remembered_max:
+        while len(self._ended) > self.remembered_max:
             self._ended.popitem(last=False)
 
     async def wait_empty(self, deadline: Deadline) -> None:
@@ -155,7 +149,7 @@ class IncomingTransfers:
     def _release_if_quiesced(self, transfer: IncomingTransfer) -> None:
         if transfer.state is TransferState.DRAINING and transfer.quiesced:
             self._remove(transfer)
-            self._on_released(transfer.transfer_id)
+            self.on_released(transfer.transfer_id)
 
     def _remove(self, transfer: IncomingTransfer) -> None:
         transfer.free()
@@ -168,8 +162,8 @@ class IncomingTransfers:
         if self._tick_handle is not None or self._closed:
             return
         if any(not transfer.active for transfer in self):
-            timers = running_timers(self._timers)
-            self._tick_handle = timers.call_later(self._policy.tick_s, self._tick)
+            timers = running_timers(self.timers)
+            self._tick_handle = timers.call_later(self.policy.tick_s, self._tick)
 
     def _tick(self) -> None:
         self._tick_handle = None
@@ -179,7 +173,7 @@ class IncomingTransfers:
                 continue
             transfer.advance_quarantines(now_s)
             self._release_if_quiesced(transfer)
-            if now_s - transfer.failed_s > self._quiesce_timeout_s:
+            if now_s - transfer.failed_s > self.quiesce_timeout_s:
                 for peer in tuple(transfer.writers):
                     peer.end(
                         ProtocolViolation(f"{peer} did not stop {transfer.transfer_id} in time")
@@ -187,4 +181,4 @@ class IncomingTransfers:
         self._start_ticks()
 
     def _now_s(self) -> float:
-        return running_timers(self._timers).time()
+        return running_timers(self.timers).time()

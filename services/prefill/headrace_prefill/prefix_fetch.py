@@ -7,7 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc.aio
@@ -50,28 +50,23 @@ class FetchRecord:
     end_unix_ns: int
 
 
+@dataclass(eq=False, slots=True)
 class FetchRule:
     """A prefix of `min_tokens` or more is fetched, unless the learned times say that computing it is faster.
 
     After that, and after a failure, nothing is fetched from the decode worker for 30 s. Then it is measured again.
     """
 
-    def __init__(
-        self,
-        min_tokens: int,
-        step_times: Callable[[], StepTimes],
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.min_tokens = min_tokens
-        self._step_times = step_times
-        self._clock_s = clock_s
-        self._fetches = HandoverLearner()
-        self._token_bytes = 0.0
-        self._retry_s: dict[WorkerRef, float] = {}
+    min_tokens: int
+    step_times: Callable[[], StepTimes]
+    clock_s: Callable[[], float] = time.monotonic
+    _fetches: HandoverLearner = field(default_factory=HandoverLearner, init=False)
+    _token_bytes: float = field(default=0.0, init=False)
+    _retry_s: dict[WorkerRef, float] = field(default_factory=dict, init=False)
 
     def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
         """Whether so many tokens of this decode worker may be worth it."""
-        paused = self._clock_s() < self._retry_s.get(decode, 0.0)
+        paused = self.clock_s() < self._retry_s.get(decode, 0.0)
         return token_count >= self.min_tokens and not paused
 
     def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
@@ -82,7 +77,7 @@ class FetchRule:
         if self._retry_s.pop(decode, None) is not None:
             return True
         times = TimeModel(
-            self._step_times(), self._fetches.times, self._fetches.links_to(decode.worker_id)
+            self.step_times(), self._fetches.times, self._fetches.links_to(decode.worker_id)
         )
         compute_s = times.step_s(count, prior_tokens=start_token)
         fetch_s = times.handover_s(count * self._token_bytes, decode.worker_id)
@@ -100,7 +95,7 @@ class FetchRule:
 
     def failed(self, decode: WorkerRef) -> None:
         """A fetch from a decode worker has failed, or would take too long."""
-        self._retry_s[decode] = self._clock_s() + _PAUSE_S
+        self._retry_s[decode] = self.clock_s() + _PAUSE_S
         if len(self._retry_s) > _LINKS_MAX:
             del self._retry_s[next(iter(self._retry_s))]
 

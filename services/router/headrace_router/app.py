@@ -135,8 +135,7 @@ class Router:
             on_refusal=self.metrics.count_early_refusal,
         )
         self._dispatcher = self._new_dispatcher(placement or KvAware(Random()), refusal)
-        self.runner = self._new_runner(refusal, load)
-        self.parts.run_by(self.runner)
+        self.runner = self.parts.run_by(self._new_runner(refusal, load))
         adapters = AdapterChanges(list_members, self._open_channel, codecs)
         self.services = self._new_services(adapters)
         readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
@@ -216,7 +215,8 @@ class Router:
             tracer=self._tracer,
             drain_error=_draining,
             check_arrival=refusal.check_arrival,
-            worker_load=load,
+            load=load,
+            paced=True,
             counter=self.metrics,
         )
 

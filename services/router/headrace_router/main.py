@@ -12,10 +12,11 @@ from contextlib import AsyncExitStack
 from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.server import HttpServer
+from headrace_common.http.server import AsgiApp, HttpServer
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
@@ -100,12 +101,12 @@ async def serve_router(config: RouterConfig) -> None:
         stack.push_async_callback(server.stop, None)
         bounds = HttpBounds(config.connections_max())
         https: dict[str, HttpServer] = {}
-        for setting, app, tls in (
-            ("http_listen", router.openai, config.listen_tls),
-            ("status_listen", router.status, config.status_tls),
-        ):
-            listen: str = getattr(config, setting)
-            if app is not None and listen:
+        apps: dict[str, tuple[AsgiApp | None, TlsFiles]] = {
+            "http_listen": (router.openai, config.listen_tls),
+            "status_listen": (router.status, config.status_tls),
+        }
+        for setting, (app, tls) in apps.items():
+            if app is not None and (listen := getattr(config, setting)):
                 https[setting] = HttpServer(app, listen, setting=setting, tls=tls, bounds=bounds)
                 stack.push_async_callback(https[setting].stop)
         picker = PickerServer(router.picker, config) if config.endpoint_picker_listen else None

@@ -28,6 +28,7 @@ from tests.component.engine.sim.support import (
     until_running,
 )
 from tests.sim_clock import ManualClock
+from tests.waiting import until
 
 PROMPT = list(range(100, 139))
 # On a clock that the test advances.
