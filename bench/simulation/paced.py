@@ -1,8 +1,6 @@
 """Simulates the requests of `bench.goodput` with workers at its pace, and prints the shares of good requests.
 
-    python -m bench.simulation.paced [--ways pools-3-1,both] [--rates 2.75,3.5] [--seeds 7] [--seconds 30]
-        [--bounds-of 0,1,2,3] [--load plain] [--accelerator 70b-4xh100] [--slowness 4] [--processes 2]
-        [--no-refuse] [--times]
+    python -m bench.simulation.paced [--ways pools-3-1,both] [--rates 2.75,3.5] [--seeds 1-10] [--seconds 60]
 
 `both` is replayed for each pair of bounds, which its requests carry. A late one is refused, as by a router. Shares are
 means over the seeds, with half of their 95 % interval. Pools make the first token where the prompt is computed.

@@ -269,13 +269,6 @@ class SimulatedWorker:
         self._around.on_change(self)
         self._leave_if_drained()
 
-    async def close(self) -> None:
-        """Stops at once."""
-        self._engine.close()
-        if self._pulling is not None:
-            self._pulling.cancel()
-            await asyncio.wait([self._pulling])
-
     def _answered(self, job: Job) -> None:
         self.release(job)
 
