@@ -63,15 +63,12 @@ def replayed(
         TraceRequest(number, one.due_s, one.prompt_tokens, one.answer_tokens)
         for number, one in enumerate(arriving)
     ]
-    kind, *counts = way.split("-")
-    workers = (
-        {"prefill_workers": int(counts[0]), "decode_workers": int(counts[1])}
-        if counts
-        else {"both_workers": 4}
-    )
+    kind, prefill, decode = way.split("-") if way.startswith("pools") else (way, "1", "1")
     objective = alone_of(pace, _STEP_TOKENS).times(factors or FACTORS[0])
     settings = SimulationSettings(
-        **workers,
+        prefill_workers=int(prefill),
+        decode_workers=int(decode),
+        both_workers=4 if kind == "both" else 0,
         ttft_s=1e-3 * objective.ttft_ms,
         itl_s=1e-3 * objective.tpot_ms,
         bounded=factors is not None,
