@@ -1,8 +1,6 @@
 """Simulates the requests of `bench.goodput` with workers at its pace, and prints the shares of good requests.
 
-    python -m bench.simulation.paced [--ways pools-3-1,both] [--rates 2.75,3.5] [--seeds 7] [--seconds 30]
-        [--bounds-of 0,1,2,3] [--load plain] [--accelerator 70b-4xh100] [--slowness 4] [--processes 2]
-        [--no-refuse] [--times]
+    python -m bench.simulation.paced [--ways pools-3-1,both] [--rates 2.75,3.5] [--seeds 1-10] [--seconds 60]
 
 `both` is replayed for each pair of bounds, which its requests carry. A late one is refused, as by a router. Shares are
 means over the seeds, with half of their 95 % interval. Pools make the first token where the prompt is computed.
@@ -18,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from bench.goodput.__main__ import alone_of
 from bench.goodput.load import LOADS, arrivals
@@ -65,15 +63,12 @@ def replayed(
         TraceRequest(number, one.due_s, one.prompt_tokens, one.answer_tokens)
         for number, one in enumerate(arriving)
     ]
-    kind, *counts = way.split("-")
-    workers: dict[str, Any] = (
-        {"prefill_workers": int(counts[0]), "decode_workers": int(counts[1])}
-        if counts
-        else {"both_workers": 4}
-    )
+    kind, prefill, decode = way.split("-") if way.startswith("pools") else (way, "1", "1")
     objective = alone_of(pace, _STEP_TOKENS).times(factors or FACTORS[0])
     settings = SimulationSettings(
-        **workers,
+        prefill_workers=int(prefill),
+        decode_workers=int(decode),
+        both_workers=4 if kind == "both" else 0,
         ttft_s=1e-3 * objective.ttft_ms,
         itl_s=1e-3 * objective.tpot_ms,
         bounded=factors is not None,

@@ -87,9 +87,21 @@ def turns(
     """
     if len(prompts) < 2 or not times.knows_prompts:
         return list(range(len(prompts)))
-    share = _share_of_prompts(times, answers)
-    left_s = [_computing_s(times, one.missing_tokens, one.prior_tokens) / share for one in prompts]
-    due_s = [_due_s(times, one) for one in prompts]
+    model = TimeModel(times)
+    share = 1.0
+    if answers is not None:
+        alone_s = model.step_s(0, answers.running, answers.context_tokens) or 0.0
+        share = max(_SHARE_MIN, 1.0 - alone_s / (_KEPT * answers.tpot_s))
+
+    def computing_s(tokens: int, prior_tokens: int) -> float:
+        return model.step_s(tokens, prior_tokens=prior_tokens) or 0.0
+
+    left_s = [computing_s(one.missing_tokens, one.prior_tokens) / share for one in prompts]
+    due_s = [
+        one.bounds.first_due_s
+        or one.arrival_s + _STRETCH * computing_s(one.prior_tokens + one.missing_tokens, 0)
+        for one in prompts
+    ]
     may_be_late = [
         one.bounds.first_s > 0 and now_s + left < due + (_DUE_AGAIN - 1) * one.bounds.first_s
         for one, left, due in zip(prompts, left_s, due_s, strict=True)
@@ -106,26 +118,6 @@ def turns(
             late.append(longest)
             end_s -= left_s[longest]
     return in_time + sorted(late, key=due_s.__getitem__)
-
-
-def _computing_s(times: StepTimes, tokens: int, prior_tokens: int) -> float:
-    attended_s = times.s_per_attended_token * (prior_tokens + tokens / 2)
-    return tokens * (times.s_per_prompt_token + attended_s)
-
-
-def _due_s(times: StepTimes, prompt: NextPrompt) -> float:
-    if prompt.bounds.first_s:
-        return prompt.bounds.first_due_s
-    whole_s = _computing_s(times, prompt.prior_tokens + prompt.missing_tokens, 0)
-    return prompt.arrival_s + _STRETCH * whole_s
-
-
-def _share_of_prompts(times: StepTimes, answers: Answers | None) -> float:
-    """What answers with bounds leave of the time."""
-    if answers is None:
-        return 1.0
-    alone_s = TimeModel(times).step_s(0, answers.running, answers.context_tokens) or 0.0
-    return max(_SHARE_MIN, 1.0 - alone_s / (_KEPT * answers.tpot_s))
 
 
 def prompt_budget(

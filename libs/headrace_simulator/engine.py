@@ -102,11 +102,6 @@ class SimulatedEngine:
         self._joining.append(job)
         self._joined()
 
-    def close(self) -> None:
-        """Stops at once."""
-        if self._steps is not None:
-            self._steps.timer.cancel()
-
     def _joined(self) -> None:
         """Ends the steps that run together after the present one, or begins one."""
         if self._ending:

@@ -59,7 +59,6 @@ class Fleet:
         self._numbers = itertools.count()
         self._starting = 0
         self._draining: dict[WorkerRef, SimulatedWorker] = {}
-        self._timers: set[asyncio.TimerHandle] = set()
         self._begun_s: dict[WorkerRef, tuple[PlannedRole, float]] = {}
         self._spent_s: dict[PlannedRole, float] = dict.fromkeys(PlannedRole, 0.0)
         for role in PlannedRole:
@@ -99,13 +98,6 @@ class Fleet:
         alive_s = sum(now_s - begun_s for one, begun_s in self._begun_s.values() if one is role)
         return self._spent_s[role] + alive_s
 
-    async def close(self) -> None:
-        """Stops all workers."""
-        for timer in self._timers:
-            timer.cancel()
-        serving = (one for workers in self._workers.values() for one in workers.values())
-        await asyncio.gather(*(one.close() for one in (*serving, *self._draining.values())))
-
     def _order(self, role: PlannedRole) -> WorkerRef:
         number = next(self._numbers)
         ref = WorkerRef(f"{role}-{number:05}", f"i{number:05}")
@@ -117,12 +109,10 @@ class Fleet:
         self._starting += 1
 
         def joined() -> None:
-            self._timers.discard(timer)
             self._starting -= 1
             self._join(role, ref)
 
-        timer = self._loop.call_later(self._settings.scaling.worker_start_s, joined)
-        self._timers.add(timer)
+        self._loop.call_later(self._settings.scaling.worker_start_s, joined)
 
     def _join(self, role: PlannedRole, ref: WorkerRef) -> None:
         self._router.index.add_worker(ref)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from headrace_common.errors import ConfigError, HeadraceError
-from headrace_common.tasks import end_task
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import WorkerProfile
 from headrace_router.placement import Placement
@@ -77,15 +76,17 @@ class _Replay:
     async def run(self) -> SimulationResult:
         """Sends every request at its time, and waits for the last answer."""
         start_s = self._loop.time()
-        scaling = self._start_scaling()
+        if self._decide is not None:
+            self._autoscaler = Autoscaler(
+                self._settings.scaling, self._fleet, self._router, self._decide
+            )
+            self._scaling = self._loop.create_task(self._autoscaler.run())
         async with asyncio.TaskGroup() as group:
             for request in self._trace:
                 await asyncio.sleep(start_s + request.arrival_s - self._loop.time())
                 group.create_task(self._serve(request))
-        result = self._result(self._loop.time() - start_s)
-        await end_task(scaling)
-        await self._fleet.close()
-        return result
+        # The loop ends the workers with it.
+        return self._result(self._loop.time() - start_s)
 
     async def _serve(self, request: TraceRequest) -> None:
         job = self._router.new_job(request)
@@ -98,13 +99,6 @@ class _Replay:
         self._on_ended(outcome)
         if self._autoscaler is not None:
             self._autoscaler.request_ended(outcome)
-
-    def _start_scaling(self) -> asyncio.Task[None] | None:
-        if self._decide is None:
-            return None
-        scaling = self._settings.scaling
-        self._autoscaler = Autoscaler(scaling, self._fleet, self._router, self._decide)
-        return self._loop.create_task(self._autoscaler.run())
 
     def _result(self, duration_s: float) -> SimulationResult:
         outcomes = self._outcomes

@@ -14,7 +14,6 @@ from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import Draining
-from headrace_common.tasks import end_task
 from headrace_common.time_model.model import TimeModel, step_times_to_proto
 from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_engine.prefix_event_log import PrefixEventLog
@@ -269,11 +268,6 @@ class SimulatedWorker:
         self._draining = True
         self._around.on_change(self)
         self._leave_if_drained()
-
-    async def close(self) -> None:
-        """Stops at once."""
-        self._engine.close()
-        await end_task(self._pulling)
 
     def _answered(self, job: Job) -> None:
         self.release(job)

@@ -46,6 +46,7 @@ def test_too_few_tokens_are_left_to_a_later_step() -> None:
 def test_nothing_is_bounded_without_bounds_or_times() -> None:
     assert prompt_budget(0.0, _TIMES, None, _PROMPT) is None
     assert prompt_budget(0.0, NO_STEPS, _answers(0.05), _PROMPT) is None
+    assert turns(0.0, NO_STEPS, None, [_bounded(1_000, 1.0), _bounded(10, 0.5)]) == [0, 1]
 
 
 def test_an_early_token_leaves_time_to_later_ones() -> None:
@@ -87,7 +88,3 @@ def test_prompts_are_late_by_the_time_that_answers_leave() -> None:
     assert turns(0.0, _TIMES, None, prompts) == [0, 1]
     # Steps of 12 ms with answers leave three quarters of the time.
     assert turns(0.0, _TIMES, _answers(0.05), prompts) == [1, 0]
-
-
-def test_prompts_keep_their_order_while_times_are_unknown() -> None:
-    assert turns(0.0, NO_STEPS, None, [_bounded(1_000, 1.0), _bounded(10, 0.5)]) == [0, 1]

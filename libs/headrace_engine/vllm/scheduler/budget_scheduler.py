@@ -42,8 +42,7 @@ class _StepBudget(Scheduler):
         self._add_received()
         prompts = self._prompts()
         if not prompts:
-            self.max_num_scheduled_tokens = self._most_tokens
-            return super().schedule(throttle_prefills)
+            return self._schedule_within(None, throttle_prefills)
         now_s = time.monotonic()
         answers = self._answers(now_s)
         times: StepTimes = getattr(self.connector, "step_times", NO_STEPS)
