@@ -96,7 +96,7 @@ def text_encoder(tokenizer: Any, description: Mapping[str, Any]) -> TextEncoder:
 
 def _fast_encoder(tokenizer: Any, description: Mapping[str, Any]) -> FastEncoder:
     """Raises ValueError where kitoken is not used."""
-    if description.get("model", {}).get("type") != "BPE":
+    if "merges" not in description.get("model", {}):
         # Of WordPiece, a text of one word took half a minute.
         raise ValueError("its model is not BPE")
     words = _with_words(description.get("pre_tokenizer"))
