@@ -96,6 +96,9 @@ def text_encoder(tokenizer: Any, description: Mapping[str, Any]) -> TextEncoder:
 
 def _fast_encoder(tokenizer: Any, description: Mapping[str, Any]) -> FastEncoder:
     """Raises ValueError where kitoken is not used."""
+    if "merges" not in description.get("model", {}):
+        # Of WordPiece, a text of one word took half a minute.
+        raise ValueError("its model is not BPE")
     words = _with_words(description.get("pre_tokenizer"))
     fast = Kitoken.from_tokenizers(json.dumps({**description, "pre_tokenizer": words}).encode())
     hard = _HARD.search(str(fast.config()).replace(_SPACES_END.replace("\\", "\\\\"), ""))
