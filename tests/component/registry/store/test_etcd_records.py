@@ -63,7 +63,7 @@ async def test_corrupt_records_are_skipped_and_counted(
     await other.start()
     assert other.corrupt_record_count == len(corrupt)
     for one in (store, other):
-        assert set(one.members) == {"decode-0"}
+        assert set(one.feed.members) == {"decode-0"}
         assert await one.get_descriptor(reference(worker())) == kv_descriptor()
     # The last valid policy stays in force.
     assert store.feed.policy.policy.retry_budget == 5

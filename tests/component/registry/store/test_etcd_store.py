@@ -40,18 +40,18 @@ async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_pref
     await one.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
     assert await two.get_descriptor(reference(member)) == kv_descriptor()
     assert await two.keep_alive(registration.lease_id) is not None
-    await until(lambda: two.revision >= registration.revision, what="the registration")
-    assert dict(two.members) == {"decode-0": ordered(member, registration.order)}
+    await until(lambda: two.feed.revision >= registration.revision, what="the registration")
+    assert dict(two.feed.members) == {"decode-0": ordered(member, registration.order)}
     revision = await two.set_policy(registry_pb2.Policy(retry_budget=5), 0)
-    await until(lambda: one.revision >= revision, what="the policy")
-    assert one.policy == two.policy
+    await until(lambda: one.feed.revision >= revision, what="the policy")
+    assert one.feed.policy == two.feed.policy
     # A watcher of one registry resumes at the other from the same revision.
     resumed = two.watch(registration.revision)
     assert (await anext(resumed)).changes[-1].policy_put.retry_budget == 5
     key = await one.ensure_prefix_hash_key(0)
     assert await two.ensure_prefix_hash_key(0) == key != 0
     await two.deregister(registration.lease_id)
-    await until(lambda: not one.members, what="the removal of the member")
+    await until(lambda: not one.feed.members, what="the removal of the member")
     await one.close()
     await two.close()
 
@@ -66,9 +66,9 @@ async def test_a_registry_accepts_a_watch_from_a_revision_that_it_has_not_reache
     revision = 0
     for number in range(50):
         revision = (await ahead.register(worker(f"decode-{number + 10}"), 30)).revision
-        if other.revision < revision:
+        if other.feed.revision < revision:
             break
-    assert other.revision < revision
+    assert other.feed.revision < revision
     watch = other.watch(revision)
     assert not (await anext(watch)).changes
     later = (await other.register(worker("decode-1"), 30)).revision
