@@ -43,6 +43,11 @@ class EnginePrompt:
     computed: Callable[[], None]
     answer: Job | None = None
 
+    def add_part(self, tokens: int) -> None:
+        """A step has computed so many."""
+        self.prior_tokens += tokens
+        self.missing_tokens -= tokens
+
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
@@ -147,8 +152,7 @@ class SimulatedEngine:
         self._step_count += steps.count
         self._ending = True
         for prompt, tokens in steps.parts:
-            prompt.prior_tokens += tokens
-            prompt.missing_tokens -= tokens
+            prompt.add_part(tokens)
             if not prompt.missing_tokens:
                 self._prompts.remove(prompt)
                 prompt.computed()

@@ -1,4 +1,4 @@
-"""An engine's events of one request, from the task that runs it to whoever uses them."""
+"""An engine's events of one request, from the task that runs it to the link or the HTTP API."""
 
 from __future__ import annotations
 
