@@ -31,6 +31,7 @@ from headrace_router.placement import Decision, Placement, PlacementRequest, Rou
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
+from headrace_router.prefix_cache.under_way import PromptUnderWay
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.directory import PlacedPrompt, WorkerDirectory
@@ -98,7 +99,11 @@ class RequestDispatcher:
             prompt: PlacedPrompt | None = None
             if decision.prefill is not None or not decision.remote:
                 prompt = self.workers.expect_prompt(
-                    decision.prefill or worker, decision.missing_tokens, decision.cached_tokens
+                    PromptUnderWay(
+                        decision.prefill or worker, token_ids, request.prepared.cache_salt
+                    ),
+                    decision.missing_tokens,
+                    decision.cached_tokens,
                 )
             try:
                 if worker in retries.avoided:
@@ -282,7 +287,10 @@ class RequestDispatcher:
         table = self.workers.table(request.model)
         cached_tokens: Numbers | None = None
         if not request.sampling.HasField("prompt_logprobs"):
-            cached_tokens = self.prefixes.cached_tokens(table, token_ids, request.cache_salt)
+            salt = request.cache_salt
+            cached_tokens = self.workers.under_way.credited(
+                self.prefixes.cached_tokens(table, token_ids, salt), table, token_ids, salt
+            )
         if cached_tokens is not None and request.cached_on is not None:
             cached_tokens = table.with_cached_prompt(
                 cached_tokens, request.cached_on, len(request.token_ids)

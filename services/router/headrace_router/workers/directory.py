@@ -20,6 +20,7 @@ from headrace_common.registry.duties import GENERATE, WorkerRoles, role_by_polic
 from headrace_common.tasks import wait_briefly
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
+from headrace_router.prefix_cache.under_way import PromptsUnderWay, PromptUnderWay
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import DecodeSlots, Load, LoadTable, Worker
@@ -88,10 +89,23 @@ class _Registered:
 
 
 class PlacedPrompt:
-    """A prompt that counts as work of the worker that computes it, until `computed`."""
+    """A prompt that counts as work of the worker that computes it, until `computed`.
 
-    def __init__(self, connection: WorkerConnection, tokens: int, cached_tokens: int) -> None:
+    Until then it is among `under_way`, too.
+    """
+
+    def __init__(
+        self,
+        connection: WorkerConnection,
+        tokens: int,
+        cached_tokens: int,
+        prompt: PromptUnderWay,
+        under_way: PromptsUnderWay,
+    ) -> None:
         self._connection: WorkerConnection | None = connection
+        self._prompt = prompt
+        self._under_way = under_way
+        under_way.add(prompt)
         self._number = connection.prompts.add(tokens, time.monotonic(), cached_tokens)
         connection.prompts_changed()
 
@@ -99,6 +113,7 @@ class PlacedPrompt:
         """The prompt needs no more compute. Repeats are ignored."""
         connection, self._connection = self._connection, None
         if connection is not None:
+            self._under_way.remove(self._prompt)
             connection.prompts.remove(self._number, time.monotonic())
             connection.prompts_changed()
 
@@ -133,6 +148,8 @@ class WorkerDirectory:
         self._worker_roles = worker_roles
         self._registered: dict[WorkerRef, _Registered] = {}
         self._connections: dict[WorkerRef, WorkerConnection] = {}
+        self.under_way = PromptsUnderWay()
+        """The prompts of `expect_prompt` that are not computed."""
         self._tables: dict[str, LoadTable] = {}
         self._availability = WorkerAvailability(worker_wait_s)
         self._on_slots = on_slots
@@ -275,15 +292,17 @@ class WorkerDirectory:
             return None
         return connection.reserve(tokens, routed=routed)
 
-    def expect_prompt(self, ref: WorkerRef, tokens: int, cached_tokens: int) -> PlacedPrompt | None:
-        """Counts a prompt of `tokens` that a worker is to compute after the cached ones.
+    def expect_prompt(
+        self, prompt: PromptUnderWay, tokens: int, cached_tokens: int
+    ) -> PlacedPrompt | None:
+        """Counts a prompt, of which a worker is to compute `tokens` after the cached ones.
 
         None when it has left, or nothing is to compute.
         """
-        connection = self._connections.get(ref)
+        connection = self._connections.get(prompt.ref)
         if connection is None or not tokens:
             return None
-        return PlacedPrompt(connection, tokens, cached_tokens)
+        return PlacedPrompt(connection, tokens, cached_tokens, prompt, self.under_way)
 
     async def close(self) -> None:
         """Closes every channel."""

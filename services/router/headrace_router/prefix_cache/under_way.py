@@ -1,0 +1,67 @@
+"""Prompts that workers are to compute: a later prompt with the same beginning finds their KV there. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from headrace_kv.layout import WorkerRef
+from headrace_router.workers.table import LoadTable, Numbers
+
+# Prompts with fewer tokens in common are not worth a comparison.
+_START_TOKENS: Final = 64
+# Of prompts with the same start, so many are compared with a new one: those that were placed last.
+_COMPARED_MAX: Final = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptUnderWay:
+    """A prompt, in the words that prefixes are hashed from, on the worker that is to compute it."""
+
+    ref: WorkerRef
+    token_ids: array[int]
+    cache_salt: str
+
+
+class PromptsUnderWay:
+    """Those of all workers. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._by_start: dict[tuple[str, bytes], dict[PromptUnderWay, None]] = {}
+
+    def add(self, prompt: PromptUnderWay) -> None:
+        """A worker is to compute a prompt. Call `remove` once it has, or will not."""
+        self._by_start.setdefault(_start_of(prompt.token_ids, prompt.cache_salt), {})[prompt] = None
+
+    def remove(self, prompt: PromptUnderWay) -> None:
+        """The worker announces its blocks by itself, or has none."""
+        start = _start_of(prompt.token_ids, prompt.cache_salt)
+        prompts = self._by_start[start]
+        del prompts[prompt]
+        if not prompts:
+            del self._by_start[start]
+
+    def credited(
+        self, cached_tokens: Numbers, table: LoadTable, token_ids: array[int], cache_salt: str
+    ) -> Numbers:
+        """`cached_tokens` of each worker, raised to the whole blocks that it is to compute. Shape [worker]."""
+        prompts = self._by_start.get(_start_of(token_ids, cache_salt))
+        if prompts is None:
+            return cached_tokens
+        for _, prompt in zip(range(_COMPARED_MAX), reversed(prompts), strict=False):
+            common = _common_tokens(prompt.token_ids, token_ids)
+            cached_tokens = table.with_cached_prompt(cached_tokens, prompt.ref, common)
+        return cached_tokens
+
+
+def _start_of(token_ids: array[int], cache_salt: str) -> tuple[str, bytes]:
+    return cache_salt, token_ids[:_START_TOKENS].tobytes()
+
+
+def _common_tokens(one: array[int], other: array[int]) -> int:
+    count = min(len(one), len(other))
+    differing = np.flatnonzero(np.asarray(one)[:count] != np.asarray(other)[:count])
+    return int(differing[0]) if len(differing) else count
