@@ -22,8 +22,7 @@ from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
 from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError, unknown_path
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.intake import Intake
-from headrace_frontend.openai.parts import ClientParts
+from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import KeepBody
 from headrace_frontend.openai.routes import GenerateRoutes, TokenizeRoutes
 from headrace_frontend.promises import kept_object

@@ -31,8 +31,7 @@ from headrace_frontend.openai.conversion import (
 )
 from headrace_frontend.openai.errors import HttpError
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.intake import Intake, openai_names
-from headrace_frontend.openai.parts import ClientParts
+from headrace_frontend.openai.intake import ClientParts, Intake, openai_names
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,

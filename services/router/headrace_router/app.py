@@ -17,7 +17,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
-from headrace_frontend.openai.parts import ClientParts
+from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import WorkerRef

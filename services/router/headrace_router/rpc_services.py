@@ -24,7 +24,7 @@ from headrace_common.limits import REQUEST_FIELDS_MAX
 from headrace_common.rpc.handlers import GateInterceptor, Metadata
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.wire_fields import MalformedMessage, fields_of, require_few_fields
-from headrace_frontend.openai.parts import ClientParts
+from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.tenants import tenant_or_none
 from headrace_router.adapters import AdapterChanges, AdapterServicer
 from headrace_router.config import RouterConfig

@@ -20,7 +20,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
-from headrace_frontend.openai.parts import ClientParts, system_fingerprint
+from headrace_frontend.openai.intake import ClientParts, system_fingerprint
 from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.running.timeline import RequestTimeline

@@ -26,7 +26,7 @@ from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
-from headrace_frontend.openai.parts import ClientParts, system_fingerprint
+from headrace_frontend.openai.intake import ClientParts, system_fingerprint
 from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import Adapters, ModelChoice
 from headrace_frontend.running.runner import RequestRunner

@@ -23,7 +23,7 @@ from headrace_frontend.openai.conversion import (
     openai_violations,
 )
 from headrace_frontend.openai.image_fetch import has_remote_images
-from headrace_frontend.openai.parts import ClientParts
+from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody
 from headrace_frontend.request.validation import (
     REQUEST_ID_CHARACTERS_MAX,
