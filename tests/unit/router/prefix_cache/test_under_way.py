@@ -16,7 +16,9 @@ SYSTEM = list(range(100))
 
 def credit(under_way: PromptsUnderWay, *tokens: int, salt: str = "") -> list[float]:
     known = np.array([8.0, 0.0, 0.0])
-    found = under_way.credited(known, TABLE, array("I", [*SYSTEM, *tokens]), salt).tolist()
+    found: list[float] = under_way.credited(
+        known, TABLE, array("I", [*SYSTEM, *tokens]), salt
+    ).tolist()
     assert known.tolist() == [8.0, 0.0, 0.0]
     return found
 
