@@ -87,9 +87,7 @@ def test_tokens_equal_plain_vllm(
         kv_cache_gib=kv_cache_gib,
     )
     ahead = "no-async" not in engine_args
-    names = (
-        ["AsyncScheduler", "BudgetAsyncScheduler"] if ahead else ["Scheduler", "BudgetScheduler"]
-    )
+    names = ["BudgetAsyncScheduler" if ahead else "BudgetScheduler"] * 2
     assert result.schedulers == names
     assert [mode == "NONE" for mode in result.graphs] == [eager, eager], result.graphs
     assert len(result.plain) == len(LENGTHS)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace_engine.interface import Sampling
+from headrace_engine.vllm.compat import take_outputs
+from headrace_engine.vllm.service import decode_request
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import CHUNK_TOKENS, Answer, Pair, prompt_of, reset, running_pair
 
@@ -72,7 +74,7 @@ async def answers(
                 steps.clear()
                 answer = await WAYS[way](pair, prompt)
                 found.tokens.setdefault(way, []).append(answer.token_ids)
-                # Prefill has one token, and an answer before has fewer.
+                # An answer before has fewer.
                 found.steps.setdefault(way, []).append(max(steps.values(), key=sum))
                 if answer.prefill is not None:
                     cached = answer.prefill.cached_tokens
@@ -85,17 +87,17 @@ async def answers(
 
 
 def record_steps() -> dict[object, list[int]]:
-    """The tokens of each step, by request. vLLM reports steps as one that are not read in time."""
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
+    """The tokens of each step of decode, by request."""
     found: dict[object, list[int]] = {}
-    put = RequestOutputCollector.put
 
-    def record(collector: RequestOutputCollector, output: Any) -> None:
-        found.setdefault(collector, []).append(len(output.outputs[0].token_ids))
-        put(collector, output)
+    def take_recorded(outputs: Any, take: Callable[[Any], None]) -> None:
+        def record(output: Any) -> None:
+            found.setdefault(outputs, []).append(len(output.outputs[0].token_ids))
+            take(output)
 
-    RequestOutputCollector.put = record
+        take_outputs(outputs, record)
+
+    decode_request.take_outputs = take_recorded  # type: ignore[attr-defined]
     return found
 
 

@@ -31,11 +31,11 @@ from headrace_router.placement import Decision, Placement, PlacementRequest, Rou
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
-from headrace_router.prefix_cache.under_way import PromptUnderWay
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.directory import PlacedPrompt, WorkerDirectory
 from headrace_router.workers.table import Numbers, Worker
+from headrace_router.workers.under_way import PromptUnderWay
 
 _LOG = logging.getLogger(__name__)
 

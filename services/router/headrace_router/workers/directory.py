@@ -20,10 +20,10 @@ from headrace_common.registry.duties import GENERATE, WorkerRoles, role_by_polic
 from headrace_common.tasks import wait_briefly
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
-from headrace_router.prefix_cache.under_way import PromptsUnderWay, PromptUnderWay
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import DecodeSlots, Load, LoadTable, Worker
+from headrace_router.workers.under_way import PromptsUnderWay, PromptUnderWay
 
 
 class WorkerAvailability:

@@ -6,8 +6,8 @@ from array import array
 
 import numpy as np
 
-from headrace_router.prefix_cache.under_way import PromptsUnderWay, PromptUnderWay
 from headrace_router.workers.table import LoadTable, Worker
+from headrace_router.workers.under_way import PromptsUnderWay, PromptUnderWay
 from tests.unit.router.prefix_cache.test_cached_prompts import BLOCK_TOKENS, LAYOUT, ref_of
 
 TABLE = LoadTable([Worker(ref_of(number), "a:1", "m", 4_096, 9, LAYOUT) for number in range(3)])
