@@ -1,8 +1,7 @@
 """The order of prompts, and how many of their tokens a step may compute beside running answers. Pure.
 
 The order keeps the bounds of as many prompts as it can. The tokens are limited, so that answers get theirs in time. An
-answer's bound is on its mean time per output token, so a token that came early leaves time to later ones. Tokens may
-also come later, as far as those after them can make up for it. They do when a prompt would miss its own bound.
+answer's bound is on its mean time per output token, so a token that came early leaves time to later ones.
 """
 
 from __future__ import annotations
