@@ -57,12 +57,8 @@ class LoopLoad:
         """When `update` measures next."""
         self._updated_s = -math.inf
         self._busy_s = 0.0
-        self._messages = 0
-        """Sent since the last measurement."""
-
-    def count_message(self) -> None:
-        """Counts a message that a stream sends."""
-        self._messages += 1
+        self.messages = 0
+        """Sent by all streams since the last measurement."""
 
     def update(self, now_s: float) -> None:
         """Measures the load, at most once in 50 ms. `now_s` is by time.monotonic."""
@@ -72,8 +68,8 @@ class LoopLoad:
         self.next_update_s = now_s + _WINDOW_S
         busy_s = _busy_seconds()
         share = (busy_s - self._busy_s) / elapsed_s
-        messages_per_s = self._messages / elapsed_s
-        self._updated_s, self._busy_s, self._messages = now_s, busy_s, 0
+        messages_per_s = self.messages / elapsed_s
+        self._updated_s, self._busy_s, self.messages = now_s, busy_s, 0
         self.adapt(share, messages_per_s)
 
     def adapt(self, busy_share: float, messages_per_s: float) -> None:
@@ -91,22 +87,21 @@ class FlushPace:
     moment early, they would have to wait for a timer.
     """
 
+    __slots__ = ("_load", "_share", "due_s")
+
     def __init__(self, load: LoopLoad, *, paced: bool = False) -> None:
         self._load = load
         self._share = _PACED_SHARE if paced else 1.0
-        self._flushed_s = -math.inf
-
-    def batch_s(self, now_s: float) -> float:
-        """Seconds to batch tokens before the next message; 0 or less means not at all."""
-        load = self._load
-        if now_s >= load.next_update_s:
-            load.update(now_s)
-        return self._flushed_s + self._share * load.gap_s - now_s
+        self.due_s = -math.inf
+        """When the next message may be sent, by time.monotonic."""
 
     def record_flush(self, now_s: float) -> None:
         """Records that the stream sends a message."""
-        self._load.count_message()
-        self._flushed_s = now_s
+        load = self._load
+        load.messages += 1
+        if now_s >= load.next_update_s:
+            load.update(now_s)
+        self.due_s = now_s + self._share * load.gap_s
 
 
 def _busy_seconds() -> float:

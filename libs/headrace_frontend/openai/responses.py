@@ -132,6 +132,9 @@ class ResponseFormat(AnswerFormat):
         )
         self._suffix = '], "usage": null}\n\n' if includes.usage else "]}\n\n"
         self._templates: dict[int, tuple[bytes, bytes]] = {}
+        """What is around a text in an event with text alone, by choice."""
+        self._sends_texts = not includes.prompt
+        """Whether events can depend on their text alone."""
         self._completion_tokens: dict[int, int] = {}
 
     def add_prompt(self, token_ids: Sequence[int], choices: int, text: str = "") -> None:
@@ -202,7 +205,7 @@ class ResponseFormat(AnswerFormat):
         return f"]{more}{suffix[1:]}"
 
     def text_event(self, index: int, text: str) -> bytes | None:
-        if self._includes.prompt:
+        if not self._sends_texts:
             return None
         template = self._templates.get(index)
         if template is None:
@@ -278,6 +281,7 @@ class ChatFormat(ResponseFormat):
         rules: AnswerRules = _ALL_CONTENT,
     ) -> None:
         super().__init__(head, codec, includes=includes)
+        self._sends_texts = self._sends_texts and not rules.divides
         self._rules = rules
         self._answers: dict[int, ChatAnswer] = {}
         self._sent: dict[int, CollectedChoice] = {}
@@ -306,9 +310,6 @@ class ChatFormat(ResponseFormat):
         if not (delta or last or message.logprobs or self._includes.token_ids):
             return None
         return f'"delta": {json.dumps(delta)}'
-
-    def text_event(self, index: int, text: str) -> bytes | None:
-        return None if self._rules.divides else super().text_event(index, text)
 
     def _finish_reason(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> str | None:
         answer = self._answers.get(index)

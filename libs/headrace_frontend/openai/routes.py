@@ -250,6 +250,8 @@ class _ChoiceOutlet:
             self.exchange.write_now(data)
 
     def write_text(self, text: str) -> bool:
+        if not self.exchange.writable:
+            return False
         data = self.form.text_event(self.index, text)
         if data is None:
             return False

@@ -117,16 +117,15 @@ class PendingTokens:
         """Those that are not in a message yet."""
         self.logprobs: list[sampling_pb2.TokenLogprobs] = []
         """Theirs, if they were requested."""
+        self.stopped = False
+        """Whether a stop string is complete. Tokens added after that are ignored."""
         self._text = CompletionText(request)
-        self._text.replay(request.generated)
+        if request.generated:
+            self._text.replay(request.generated)
+            self.stopped = self._text.stopped
         self._parts: list[str] = []
         self._tokens_with_text = 0
         """How many of the token ids `_parts` has the text of."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete. Tokens added after that are ignored."""
-        return self._text.stopped
 
     @property
     def stopped_by(self) -> str:
@@ -136,10 +135,14 @@ class PendingTokens:
     @property
     def text(self) -> str:
         """The text of the tokens, all of which are converted in one call, unless there are stop strings."""
-        converted = self._text.has_stop_strings or self._tokens_with_text == len(self.token_ids)
-        if not converted:
-            self._parts.append(self._text.extend(self.token_ids[self._tokens_with_text :]))
+        text, converted = self._text, self._tokens_with_text
+        if not text.has_stop_strings and converted < len(self.token_ids):
             self._tokens_with_text = len(self.token_ids)
+            # Mostly no text has waited for a client.
+            if not converted:
+                self._parts = [text.extend(self.token_ids)]
+                return self._parts[0]
+            self._parts.append(text.extend(self.token_ids[converted:]))
         return "".join(self._parts)
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
@@ -150,16 +153,18 @@ class PendingTokens:
             self.logprobs += logprobs
             return
         for index, token_id in enumerate(token_ids):
-            if self.stopped:
-                break
             self.generated.append(token_id)
             self.token_ids.append(token_id)
             self.logprobs.extend(logprobs[index : index + 1])
             self._parts.append(self._text.append(token_id, len(self.generated)))
+            if self._text.stopped:
+                self.stopped = True
+                break
 
     def finish(self) -> None:
         """Adds the text that was held back, which can complete a stop string."""
         self._parts = [self.text, self._text.finish(len(self.generated))]
+        self.stopped = self._text.stopped
 
     def clear(self) -> None:
         """The tokens are in a message."""

@@ -37,7 +37,7 @@ class Outlet(Protocol):
     def write_text(self, text: str) -> bool:
         """The same for a message with nothing but this text, after the first one.
 
-        False, and nothing is sent, when the client needs more of the message than its text.
+        False, and nothing is sent, unless it is `writable` and the client needs nothing but the text.
         """
         ...
 
@@ -125,6 +125,7 @@ class ResponseStream:
         self.times = ResponseTimes(gaps)
         self._pending = PendingTokens(request)
         self._prompt = PromptLogprobs(request)
+        self._has_logprobs = request.sampling.HasField("logprobs") or self._prompt.awaited
         self._last_message: inference_pb2.GenerateResponse | None = None
         self._error: Exception | None = None
         self._ended = False
@@ -136,7 +137,8 @@ class ResponseStream:
         self._need_reader: Callable[[], None] | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
-        self._drained = asyncio.Event()
+        self._drained: asyncio.Event | None = None
+        """Set by the next message, while tokens wait for that."""
         self._pace = FlushPace(load or LoopLoad(), paced=paced)
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED
@@ -222,7 +224,7 @@ class ResponseStream:
             self._prompt.put(tokens.prompt_logprobs)
         self.take_tokens(tokens.token_ids, tokens.logprobs)
         while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained.clear()
+            self._drained = asyncio.Event()
             await self._drained.wait()
 
     def take_tokens(
@@ -234,9 +236,14 @@ class ResponseStream:
             now_ns = time.monotonic_ns()
             self.times.tokens_arrived(now_ns)
             pending.add(token_ids, logprobs)
-            if self._flush_timer is None and not self._readable.is_set():
-                self._flush_after(self._pace.batch_s(now_ns / 1e9))
-        return len(pending.token_ids) <= PENDING_TOKENS_MAX and not pending.stopped
+            if self._flush_timer is None:
+                wait_s = self._pace.due_s - 1e-9 * now_ns
+                if wait_s > 0:
+                    loop = asyncio.get_running_loop()
+                    self._flush_timer = loop.call_later(wait_s, self._flush_late)
+                else:
+                    self._flush()
+        return not pending.stopped and len(pending.token_ids) <= PENDING_TOKENS_MAX
 
     def finish(
         self,
@@ -290,36 +297,30 @@ class ResponseStream:
             self._flush_timer.cancel()
             self._flush_timer = None
 
-    def _flush_after(self, wait_s: float) -> None:
-        """Sends what is pending, or lets the reader do so: now, or when the gap since the last message has passed."""
-        if wait_s > 0:
-            self._flush_timer = asyncio.get_running_loop().call_later(wait_s, self._flush_late)
-        elif self._outlet is None:
-            self._readable.set()
-        else:
-            self._send(self._outlet)
-
     def _flush_late(self) -> None:
         self._flush_timer = None
         try:
-            self._flush_after(0.0)
+            self._flush()
         # `next_message` raises it.
         except Exception as error:  # noqa: BLE001
             self.fail(error)
             self._use_reader()
 
-    def _send(self, outlet: Outlet) -> None:
-        pending = self._pending
-        if self._prompt.pending or not outlet.writable:
-            self._use_reader()
+    def _flush(self) -> None:
+        """Sends what is pending, or lets the reader do so."""
+        outlet, pending = self._outlet, self._pending
+        if outlet is None:
+            self._readable.set()
         elif (
             self._sent_first_message
-            and not pending.logprobs
+            and not self._has_logprobs
             and not pending.stopped
             and outlet.write_text(pending.text)
         ):
             pending.clear()
             self._record_flush()
+        elif self._prompt.pending or not outlet.writable:
+            self._use_reader()
         else:
             outlet.write_message(self._build_message())
 
@@ -349,7 +350,8 @@ class ResponseStream:
         return message
 
     def _record_flush(self) -> None:
-        self._drained.set()
+        if self._drained is not None:
+            self._drained.set()
         self._pace.record_flush(time.monotonic())
 
 

@@ -149,8 +149,10 @@ class Client:
         self.received.append(message.text)
 
     def write_text(self, text: str) -> bool:
-        self.received.append(text)
-        return True
+        taken = self.writable
+        if taken:
+            self.received.append(text)
+        return taken
 
     async def write(self, message: inference_pb2.GenerateResponse) -> None:
         self.tasks.add(asyncio.current_task())
@@ -250,9 +252,9 @@ async def test_a_bug_in_a_write_ends_the_response(by_timer: bool) -> None:
             raise ValueError("a bug")
 
     async def produce() -> None:
-        await response.add_tokens(ids_of("a"))
-        # The timer of the gap sends it. Only a machine that stands still takes longer than the gap to add a token.
+        # The timer of the gap sends the second. Only a machine that stands still takes longer to add a token.
         load.gap_s = 0.3 if by_timer else 0.0
+        await response.add_tokens(ids_of("a"))
         await response.add_tokens(ids_of("b"))
         produced.set()
         await asyncio.Event().wait()

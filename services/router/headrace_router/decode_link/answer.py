@@ -79,20 +79,13 @@ class LinkedAnswer:
             raise ProtocolViolation(
                 f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
             )
-        if self._sink is not None and self._waiter is not None and not self._waiter.done():
-            self._read_tokens += count
-            self._use_sink(self._sink, token_ids, logprobs)
+        sink, waiter = self._sink, self._waiter
+        if sink is None or waiter is None or waiter.done():
+            self._token_ids += token_ids
+            self._logprobs += logprobs
+            self._wake()
             return
-        self._token_ids += token_ids
-        self._logprobs += logprobs
-        self._wake()
-
-    def _use_sink(
-        self,
-        sink: TokenSink,
-        token_ids: Sequence[int],
-        logprobs: Sequence[sampling_pb2.TokenLogprobs],
-    ) -> None:
+        self._read_tokens += count
         try:
             if sink(token_ids, logprobs):
                 if self._read_tokens * 2 >= self._window_tokens:

@@ -144,9 +144,10 @@ class _Sent:
         self.messages.append(message)
 
     def write_text(self, text: str) -> bool:
-        if self._takes_text:
+        taken = self._takes_text and self.writable
+        if taken:
             self.texts.append(text)
-        return self._takes_text
+        return taken
 
 
 def _ids(text: str) -> decode_pb2.Tokens:
@@ -202,8 +203,8 @@ async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
 
     needed = asyncio.Event()
     stream.use_outlet(Broken(), needed.set)
-    await stream.add_tokens(_ids("a"))
     load.gap_s = GAP_S
+    await stream.add_tokens(_ids("a"))
     await stream.add_tokens(_ids("b"))
     async with asyncio.timeout(10):
         await needed.wait()
