@@ -128,6 +128,7 @@ class TextCodec(ABC):
     ) -> Callable[[int | list[int]], str | None] | None:
         """A function that takes the tokens after `token_ids`, one or several at once, if the tokenizer has one.
 
+        None also when `token_ids` end within a character.
         It returns the text that they complete, or None while a character is incomplete. It may raise any error for
         tokens that it cannot decode by themselves.
         """

@@ -94,6 +94,9 @@ class IncrementalDetokenizer:
     incomplete character of the prompt. In these cases, the rest of the completion is decoded in a short window.
     """
 
+    _window: _Window
+    """Set while there is no step."""
+
     def __init__(
         self,
         codec: TextCodec,
@@ -103,12 +106,16 @@ class IncrementalDetokenizer:
     ) -> None:
         context = prompt_token_ids[-_WINDOW_TOKENS:]
         self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
-        self._window = _Window(self._decode, context)
         self._new_step = partial(codec.decode_step, skip_special_tokens=skip_special_tokens)
-        self._step = None if self._window.incomplete else self._new_step(context)
+        self._start(context)
         self._recent: list[int] = list(context)
         """The tokens of the window with which the step would be continued."""
         self._held_tokens = 0
+
+    def _start(self, context: Sequence[int]) -> None:
+        self._step = self._new_step(context)
+        if self._step is None:
+            self._window = _Window(self._decode, context)
 
     def append(self, token_id: int) -> str:
         """The text that this token completes. Empty while a character is incomplete."""
@@ -149,7 +156,7 @@ class IncrementalDetokenizer:
             text = None
         if text is None:
             # The step has taken the tokens, so another one begins before them.
-            self._step = self._new_step(self._recent)
+            self._start(self._recent)
         elif len(self._recent) + len(token_ids) > 2 * _WINDOW_TOKENS:
             self._recent = token_ids
         else:
@@ -167,7 +174,8 @@ class IncrementalDetokenizer:
 
     def _leave_step(self) -> str:
         """Decodes the held tokens, and all that follow, in a window."""
-        return "".join(map(self._window.append, self._enter_window()))
+        held = self._enter_window()
+        return "".join(map(self._window.append, held))
 
     def _enter_window(self) -> list[int]:
         """Lets the window follow the text that was returned. Returns the tokens that are held back."""
@@ -190,11 +198,6 @@ class _Window:
         self._returned = decode(self._tokens)
         """Text of the window that was returned already."""
         self._held_tokens = 0
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether the text ends within a character."""
-        return self._returned.endswith(_REPLACEMENT)
 
     def append(self, token_id: int) -> str:
         self._tokens.append(token_id)

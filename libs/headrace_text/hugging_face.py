@@ -71,6 +71,11 @@ class ByteStep:
         self._held = b""
         """The bytes since the last text."""
 
+    def begins_after(self, token_ids: Sequence[int]) -> bool:
+        """Whether the text of these tokens ends with a whole character."""
+        data = b"".join(map(self._bytes_of, token_ids))
+        return not data.decode(errors="replace").endswith(_REPLACEMENT)
+
     def __call__(self, tokens: int | list[int]) -> str | None:
         """The text that the tokens complete, or None while a character is incomplete."""
         if isinstance(tokens, int):
@@ -188,7 +193,10 @@ class HuggingFaceCodec(TextCodec):
     ) -> Callable[[int | list[int]], str | None] | None:
         if self._token_bytes is not None:
             # It takes a third of the library's time.
-            return ByteStep(self._token_bytes[skip_special_tokens])
+            step_of_bytes = ByteStep(self._token_bytes[skip_special_tokens])
+            return step_of_bytes if step_of_bytes.begins_after(token_ids) else None
+        if self.decode(token_ids, skip_special_tokens=skip_special_tokens).endswith(_REPLACEMENT):
+            return None
         stream = DecodeStream(token_ids, skip_special_tokens=skip_special_tokens)
         step, tokenizer = stream.step, self._tokenizer
         return lambda tokens: step(tokenizer, tokens)
