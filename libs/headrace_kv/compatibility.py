@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 from headrace.registry.v1 import registry_pb2
@@ -11,7 +12,10 @@ from headrace_common.errors import LayoutMismatch
 from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE
 from headrace_kv.layout import KvLayout, engine_hash, layout_from_proto
 
+_LAYOUTS_MAX: Final = 64
 
+
+@lru_cache(maxsize=_LAYOUTS_MAX)
 def fingerprint(layout: KvLayout) -> KvLayout:
     """The layout without the fields that may differ between prefill and decode.
 

@@ -156,12 +156,20 @@ class KvLayout:
         """Ranks of all stages."""
         return self.tensor_parallel_size * len(self.stage_starts)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Layouts are keys of dictionaries. Those of many layers are long.
+        return hash((self.model, self.tensor_parallel_size, self.groups, self.stage_starts))
+
+    @cached_property
     def block_tokens(self) -> int:
         """Tokens of one block of the first group, which engines count in; 1 for a layout of states only."""
         return self.groups[0].block_tokens or 1
 
-    @property
+    @cached_property
     def token_bytes(self) -> float:
         """KV of one token, over all ranks, without states and windows."""
         size = self.block_tokens

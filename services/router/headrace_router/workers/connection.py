@@ -123,7 +123,9 @@ class _ReservedLoad:
 
 
 class WorkerConnection:
-    """Follows one decode worker's status. Calls `on_load` after every change of its load.
+    """Follows one decode worker's status. Calls `on_status` after every change of that.
+
+    Calls `on_reserved` after each change of what this router has reserved on it.
 
     A worker that has never sent a status has no open channel between two tries: gRPC would go on to connect it.
 
@@ -137,7 +139,8 @@ class WorkerConnection:
         worker: Worker,
         open_channel: Callable[[str], grpc.aio.Channel],
         dials: Dials,
-        on_load: Callable[[WorkerConnection], None],
+        on_status: Callable[[WorkerConnection], None],
+        on_reserved: Callable[[WorkerConnection], None],
         ticket_public_key: bytes,
         interval_s: float = SHORTEST_S,
         load: LoopLoad | None = None,
@@ -167,7 +170,8 @@ class WorkerConnection:
         self._external_requests = 0
         self.prompts = PromptQueue()
         self._times = NO_TIMES
-        self._on_load = on_load
+        self._on_status = on_status
+        self._on_reserved = on_reserved
         self._status: worker_pb2.WatchStatusResponse | None = None
         self.clock = WorkerClock(worker.ref)
         self._retired = False
@@ -246,12 +250,12 @@ class WorkerConnection:
                 self._update_due()
         self._reserved.add(tokens)
         self._unreported.add(tokens)
-        self._on_load(self)
+        self._on_reserved(self)
         return reservation
 
     def prompts_changed(self) -> None:
         """`prompts` has changed."""
-        self._on_load(self)
+        self._on_reserved(self)
 
     def release(self, reservation: LoadReservation) -> None:
         """See LoadReservation.release."""
@@ -264,7 +268,7 @@ class WorkerConnection:
             self._reserved.remove(reservation.tokens)
             if reservation.status_count == self._status_count:
                 self._unreported.remove(reservation.tokens)
-        self._on_load(self)
+        self._on_reserved(self)
         self._close_if_unused()
 
     def mark_unreachable(self) -> None:
@@ -306,7 +310,7 @@ class WorkerConnection:
         elif self._status is None:
             return
         self._status = status
-        self._on_load(self)
+        self._on_status(self)
 
     def _set_stuck(self, stuck: str) -> None:
         if bool(stuck) != bool(self.stuck):
@@ -321,7 +325,7 @@ class WorkerConnection:
         while True:
             silent_s = await wait_silent(self._silent_since_s, limit_s)
             self._set_stuck(f"it has sent no status for {silent_s:.1f} s")
-            self._on_load(self)
+            self._on_status(self)
 
     def _silent_since_s(self) -> float | None:
         """None while no status is due, and once the silence was found."""

@@ -151,6 +151,8 @@ class WorkerDirectory:
         self.under_way = PromptsUnderWay()
         """The prompts of `expect_prompt` that are not computed."""
         self._tables: dict[str, LoadTable] = {}
+        self._reserved: set[WorkerConnection] = set()
+        """Those with other reservations than their table shows."""
         self._availability = WorkerAvailability(worker_wait_s)
         self._on_slots = on_slots
         self._slots: dict[str, DecodeSlots] = {}
@@ -192,6 +194,7 @@ class WorkerDirectory:
                 self._open_channel,
                 self._dials,
                 self._update_load,
+                self._reserved.add,
                 self._ticket_public_key,
                 interval_s,
                 self._load,
@@ -221,7 +224,9 @@ class WorkerDirectory:
         return frozenset(ref for ref, one in self._registered.items() if one.worker.role == role)
 
     def table(self, model: str) -> LoadTable:
-        """The decode workers of `model` and their load. Loads stay current until members join or leave."""
+        """The decode workers of `model` and their load at this moment."""
+        while self._reserved:
+            self._update_load(self._reserved.pop())
         return self._tables.get(model) or LoadTable(())
 
     async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:

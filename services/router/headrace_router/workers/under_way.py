@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
-
-import numpy as np
 
 from headrace_kv.layout import WorkerRef
 from headrace_router.workers.table import LoadTable, Numbers
@@ -51,8 +50,16 @@ class PromptsUnderWay:
         prompts = self._by_start.get(_start_of(token_ids, cache_salt))
         if prompts is None:
             return cached_tokens
-        for _, prompt in zip(range(_COMPARED_MAX), reversed(prompts), strict=False):
-            common = _common_tokens(prompt.token_ids, token_ids)
+        words = token_ids.tobytes()
+        # Of one worker, the prompt that was placed last mostly has most in common.
+        whole: set[WorkerRef] = set()
+        for prompt in islice(reversed(prompts), _COMPARED_MAX):
+            if prompt.ref in whole:
+                continue
+            size = _common_size(prompt.token_ids.tobytes(), words)
+            if size == len(words):
+                whole.add(prompt.ref)
+            common = size // token_ids.itemsize
             cached_tokens = table.with_cached_prompt(cached_tokens, prompt.ref, common)
         return cached_tokens
 
@@ -61,7 +68,17 @@ def _start_of(token_ids: array[int], cache_salt: str) -> tuple[str, bytes]:
     return cache_salt, token_ids[:_START_TOKENS].tobytes()
 
 
-def _common_tokens(one: array[int], other: array[int]) -> int:
-    count = min(len(one), len(other))
-    differing = np.flatnonzero(np.asarray(one)[:count] != np.asarray(other)[:count])
-    return int(differing[0]) if len(differing) else count
+def _common_size(one: bytes, other: bytes) -> int:
+    """Of what both begin with, in bytes."""
+    end = min(len(one), len(other))
+    if one[:end] == other[:end]:
+        return end
+    # The first difference is in [start, end).
+    start = 0
+    while end - start > 1:
+        middle = (start + end) // 2
+        if one[start:middle] == other[start:middle]:
+            start = middle
+        else:
+            end = middle
+    return start

@@ -60,7 +60,9 @@ class _Naive:
 
 async def _check(events: list[tuple[str, int, int]]) -> None:
     changes: list[Any] = []
-    connection = WorkerConnection(_WORKER, grpc.aio.insecure_channel, Dials(), changes.append, b"")
+    connection = WorkerConnection(
+        _WORKER, grpc.aio.insecure_channel, Dials(), changes.append, changes.append, b""
+    )
     made: list[LoadReservation] = []
     naive = _Naive()
     try:
@@ -139,7 +141,9 @@ async def _idle_worker(
     """A worker that need not send for a minute. One with requests would have 0.05 s."""
     monkeypatch.setattr("headrace_router.workers.connection._STATUS_TIMEOUT_S", 0.05)
     channel: Any = _SlowWorker()
-    connection = WorkerConnection(_WORKER, lambda _: channel, Dials(), lambda _: None, b"", 60.0)
+    connection = WorkerConnection(
+        _WORKER, lambda _: channel, Dials(), lambda _: None, lambda _: None, b"", 60.0
+    )
     await until(lambda: connection.load().reachable)
     yield connection, channel
     await connection.close()
@@ -200,7 +204,9 @@ async def test_a_worker_with_requests_is_stuck_when_no_status_comes_for_the_ping
 
 
 async def test_a_worker_that_reports_a_stall_is_not_reachable() -> None:
-    connection = WorkerConnection(_WORKER, grpc.aio.insecure_channel, Dials(), lambda _: None, b"")
+    connection = WorkerConnection(
+        _WORKER, grpc.aio.insecure_channel, Dials(), lambda _: None, lambda _: None, b""
+    )
     try:
         connection._set_status(worker_pb2.WatchStatusResponse(stall=worker_pb2.Stall()))
         assert connection.load() == Load(reachable=False, stalled=True)
