@@ -135,33 +135,22 @@ class IncrementalDetokenizer:
             return text
         return "" if self._held_tokens < _HELD_TOKENS_MAX else self._leave_step()
 
-    def extend(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete: as `append` for each of them."""
-        if len(token_ids) == 1:
-            return self.append(token_ids[0])
+    def extend(self, token_ids: list[int]) -> str:
+        """The text that these tokens complete: as `append` for each of them. It may keep the list."""
         if self._step is None:
             return self._window.extend(token_ids)
-        if token_ids and not self._held_tokens:
-            text = self._step_over(list(token_ids))
+        if len(token_ids) > 1 and not self._held_tokens:
+            try:
+                text = self._step(token_ids)
+            except Exception:  # noqa: BLE001 - the library raises Exception itself
+                text = None
             if text is not None:
+                whole = len(self._recent) + len(token_ids) > 2 * _WINDOW_TOKENS
+                self._recent = token_ids if whole else [*self._recent, *token_ids]
                 return text
-        return "".join(map(self.append, token_ids))
-
-    def _step_over(self, token_ids: list[int]) -> str | None:
-        """The text of several tokens, in one step. None when `append` must find the last whole character."""
-        assert self._step is not None
-        try:
-            text = self._step(token_ids)
-        except Exception:  # noqa: BLE001 - the library raises Exception itself
-            text = None
-        if text is None:
-            # The step has taken the tokens, so another one begins before them.
+            # It has taken the tokens. Another one begins before them, and `append` finds the last whole character.
             self._start(self._recent)
-        elif len(self._recent) + len(token_ids) > 2 * _WINDOW_TOKENS:
-            self._recent = token_ids
-        else:
-            self._recent += token_ids
-        return text
+        return "".join(map(self.append, token_ids))
 
     def flush(self) -> str:
         """The remaining whole characters, at the end of the completion. Drops an incomplete character."""

@@ -45,11 +45,14 @@ def context_from_traceparent(text: str) -> Context:
     return context_of_carrier(text, "")
 
 
-def carrier_of(context: Context) -> dict[str, str]:
-    """The trace context of the span in `context`, as traceparent and tracestate. Empty without a span."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=context)
-    return carrier
+def carrier_of(context: Context | None) -> tuple[str, str]:
+    """The trace context of the span in `context`, as traceparent and tracestate. Empty without a span.
+
+    Without `context`, of the current span.
+    """
+    span = trace.get_current_span(context)
+    state = span.get_span_context().trace_state
+    return traceparent(span), state.to_header() if state else ""
 
 
 def context_of_carrier(traceparent: str, tracestate: str) -> Context:
@@ -69,13 +72,11 @@ def metadata_with_trace(
     metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
 ) -> tuple[tuple[str, str | bytes], ...]:
     """`metadata` with the trace context of the current span, or of the span in `context`."""
-    span = trace.get_current_span(context)
-    parent = traceparent(span)
+    parent, state = carrier_of(context)
     if not parent:
         return tuple(metadata)
-    state = span.get_span_context().trace_state
     if state:
-        return (*metadata, ("traceparent", parent), ("tracestate", state.to_header()))
+        return (*metadata, ("traceparent", parent), ("tracestate", state))
     return (*metadata, ("traceparent", parent))
 
 

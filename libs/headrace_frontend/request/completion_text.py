@@ -36,7 +36,7 @@ class CompletionText:
         """The stop string that is complete. Empty while none is."""
         return self._stop_scanner.stopped_by
 
-    def replay(self, token_ids: Sequence[int]) -> None:
+    def replay(self, token_ids: list[int]) -> None:
         """Advances over tokens that the client already has."""
         if self.has_stop_strings:
             for number, token_id in enumerate(self._without_stop_tokens(token_ids), start=1):
@@ -48,9 +48,11 @@ class CompletionText:
         """The text that the completion's token number `number`, from 1, adds. Stop strings are found."""
         return "" if token_id in self._stop_token_ids else self._scan(token_id, number)
 
-    def extend(self, token_ids: Sequence[int]) -> str:
-        """The text that tokens add, converted in one call. Stop strings are not found."""
-        return self._detokenizer.extend(self._without_stop_tokens(token_ids))
+    def extend(self, token_ids: list[int]) -> str:
+        """The text that tokens add, converted in one call. Stop strings are not found. It may keep the list."""
+        if not self._stop_token_ids.isdisjoint(token_ids):
+            token_ids = self._without_stop_tokens(token_ids)
+        return self._detokenizer.extend(token_ids)
 
     def finish(self, completion_tokens: int) -> str:
         """The text that was held back: it can be a part of a character or of a stop string, which it can complete."""
@@ -64,9 +66,7 @@ class CompletionText:
         may_stop = number > self._min_tokens
         return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
 
-    def _without_stop_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
-        if self._stop_token_ids.isdisjoint(token_ids):
-            return token_ids
+    def _without_stop_tokens(self, token_ids: list[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
 
 
@@ -121,7 +121,7 @@ class PendingTokens:
         """Whether a stop string is complete. Tokens added after that are ignored."""
         self._text = CompletionText(request)
         if request.generated:
-            self._text.replay(request.generated)
+            self._text.replay(list(request.generated))
             self.stopped = self._text.stopped
         self._parts: list[str] = []
         self._tokens_with_text = 0

@@ -166,14 +166,14 @@ class DecodeLink:
         self._last_stream_id += 1
         stream_id = self._last_stream_id
         remaining_s = deadline.remaining_s()
-        carrier = carrier_of(context)
+        parent, state = carrier_of(context)
         self._outgoing.open(
             decode_pb2.LinkOpen(
                 stream_id=stream_id,
                 request=request,
                 timeout=duration_from_seconds(remaining_s),
-                traceparent=carrier.get("traceparent", ""),
-                tracestate=carrier.get("tracestate", ""),
+                traceparent=parent,
+                tracestate=state,
                 credit_tokens=WINDOW_TOKENS,
             ),
             token_ids,
