@@ -60,6 +60,8 @@ class BoundedResource:
 
         Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait.
         """
+        if self.pool.take(tenant, amount, priority):
+            return Held(self, tenant, amount, priority)
         granted = asyncio.Event()
         request = CapacityRequest(tenant, amount, granted.set, priority)
         grant = self.pool.acquire(request)

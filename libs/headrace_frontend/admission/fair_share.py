@@ -64,12 +64,6 @@ class _Tenant:
     def idle(self) -> bool:
         return not self.used and not self.requests
 
-    def use(self, amount: int) -> None:
-        self.used += amount
-
-    def release(self, amount: int) -> None:
-        self.used -= amount
-
     def add_waiting(self, request: CapacityRequest) -> None:
         self.requests[request] = None
         self.waiting += request.amount
@@ -103,12 +97,18 @@ class FairPool:
         total = sum(_weight(weights, name) for name in self._tenants.keys() | {claimant})
         return self.capacity * _weight(weights, claimant) / total
 
+    def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
+        """Grants units at once. False when they are not free, or others wait."""
+        if self.waiting or self.used + amount > self.capacity:
+            return False
+        self._use((tenant, priority), amount)
+        return True
+
     def acquire(self, request: CapacityRequest) -> Grant:
         """Grants the request, lets it wait, or rejects it. More than the capacity is always rejected."""
         if request.amount > self.capacity:
             return Grant.REJECTED
-        if self.used + request.amount <= self.capacity and not self.waiting:
-            self._use(request)
+        if self.take(request.tenant, request.amount, request.priority):
             return Grant.GRANTED
         entry = self._tenants.get(request.claimant)
         wanted = entry.used + entry.waiting if entry is not None else 0
@@ -153,10 +153,12 @@ class FairPool:
 
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """Returns granted units, and grants waiting requests that fit now."""
-        self._tenants[tenant, priority].release(amount)
+        claimant = (tenant, priority)
+        self._tenants[claimant].used -= amount
         self.used -= amount
-        self._remove_if_idle((tenant, priority))
-        self._grant_waiting()
+        self._remove_if_idle(claimant)
+        if self.waiting:
+            self._grant_waiting()
 
     def cancel(self, request: CapacityRequest) -> bool:
         """Removes a waiting request. False when it was granted already."""
@@ -182,7 +184,7 @@ class FairPool:
                 # No request overtakes it: else large requests would wait forever.
                 return
             self._stop_waiting(request)
-            self._use(request)
+            self._use(request.claimant, request.amount)
             request.on_granted()
 
     def _next_tenant(self, weights: Mapping[str, float]) -> Claimant | None:
@@ -204,9 +206,12 @@ class FairPool:
         first = next(iter(entry.requests))
         return True, (entry.used + first.amount) / _weight(weights, name), priority
 
-    def _use(self, request: CapacityRequest) -> None:
-        self._tenants.setdefault(request.claimant, _Tenant()).use(request.amount)
-        self.used += request.amount
+    def _use(self, claimant: Claimant, amount: int) -> None:
+        entry = self._tenants.get(claimant)
+        if entry is None:
+            entry = self._tenants[claimant] = _Tenant()
+        entry.used += amount
+        self.used += amount
 
     def _stop_waiting(self, request: CapacityRequest) -> None:
         self._tenants[request.claimant].remove_waiting(request)
