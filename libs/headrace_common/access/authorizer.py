@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -114,35 +113,38 @@ CREDENTIAL_CHECK_S: Final = 60.0
 """Seconds between two checks of the API key, token or certificate of an open call."""
 
 
-@asynccontextmanager
-async def rechecked(check: Callable[[], object], interval_s: float) -> AsyncIterator[None]:
+class Rechecked:
     """Calls `check` at this interval while the block runs. Ends the block with the error that it raises."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None, "a call runs in a task"
-    refusal: Exception | None = None
-    timer: asyncio.TimerHandle
 
-    def check_again() -> None:
-        nonlocal refusal, timer
+    __slots__ = ("_check", "_interval_s", "_refusal", "_task", "_timer")
+
+    def __init__(self, check: Callable[[], object], interval_s: float) -> None:
+        self._check = check
+        self._interval_s = interval_s
+        self._refusal: Exception | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a call runs in a task"
+        self._task = task
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._check_again)
+
+    def _check_again(self) -> None:
         try:
-            check()
+            self._check()
         # An error of the check itself ends the call too: without checks it could go on for ever.
         except Exception as error:  # noqa: BLE001
-            refusal = error
-            task.cancel()
+            self._refusal = error
+            self._task.cancel()
         else:
-            timer = loop.call_later(interval_s, check_again)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._interval_s, self._check_again)
 
-    timer = loop.call_later(interval_s, check_again)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if refusal is None:
-            raise
-        task.uncancel()
-        raise refusal from None
-    finally:
-        timer.cancel()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if kind is asyncio.CancelledError and self._refusal is not None:
+            self._task.uncancel()
+            raise self._refusal from None
 
 
 _REMEDY: Final = f"send a role token as metadata {TOKEN_KEY}, or a client certificate with a role; see docs/security.md"

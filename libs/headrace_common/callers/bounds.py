@@ -10,13 +10,13 @@ import ipaddress
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
-from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, rechecked
+from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Rechecked
 from headrace_common.errors import QueueFull, Unauthenticated
 
 # Addresses of which the host is remembered. Clients keep connections, so each has many requests.
@@ -222,8 +222,7 @@ class CallerBounds:
             if not self._calls[caller]:
                 del self._calls[caller]
 
-    @asynccontextmanager
-    async def rechecked(self, tenant_now: Callable[[], str], tenant: str) -> AsyncIterator[None]:
+    def rechecked(self, tenant_now: Callable[[], str], tenant: str) -> AbstractContextManager[None]:
         """Ends the block with Unauthenticated once `tenant_now` does not return the tenant of the call any more."""
 
         def check() -> None:
@@ -233,11 +232,7 @@ class CallerBounds:
                     "the API key was removed while its request ran; use another key"
                 )
 
-        if not tenant:
-            yield
-            return
-        async with rechecked(check, self._check_s):
-            yield
+        return Rechecked(check, self._check_s) if tenant else nullcontext()
 
     async def wait_turn(self) -> None:
         """Waits until the caller may do expensive work, up to the next wait. Outside `call` it is no wait."""

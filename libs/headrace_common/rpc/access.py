@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer, rechecked
+from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer, Rechecked
 from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
 from headrace_common.access.table import Listener, is_served
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds, host_of_peer
@@ -92,7 +92,7 @@ class InternalAccess(grpc.aio.ServerInterceptor):
     ) -> AsyncIterator[None]:
         set_current_caller(caller)
         check = partial(self._authorizer.caller_of_metadata, method, metadata)
-        async with rechecked(check, self._check_s):
+        with Rechecked(check, self._check_s):
             yield
 
     def _guarded_by_certificate(self, handler: Handler, method: str) -> Handler:
@@ -108,7 +108,7 @@ class InternalAccess(grpc.aio.ServerInterceptor):
                 self._authorizer.caller_of_valid_certificate, method, context.auth_context()
             )
             set_current_caller(check())
-            async with rechecked(check, self._check_s):
+            with Rechecked(check, self._check_s):
                 yield
 
         if handler.request_streaming:
@@ -173,9 +173,9 @@ class CallerInterceptor(WrappingInterceptor):
         metadata = context.invocation_metadata() or ()
         tenant = self._tenant_of(metadata)
         caller = caller_name(tenant, host)
-        with self._bounds.call(caller):
-            async with self._bounds.rechecked(lambda: self._tenant_of(metadata), tenant):
-                yield
+        bounds = self._bounds
+        with bounds.call(caller), bounds.rechecked(lambda: self._tenant_of(metadata), tenant):
+            yield
 
 
 async def _first(context: Context, bounds: CallerBounds) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace_common.access.authorizer import rechecked
+from headrace_common.access.authorizer import Rechecked
 from headrace_common.errors import PermissionDenied
 
 
@@ -20,16 +20,19 @@ async def test_the_error_of_a_check_ends_the_call(error: Exception) -> None:
         if checks == 3:
             raise error
 
-    with pytest.raises(type(error)) as caught:
-        async with asyncio.timeout(10), rechecked(check, 0.001):
+    async def call() -> None:
+        with Rechecked(check, 0.001):
             await asyncio.Event().wait()
+
+    with pytest.raises(type(error)) as caught:
+        await asyncio.wait_for(call(), 10)
     assert caught.value is error
     assert checks == 3
 
 
 async def test_a_call_that_is_cancelled_for_another_reason_stays_cancelled() -> None:
     async def call() -> None:
-        async with rechecked(lambda: None, 0.001):
+        with Rechecked(lambda: None, 0.001):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(call())
