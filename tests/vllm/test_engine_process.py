@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.vllm.conftest import RunJob
 from tests.vllm.pair import MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
@@ -112,3 +113,9 @@ def test_an_engine_leaves_no_files(service: subprocess.Popen[str], folder: Path)
     assert service.returncode == 0
     assert [path for path in folder.rglob("*") if not path.is_dir()] == []
     assert list(folder.glob("headrace-*")) == []
+
+
+def test_a_rank_that_reports_wrong_ids_ends_no_engine(run_job: RunJob) -> None:
+    result = run_job("tests.vllm.wrong_reports:answers", model="tiny-llama")
+    assert result["handed_over"] == result["plain"]
+    assert result["left_blocks"] == [0, 0]

@@ -30,6 +30,7 @@ from headrace_engine.vllm.deployment import deployment_of
 from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.parallel import stage_layers_max
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
+from headrace_engine.vllm.reported_ids import ReportedIds
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._deployment = deployment_of(vllm_config)
         self._connector_scheduler: ConnectorScheduler | None = None
         self._connector_worker: ConnectorWorker | None = None
+        self._reported: ReportedIds | None = ReportedIds()
+        """None where a connector around this one has them."""
         try:
             groups = read_groups(
                 kv_cache_config,
@@ -181,12 +184,17 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens, loads = self._scheduler().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._reported is not None:
+            self._reported.asked(request.request_id, loads=loads)
+        return tokens, loads
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._scheduler().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._reported is not None:
+            self._reported.allocated(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HeadraceMetadata:
         return HeadraceMetadata(self._scheduler().build_connector_meta(scheduler_output))
@@ -196,6 +204,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta, EndedMoves):
             self._scheduler().moves_ended(meta.moves)
             self._scheduler().host_sends_ended(meta.host_sends)
+        if self._reported is not None:
+            self._reported.keep_known(connector_output)
         self._scheduler().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -204,16 +214,23 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler().request_finished(request, block_ids)
+        held, params = self._scheduler().request_finished(request, block_ids)
+        if self._reported is not None:
+            self._reported.finished(request.request_id, held=held)
+        return held, params
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler().request_finished(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def set_loads_beside(self, loads: bool) -> None:
         """Whether another connector loads KV for requests, of which the engine learns with a step's results."""
         self._scheduler().set_loads_beside(loads)
+
+    def leave_reports(self) -> None:
+        """A connector around this one checks what ranks report."""
+        self._reported = None
 
     def require_one_cache(self, feature: str) -> None:
         """Raises ConfigError for a model with windows or states, which `feature` cannot serve."""

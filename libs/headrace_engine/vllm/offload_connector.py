@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.connector.transfers import BlockHolds
 from headrace_engine.vllm.connector import HeadraceConnector
+from headrace_engine.vllm.reported_ids import ReportedIds
 from headrace_engine.vllm.scheduler.connector_scheduler import VllmPoolBlocks
 
 if TYPE_CHECKING:
@@ -61,10 +62,12 @@ class HeadraceOffloadingConnector(MultiConnector):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._ours.require_one_cache("OffloadingConnector")
+        self._ours.leave_reports()
         self._rank_count: int = vllm_config.parallel_config.world_size
         self._begin()
 
     def _begin(self) -> None:
+        self._reported = ReportedIds()
         self._hits: dict[str, int] = {}
         self._loads_of_both: set[str] = set()
         self._loading: set[str] = set()
@@ -132,11 +135,14 @@ class HeadraceOffloadingConnector(MultiConnector):
         if missing is None:
             return None, False
         self._hits[request.request_id] = hit
-        return hit + missing, hit + missing > 0
+        loads = hit + missing > 0
+        self._reported.asked(request.request_id, loads=loads)
+        return hit + missing, loads
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        self._reported.allocated(request.request_id, num_external_tokens)
         hit = min(self._hits.pop(request.request_id, 0), num_external_tokens)
         missing = num_external_tokens - hit
         self._connectors[_OFFLOADING].update_state_after_alloc(request, blocks, hit)
@@ -162,6 +168,7 @@ class HeadraceOffloadingConnector(MultiConnector):
         return JoinedMetadata(metadata, loads_of_both=joined)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._reported.keep_known(connector_output)
         super().update_connector_output(connector_output)
         self._loading.difference_update(connector_output.finished_recving or ())
         metadata = connector_output.kv_connector_worker_meta
@@ -193,6 +200,7 @@ class HeadraceOffloadingConnector(MultiConnector):
         delayed: bool
         params: dict[str, Any] | None
         delayed, params = super().request_finished_all_groups(request, block_ids)
+        self._reported.finished(request.request_id, held=delayed)
         return delayed, params
 
 

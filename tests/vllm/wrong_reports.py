@@ -1,0 +1,55 @@
+"""A job: ranks of both engines report requests that nobody awaits, in each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.vllm.pair import prompt_of, running_pair
+
+_PROMPTS = 3
+
+
+@dataclass(slots=True)
+class Result:
+    """Of each prompt, the answer of decode alone, and that of the pair."""
+
+    plain: list[list[int]] = field(default_factory=list)
+    handed_over: list[list[int]] = field(default_factory=list)
+    left_blocks: list[int] = field(default_factory=list)
+
+
+def _report_wrong_ids() -> None:
+    from headrace_engine.vllm.connector import HeadraceConnector  # noqa: PLC0415 - imports vLLM
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415
+        KVConnectorTransferResults,
+    )
+
+    true_results = HeadraceConnector.get_transfer_results
+    earlier = {"unknown"}
+
+    def results(connector: Any, ended: set[str]) -> Any:
+        found = true_results(connector, ended)
+        earlier.update(found.finished_sending, found.finished_recving)
+        return KVConnectorTransferResults(
+            finished_sending=found.finished_sending | earlier,
+            finished_recving=found.finished_recving | (earlier - found.finished_sending),
+            failed_recving=found.failed_recving,
+        )
+
+    HeadraceConnector.get_transfer_results = results  # type: ignore[method-assign]
+
+
+async def answers(model: str) -> Result:
+    """Engines are forked from this process, and report as it does."""
+    _report_wrong_ids()
+    result = Result()
+    async with running_pair(prefill={"model": model}, decode={"model": model}) as pair:
+        for seed in range(_PROMPTS):
+            prompt = prompt_of(100, seed)
+            result.plain.append((await pair.plain(prompt)).token_ids)
+            await pair.reset()
+            result.handed_over.append((await pair.split(prompt)).token_ids)
+        await pair.reset()
+        result.left_blocks = await pair.left_blocks()
+    return result
