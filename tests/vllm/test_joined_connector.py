@@ -157,11 +157,13 @@ def test_a_request_that_loads_from_both_runs_when_both_have_ended() -> None:
 
 
 def test_no_peer_gets_a_block_before_every_rank_has_stored_it() -> None:
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
     one = rig(rank_count=2)
     one.connector.request_finished_all_groups(request("a"), ([3, 4, 5],))
     assert one.pool.held == [3, 4, 5]
     assert one.connector.has_pending_push_work()
-    spec = SimpleNamespace(block_ids=SimpleNamespace(tolist=lambda: [3, 4]))
+    spec = GPULoadStoreSpec([3, 4], group_sizes=(2,), block_indices=(0,))
     one.theirs.jobs = {7: SimpleNamespace(src_spec=spec)}
     one.step()
     assert one.pool.held == [3, 4]
