@@ -101,6 +101,8 @@ def test_a_fault_in_the_small_values_of_a_head_counts_as_much() -> None:
         assert other > 0.6
     received[0, 0, 0] = torch.nan
     assert head_errors(received, computed)[0] == math.inf
+    # Broken weights make no numbers on both sides.
+    assert head_errors(received, received)[0] == 0.0
     zeros = torch.zeros((1, 4, 4))
     assert head_errors(zeros, zeros) == [0.0]
 

@@ -6,9 +6,13 @@ A thread reads the memory back, and the transfer completes only when all digests
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
 
 from headrace_common.errors import (
     Draining,
@@ -30,32 +34,78 @@ from headrace_kv.transport.memory import HOST_MEMORY, Memory
 _log = logging.getLogger(__name__)
 
 _TRACKED_LIMIT = 1024
+FAULT_WINDOW_S: Final = 3_600.0
+INTACT_PER_FAULT: Final = 1_000
+REJECTED_S: Final = 600.0
+_REJECTED_MAX_S: Final = 86_400.0
+
+
+@dataclass(slots=True)
+class _Record:
+    """Of one prefill worker. It is rejected until `until_s`, and was `rejections` times."""
+
+    faults_s: list[float] = field(default_factory=list)
+    intact: int = 0
+    """Transfers that were found intact since the latest fault, or since one was forgiven."""
+    until_s: float = -math.inf
+    detail: str = ""
+    rejections: int = 0
 
 
 class CorruptSenderTracker:
-    """Counts corrupt transfers by prefill worker; a worker with `limit` of them is rejected."""
+    """Rejects a prefill worker for a while after `limit` corrupt transfers.
 
-    def __init__(self, limit: int) -> None:
+    A fault counts for an hour, and until 1,000 intact transfers have followed it. Once a worker has been rejected, its
+    next fault rejects it again, for twice as long.
+    """
+
+    def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
-        self._counts: OrderedDict[WorkerRef, int] = OrderedDict()
-        self.rejected: dict[WorkerRef, str] = {}
+        self._clock = clock
+        self._records: OrderedDict[WorkerRef, _Record] = OrderedDict()
+
+    @property
+    def rejected(self) -> dict[WorkerRef, str]:
         """The rejected workers, and why."""
+        now_s = self._clock()
+        return {ref: one.detail for ref, one in self._records.items() if now_s < one.until_s}
 
     def record(self, ref: WorkerRef, detail: str) -> None:
         """Counts one corrupt transfer. `detail` is the reason if the worker is rejected for it."""
-        count = self._counts[ref] = self._counts.pop(ref, 0) + 1
-        if count == self._limit:
-            self.rejected[ref] = detail
-            _log.error("rejecting KV from %s: %s", ref, detail)
-        if len(self._counts) > _TRACKED_LIMIT:
-            self.rejected.pop(self._counts.popitem(last=False)[0], None)
+        now_s = self._clock()
+        found = self._records.setdefault(ref, _Record())
+        self._records.move_to_end(ref)
+        found.faults_s = [one for one in found.faults_s if now_s < one + FAULT_WINDOW_S]
+        found.faults_s.append(now_s)
+        found.intact = 0
+        if now_s >= found.until_s and (found.rejections or len(found.faults_s) >= self._limit):
+            rejected_s = min(_REJECTED_MAX_S, REJECTED_S * 2**found.rejections)
+            found.until_s, found.detail = now_s + rejected_s, detail
+            found.rejections += 1
+            _log.error("rejecting KV from %s for %g s: %s", ref, rejected_s, detail)
+        if len(self._records) > _TRACKED_LIMIT:
+            self._records.popitem(last=False)
+
+    def record_intact(self, ref: WorkerRef) -> None:
+        """Counts one transfer that was found intact."""
+        found = self._records.get(ref)
+        if found is not None and found.faults_s:
+            found.intact += 1
+            if found.intact >= INTACT_PER_FAULT:
+                found.intact = 0
+                del found.faults_s[0]
+
+    def was_rejected(self, ref: WorkerRef) -> bool:
+        """Whether a worker is or was rejected."""
+        found = self._records.get(ref)
+        return found is not None and found.rejections > 0
 
     def require_accepted(self, ref: WorkerRef) -> None:
         """Raises TransferFailed for a rejected worker: another one can send."""
-        detail = self.rejected.get(ref)
-        if detail is not None:
+        found = self._records.get(ref)
+        if found is not None and self._clock() < found.until_s:
             raise TransferFailed(
-                f"no KV of {ref} is accepted here: {detail}", metadata={"prefill": str(ref)}
+                f"no KV of {ref} is accepted here: {found.detail}", metadata={"prefill": str(ref)}
             )
 
 
@@ -189,6 +239,8 @@ class RangeChecks:
                 )
             self._resume(self._corrupt_error(corrupt))
         else:
+            if self._sender is not None:
+                self._checks.corrupt_senders.record_intact(self._sender)
             self._checking = ()
             self._resume(None)
 

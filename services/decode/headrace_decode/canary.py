@@ -153,7 +153,7 @@ class _Pair:
 
 
 class Canary:
-    """Rejects a prefill worker after two requests with KV that this worker computes differently.
+    """Rejects a prefill worker for a while after two requests with KV that this worker computes differently.
 
     One event loop owns it. Call `attempt_closed` for every attempt.
     """
@@ -210,7 +210,8 @@ class Canary:
         if len(self._pairs) > _PAIRS_MAX:
             self._due.pop(self._pairs.popitem(last=False)[0], None)
         pair.requests += 1
-        if pair.requests >= (self._interval_requests if pair.tolerance.learned else 1):
+        each = not pair.tolerance.learned or self.corrupt_senders.was_rejected(prefill)
+        if each or pair.requests >= self._interval_requests:
             self._due[prefill] = candidate
 
     def _whole_blocks(self, reservation: Reservation) -> range:
@@ -241,6 +242,8 @@ class Canary:
         else:
             for errors in blocks:
                 pair.tolerance.learn(errors)
+            if blocks:
+                self.corrupt_senders.record_intact(candidate.prefill)
         self._on_compared(
             Comparison(
                 transfer_id=candidate.work.transfer_id,

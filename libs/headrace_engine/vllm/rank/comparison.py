@@ -21,8 +21,11 @@ def head_errors(received: Tensor, computed: Tensor) -> list[float]:
 
     It is 0 for equal values and about 1.4 for unrelated ones. K and V of a head, or some of its channels, may be much
     smaller than the others. So differences are relative to their own row and column. Kernels pack a block in their own
-    order, and then a row is another part of it. Infinite where a value is not a number.
+    order, and then a row is another part of it. Infinite where one value of a pair is no number. Where both are none,
+    as with broken weights, the pair does not differ.
     """
+    numbers = received.isfinite() | computed.isfinite()
+    received, computed = received.where(numbers, 0.0), computed.where(numbers, 0.0)
     difference, reference = received - computed, computed
     errors = (_relative(difference, reference, dim) for dim in (1, 2))
     found = [max(pair) for pair in zip(*(one.tolist() for one in errors), strict=True)]

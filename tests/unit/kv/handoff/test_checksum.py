@@ -17,7 +17,12 @@ from headrace_kv.checksum import (
     source_digest,
 )
 from headrace_kv.layout import WorkerRef
-from headrace_kv.receive.verification import CorruptSenderTracker
+from headrace_kv.receive.verification import (
+    FAULT_WINDOW_S,
+    INTACT_PER_FAULT,
+    REJECTED_S,
+    CorruptSenderTracker,
+)
 from headrace_kv.runs import Runs
 from headrace_kv.transport.memory import HOST_MEMORY
 
@@ -75,3 +80,24 @@ def test_distrust_needs_repeats_and_ends_with_the_incarnation() -> None:
     for number in range(3000):
         distrust.record(WorkerRef("other", str(number)), "")
     assert len(distrust.rejected) <= 1
+
+
+def test_distrust_expires_and_a_fault_after_it_lasts_twice_as_long() -> None:
+    now_s = 0.0
+    distrust, bad = CorruptSenderTracker(2, clock=lambda: now_s), WorkerRef("prefill-0", "a" * 16)
+    distrust.record(bad, "arrived corrupt")
+    now_s = FAULT_WINDOW_S + 1.0
+    distrust.record(bad, "arrived corrupt")
+    assert not distrust.rejected
+    for _ in range(INTACT_PER_FAULT):
+        distrust.record_intact(bad)
+    distrust.record(bad, "arrived corrupt")
+    assert not distrust.rejected
+    distrust.record(bad, "arrived corrupt")
+    for lasting_s in (REJECTED_S, 2 * REJECTED_S):
+        now_s += lasting_s - 1.0
+        assert list(distrust.rejected) == [bad]
+        now_s += 2.0
+        assert not distrust.rejected
+        assert distrust.was_rejected(bad)
+        distrust.record(bad, "arrived corrupt")
