@@ -20,10 +20,11 @@ class Result:
 
 
 def _report_wrong_ids() -> None:
-    from headrace_engine.vllm.connector import HeadraceConnector  # noqa: PLC0415 - imports vLLM
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorTransferResults,
     )
+
+    from headrace_engine.vllm.connector import HeadraceConnector
 
     true_results = HeadraceConnector.get_transfer_results
     earlier = {"unknown"}
