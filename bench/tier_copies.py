@@ -65,7 +65,7 @@ class Rig:
         self.copier = TierCopier(
             LAYOUT,
             RankMemory(0, "", "", storage.data_ptr(), storage.nbytes(), placed.regions),
-            host_blocks=block_count,
+            {Tier.HOST: block_count},
             device_memory=memory,
         )
         self.block_count = block_count

@@ -153,8 +153,11 @@ SPAN_KINDS: Final[Mapping[str, SpanKind]] = {{
 {kinds}
 }}
 
-ATTRIBUTE_TYPES: Final[Mapping[str, str]] = {{
+_ATTRIBUTES_OF_TYPE: Final[Mapping[str, tuple[str, ...]]] = {{
 {types}
+}}
+ATTRIBUTE_TYPES: Final[Mapping[str, str]] = {{
+    name: kind for kind, names in _ATTRIBUTES_OF_TYPE.items() for name in names
 }}
 """Of the attributes that are no "string"."""
 
@@ -171,11 +174,22 @@ def render_tables(schema: Mapping[str, Any]) -> str:
         for key, entry in schema["spans"].items()
         if entry["kind"] != "internal"
     ]
-    types = [
-        f'    schema.ATTRIBUTE_{key}: "{entry["type"]}",'
-        for key, entry in schema["attributes"].items()
-        if entry["type"] != "string"
-    ]
+    types = []
+    for kind in TYPES[1:]:
+        names = [
+            f"schema.ATTRIBUTE_{key},"
+            for key, entry in schema["attributes"].items()
+            if entry["type"] == kind
+        ]
+        if names:
+            indent = " " * 8
+            types += [
+                f'    "{kind}": (',
+                textwrap.fill(
+                    " ".join(names), 118, initial_indent=indent, subsequent_indent=indent
+                ),
+                "    ),",
+            ]
     metrics = []
     for key, entry in schema["metrics"].items():
         facts = [entry["instrument"], entry["unit"], entry["meaning"]]

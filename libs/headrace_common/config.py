@@ -10,12 +10,13 @@ A service derives a class from ServiceConfig with one field for each setting, an
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     model_validator,
@@ -53,35 +54,29 @@ def split_list(value: Any) -> Any:
     return value
 
 
-def _check_host_port(text: str) -> str:
-    split_host_port(text)
-    return text
+def checked_by(check: Callable[[Any], object], *, or_empty: bool = False) -> AfterValidator:
+    """Makes a type of settings refuse what `check` raises ValueError for, with `or_empty` unless it is empty."""
+
+    def validate(value: Any) -> Any:
+        if value or not or_empty:
+            check(value)
+        return value
+
+    return AfterValidator(validate)
 
 
-def _check_endpoint(text: str) -> str:
+def _check_endpoint(text: str) -> None:
     if split_host_port(text)[1] == 0:
         raise ValueError("name the port, such as 127.0.0.1:7000: no server has port 0")
-    return text
 
 
-def _check_optional_host_port(text: str) -> str:
-    return _check_host_port(text) if text else text
+def _check_otlp_endpoint(text: str) -> None:
+    _check_endpoint(URL_USER.sub("", text).removeprefix("http://").removeprefix("https://"))
 
 
-def _check_otlp_endpoint(text: str) -> str:
-    if text:
-        _check_endpoint(URL_USER.sub("", text).removeprefix("http://").removeprefix("https://"))
-    return text
-
-
-def _check_worker_id(text: str) -> str:
+def _check_worker_id(text: str) -> None:
     if not is_worker_id(text):
         raise ValueError("use 1 to 63 characters of a-z, 0-9, '.', '_' and '-'")
-    return text
-
-
-def _check_optional_worker_id(text: str) -> str:
-    return _check_worker_id(text) if text else text
 
 
 def parse_sampler(text: str) -> tuple[str, float]:
@@ -102,21 +97,18 @@ def parse_sampler(text: str) -> tuple[str, float]:
     return name, number
 
 
-def _check_sampler(text: str) -> str:
-    parse_sampler(text)
-    return text
-
-
-TracesSampler = Annotated[str, AfterValidator(_check_sampler)]
+TextList = Annotated[tuple[str, ...], BeforeValidator(split_list)]
+"""Texts, as a list or separated by commas."""
+TracesSampler = Annotated[str, checked_by(parse_sampler)]
 """A sampler of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
-HostPort = Annotated[str, AfterValidator(_check_host_port)]
+HostPort = Annotated[str, checked_by(split_host_port)]
 """An address to listen on. Port 0 means any free port."""
-Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+Endpoint = Annotated[str, checked_by(_check_endpoint)]
 """An address to call."""
-OptionalHostPort = Annotated[str, AfterValidator(_check_optional_host_port)]
-OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
-WorkerId = Annotated[str, AfterValidator(_check_worker_id)]
-OptionalWorkerId = Annotated[str, AfterValidator(_check_optional_worker_id)]
+OptionalHostPort = Annotated[str, checked_by(split_host_port, or_empty=True)]
+OtlpEndpoint = Annotated[str, checked_by(_check_otlp_endpoint, or_empty=True)]
+WorkerId = Annotated[str, checked_by(_check_worker_id)]
+OptionalWorkerId = Annotated[str, checked_by(_check_worker_id, or_empty=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[int, Field(gt=0)]

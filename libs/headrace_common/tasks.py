@@ -6,13 +6,12 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
-from headrace_common.deadlines import Deadline
-from headrace_common.errors import DeadlineExceeded, QueueFull
+from headrace_common.errors import QueueFull
 
 _NICENESS: Final = 10
 """Beside a thread of normal priority on one processor, it leaves a tenth of the time."""
@@ -42,6 +41,19 @@ async def end_task(task: asyncio.Task[_Result] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Returns when all have ended. The first failure cancels the others and is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class BackgroundTasks:
@@ -77,46 +89,22 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 T = TypeVar("T")
 
 
-class BoundedQueue(Generic[T]):
-    """A first-in first-out queue of one event loop. Errors contain its name."""
+class BoundedQueue(asyncio.Queue[T]):
+    """A queue of at most `maxsize` items. `name` is for errors."""
 
     def __init__(self, name: str, maxsize: int) -> None:
-        if maxsize < 1:
-            raise ValueError(f"queue {name}: maxsize must be 1 or more, not {maxsize}")
-        self.name = name
-        self.maxsize = maxsize
-        self._items: asyncio.Queue[T] = asyncio.Queue(maxsize)
-
-    @property
-    def depth(self) -> int:
-        """Number of items in the queue."""
-        return self._items.qsize()
+        super().__init__(maxsize)
+        self._name = name
 
     def put_nowait(self, item: T) -> None:
         """Adds an item, or raises QueueFull."""
         try:
-            self._items.put_nowait(item)
+            super().put_nowait(item)
         except asyncio.QueueFull:
             raise QueueFull(
-                f"queue {self.name} is full with {self.maxsize} items",
-                metadata={"queue": self.name, "maxsize": str(self.maxsize)},
+                f"queue {self._name} is full with {self.maxsize} items",
+                metadata={"queue": self._name, "maxsize": str(self.maxsize)},
             ) from None
-
-    async def put(self, item: T, deadline: Deadline) -> None:
-        """Adds an item when there is room. Raises DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(deadline.remaining_s()):
-                await self._items.put(item)
-        except TimeoutError:
-            raise DeadlineExceeded.waiting_for(f"room in queue {self.name}") from None
-
-    async def get(self) -> T:
-        """Waits for an item and removes the oldest. The caller bounds the wait."""
-        return await self._items.get()
-
-    def get_nowait(self) -> T:
-        """Removes the oldest item. There must be one."""
-        return self._items.get_nowait()
 
 
 def call_when_done(future: Future[_Result], callback: Callable[[Future[_Result]], None]) -> None:

@@ -14,8 +14,6 @@ from headrace_kv.transport.guard import Networks
 
 TRANSPORT: Final = "mooncake"
 """What moves KV between workers: RDMA where the host has it, else TCP."""
-CONSTRAINT_CPU_S: Final = 0.5
-"""Most seconds of processor time that compiling the constraint of an answer takes, unless a setting says otherwise."""
 
 
 WorkerRole: TypeAlias = Literal["prefill", "decode", "both"]
@@ -35,8 +33,7 @@ class EngineConfig:
     blocks per rank; 0 takes what a GPU's share leaves, and 1 GiB elsewhere. `max_num_batched_tokens`:
     most prompt tokens computed in one step. `block_size`: tokens of one KV block; 0 takes the
     engine's own. `seed`: of requests without one. `local_broadcast`: whether decode ranks of one
-    host copy equal KV to each other, where the engine supports it. `link_path`: socket between
-    service and engine processes, for engines with processes; empty picks one. `credentials`:
+    host copy equal KV to each other, where the engine supports it. `credentials`:
     what handoff streams present. `admitted`: networks from which hosts may connect to the KV transport at first; None
     means every host. `write_quiet_s`: how long bytes of a lost sender may still land.
     For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
@@ -44,7 +41,6 @@ class EngineConfig:
     blocks, where `kv_cache_gib` is 0. `rdma_devices`: RDMA adapters that carry KV; empty means all. `engine_args`:
     further arguments in the syntax of vLLM's command line. `tiers`: what each rank keeps below KV memory.
     `step_stall_s`: see StepWatch.
-    `constraint_cpu_s`: most processor time for which a decode engine compiles the constraint of an answer.
     """
 
     engine: Literal["vllm", "sim"]
@@ -64,7 +60,6 @@ class EngineConfig:
     block_size: int = 0
     seed: int = 0
     local_broadcast: bool = True
-    link_path: str = ""
     credentials: Credentials = field(default_factory=Credentials)
     gpu_direct: bool = True
     enforce_eager: bool = False
@@ -75,7 +70,6 @@ class EngineConfig:
     write_quiet_s: float = write_quiet_s()
     tiers: TierSettings = field(default_factory=TierSettings)
     step_stall_s: float = STEP_STALL_S
-    constraint_cpu_s: float = CONSTRAINT_CPU_S
 
     @property
     def sends(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace_common.client_config import ClientAccessConfig
 from headrace_common.config import (
@@ -15,35 +15,23 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     PositiveSeconds,
+    TextList,
     checked,
-    split_list,
+    checked_by,
 )
 from headrace_common.ports import is_loopback
 from headrace_frontend.tenants import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
-def _check_parsers(entries: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
+def _check_parsers(entries: tuple[str, ...], known: Collection[str]) -> None:
     for entry in entries:
         name = entry.rpartition("=")[2].strip()
         if name not in known:
             raise ValueError(f"{name!r} is no parser; use one of: {', '.join(sorted(known))}")
-    return entries
 
 
-ToolCallParserList = Annotated[
-    tuple[str, ...],
-    BeforeValidator(split_list),
-    AfterValidator(lambda entries: _check_parsers(entries, TOOL_CALL_PARSERS)),
-]
-ReasoningParserList = Annotated[
-    tuple[str, ...],
-    BeforeValidator(split_list),
-    AfterValidator(lambda entries: _check_parsers(entries, REASONING_PARSERS)),
-]
-
-
-def _check_image_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+def _check_image_hosts(hosts: tuple[str, ...]) -> None:
     for host in hosts:
         parts = urlsplit(f"//{host}")
         try:
@@ -54,12 +42,15 @@ def _check_image_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
             is_host = False
         if not is_host or parts.username is not None:
             raise ValueError(f"{host!r} is no host; write HOST or HOST:PORT")
-    return hosts
 
 
-ImageHostList = Annotated[
-    tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_image_hosts)
+ToolCallParserList = Annotated[
+    TextList, checked_by(lambda entries: _check_parsers(entries, TOOL_CALL_PARSERS))
 ]
+ReasoningParserList = Annotated[
+    TextList, checked_by(lambda entries: _check_parsers(entries, REASONING_PARSERS))
+]
+ImageHostList = Annotated[TextList, checked_by(_check_image_hosts)]
 
 
 # More where max_concurrent_requests asks for it.

@@ -23,7 +23,7 @@ class PlannedRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """Numbers of workers that have one role, and of those that have both."""
+    """Numbers of workers that have one role, and of those that have both. The fields are named as the roles."""
 
     prefill: int
     decode: int
@@ -43,20 +43,12 @@ class WorkerCounts:
 
     def of(self, role: PlannedRole) -> int:
         """The number of workers of the role."""
-        return {
-            PlannedRole.PREFILL: self.prefill,
-            PlannedRole.DECODE: self.decode,
-            PlannedRole.BOTH: self.both,
-        }[role]
+        count: int = getattr(self, role)
+        return count
 
     def changed(self, role: PlannedRole, count: int) -> WorkerCounts:
         """The counts with another number for one role."""
-        match role:
-            case PlannedRole.PREFILL:
-                return replace(self, prefill=count)
-            case PlannedRole.DECODE:
-                return replace(self, decode=count)
-        return replace(self, both=count)
+        return replace(self, **{role: count})
 
     def __str__(self) -> str:
         if self.is_pool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from headrace_text.codec import TextCodec
+from headrace_text.parsing.buffered import longest_beginning
 
 
 class StopStringScanner:
@@ -46,7 +47,7 @@ class StopStringScanner:
             self.stopped_by = pending[start:end]
             self._held = ""
             return pending[: end if self._keeps_stop else start]
-        keep = self._prefix_length(pending)
+        keep = longest_beginning(pending, self._stop_strings)
         self._held = pending[len(pending) - keep :]
         self._ignored = max(0, self._ignored - (len(pending) - keep))
         return pending[: len(pending) - keep]
@@ -64,20 +65,6 @@ class StopStringScanner:
             if (start := text.find(stop, max(0, self._ignored - len(stop) + 1))) >= 0
         ]
         return min(found, default=None)
-
-    def _prefix_length(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
-        return max(
-            next(
-                (
-                    size
-                    for size in range(min(len(stop) - 1, len(text)), 0, -1)
-                    if text.endswith(stop[:size])
-                ),
-                0,
-            )
-            for stop in self._stop_strings
-        )
 
 
 _REPLACEMENT = "\ufffd"

@@ -20,27 +20,7 @@ _SYLLABLES = tuple(
     consonant + vowel + end
     for end in ("", "n")
     for vowel in "aeiou"
-    for consonant in (
-        "b",
-        "c",
-        "d",
-        "f",
-        "g",
-        "h",
-        "j",
-        "k",
-        "l",
-        "m",
-        "n",
-        "p",
-        "r",
-        "s",
-        "t",
-        "v",
-        "w",
-        "y",
-        "z",
-    )
+    for consonant in "bcdfghjklmnprstvwyz"
 )
 
 

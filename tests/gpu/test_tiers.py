@@ -60,9 +60,8 @@ class Cache:
         self.copier = TierCopier(
             layout,
             self.rank,
-            host_blocks=BLOCKS,
-            disk_blocks=BLOCKS,
-            disk_folder=folder,
+            {Tier.HOST: BLOCKS, Tier.DISK: BLOCKS},
+            str(folder),
             device_memory=self.memory,
         )
         if device != "cpu":

@@ -111,9 +111,9 @@ def _show_status(
     interval_s = seconds_from_duration(status.interval)
     line = f"{status.model}, mode {mode}, a decision every {interval_s:g} s"
     if status.HasField("current"):
-        line += f": {_counts_text(status.current)} now"
+        line += f": {counts_from_proto(status.current)} now"
     if status.HasField("target"):
-        line += f", target {_counts_text(status.target.workers)}"
+        line += f", target {counts_from_proto(status.target.workers)}"
     console.print(line, markup=False, highlight=False)
     if status.observation_fault:
         console.print(f"not observed: {status.observation_fault}", style="red", markup=False)
@@ -127,15 +127,16 @@ def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
     return (
         str(decision.number),
         datetime.fromtimestamp(start_s, UTC).isoformat(timespec="seconds"),
-        _counts_text(decision.current),
-        _counts_text(decision.target) if decision.target != decision.current else "",
+        str(counts_from_proto(decision.current)),
+        str(counts_from_proto(decision.target)) if decision.target != decision.current else "",
         short_name(planner_pb2.Decision.Outcome.Name(decision.outcome)),
         " ".join(filter(None, [decision.detail, *sentences])),
     )
 
 
-def _counts_text(counts: planner_pb2.WorkerCounts) -> str:
-    return str(WorkerCounts(counts.prefill, counts.decode, counts.both))
+def counts_from_proto(counts: planner_pb2.WorkerCounts) -> WorkerCounts:
+    """Numbers of workers."""
+    return WorkerCounts(counts.prefill, counts.decode, counts.both)
 
 
 def register(app: typer.Typer) -> None:

@@ -8,9 +8,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final, TextIO
+from typing import Annotated, Any, Final, TextIO
 
 import typer
 from rich.console import Console
@@ -114,15 +113,12 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         engine,
         model,
         (prefill, decode, workers),
-        port,
-        store,
         tensor_parallel,
-        cpu_threads,
         settings,
-    )
-    topology = replace(
-        topology,
+        port=port,
         http_port=http_port_of(port, http_port),
+        store=store,
+        cpu_threads=cpu_threads,
         pool_gib=store_pool,
         planner=planner,
         devices=parse_devices(devices) if devices else (),
@@ -135,13 +131,14 @@ def topology_of(
     engine: str,
     model: str,
     counts: tuple[int | None, int | None, int],
-    port: int,
-    store: str,
     tensor_parallel: str,
-    cpu_threads: int,
     settings: list[str] | None,
+    **others: Any,
 ) -> Topology:
-    """The topology that the options describe. `counts` are of prefill, decode and both roles. Raises ConfigError."""
+    """The topology that the options describe. `counts` are of prefill, decode and both roles.
+
+    `others` are fields of a Topology. Raises ConfigError.
+    """
     prefill_count, decode_count, worker_count = counts
     default = 0 if worker_count else 1
     prefill_ranks, decode_ranks = parse_ranks(tensor_parallel)
@@ -154,12 +151,10 @@ def topology_of(
         prefill_count=default if prefill_count is None else prefill_count,
         decode_count=default if decode_count is None else decode_count,
         worker_count=worker_count,
-        port=port,
-        store=store,
         prefill_tensor_parallel=prefill_ranks,
         decode_tensor_parallel=decode_ranks,
-        cpu_threads=cpu_threads,
         settings=tuple(parse_setting(text) for text in settings or ()),
+        **others,
     )
 
 
@@ -185,15 +180,16 @@ async def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
 ) -> None:
     """Starts everything, runs one prompt, shows where the time went, and stops everything."""
 
+    counts = (prefill, decode, workers)
     topology = topology_of(
         engine,
         model,
-        (prefill, decode, workers),
-        port,
-        store,
+        counts,
         tensor_parallel,
-        cpu_threads,
         settings,
+        port=port,
+        store=store,
+        cpu_threads=cpu_threads,
     )
     options = ChatOptions(max_tokens=max_tokens, temperature=0.0)
     question = prompt.strip() or DEFAULT_PROMPT

@@ -6,23 +6,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import grpc.aio
 from rich.console import Console
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
+from headrace_cli.commands.planner import counts_from_proto
 from headrace_cli.up.deployment import Deployment, Signals, deployed, ready_text
 from headrace_cli.up.supervisor import Child, Supervisor, end_text, log_line, unexpected_end
 from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec, Topology, worker_spec
 from headrace_common.config import ServiceConfig
-from headrace_common.errors import Conflict, HeadraceError
+from headrace_common.errors import Cancelled, Conflict, HeadraceError
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
+from headrace_common.tasks import run_together
 from headrace_kv.compatibility import pair_faults_of
 from headrace_planner.observation import WorkerCounts
 
@@ -130,8 +133,6 @@ class Restarts:
         self.console.print(text, markup=False)
 
 
-_Counts: TypeAlias = tuple[int, int, int]
-"""Prefill workers, decode workers and workers of both roles."""
 START_TIMEOUT_S: Final = 600.0
 """Limit of a worker's start: engines load models for minutes."""
 
@@ -152,18 +153,18 @@ class Scaler:
     drain_timeout_s: Callable[[str], float]
     start_timeout_s: float = START_TIMEOUT_S
 
-    def counts(self) -> _Counts:
+    def counts(self) -> WorkerCounts:
         """The workers that run or start again."""
-        prefill, decode, both = (len(self._workers(service)) for service in WORKER_SERVICES)
-        return prefill, decode, both
+        return WorkerCounts(*(len(self._workers(service)) for service in WORKER_SERVICES))
 
-    async def apply(self, prefill: int, decode: int, both: int = 0) -> None:
+    async def apply(self, target: WorkerCounts) -> None:
         """Returns when that many workers run: all that were added serve, and all that were removed have ended.
 
         Removals come first, because an added worker may need their devices. Raises HeadraceError for the first worker
         that could not be started or did not drain, after all others.
         """
-        wanted = dict(zip(WORKER_SERVICES, (prefill, decode, both), strict=True))
+        counts = (target.prefill, target.decode, target.both)
+        wanted = dict(zip(WORKER_SERVICES, counts, strict=True))
         workers = {role: self._workers(role) for role in WORKER_SERVICES}
         # A worker that has ended is started again by its name, and cannot be drained.
         surplus = [
@@ -256,15 +257,14 @@ class TargetFollower:
 
         Else raises as the scaler does.
         """
-        wanted = _counts_of(target.workers)
-        observed = _counts_of(target.current)
+        wanted, observed = map(counts_from_proto, (target.workers, target.current))
         counts = self._scaler.counts()
         if counts not in (observed, wanted):
             raise Conflict(
-                f"it was decided from {_counts_text(observed)}, and {_counts_text(counts)} run here",
-                metadata={"observed": _counts_text(observed), "running": _counts_text(counts)},
+                f"it was decided from {observed}, and {counts} run here",
+                metadata={"observed": str(observed), "running": str(counts)},
             )
-        await self._scaler.apply(*wanted)
+        await self._scaler.apply(wanted)
 
     async def _acknowledge(
         self, stub: planner_pb2_grpc.PlannerServiceAsyncStub, target_id: str, failure: str
@@ -278,14 +278,6 @@ class TargetFollower:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
-
-
-def _counts_of(counts: planner_pb2.WorkerCounts) -> _Counts:
-    return counts.prefill, counts.decode, counts.both
-
-
-def _counts_text(counts: _Counts) -> str:
-    return str(WorkerCounts(*counts))
 
 
 # After its last request a process still stops its engine.
@@ -304,16 +296,8 @@ async def run_up(
             console.print(ready_text(topology, deployment))
             for fault in pair_faults_of(await list_members(deployment.registry)):
                 console.print(str(fault), style="yellow", markup=False)
-            end = asyncio.create_task(keep(topology, deployment, console, policy))
-            stopped = asyncio.create_task(signals.stop.wait())
-            try:
-                await asyncio.wait({end, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                if end.done():
-                    end.result()
-            finally:
-                end.cancel()
-                stopped.cancel()
-                await asyncio.gather(end, stopped, return_exceptions=True)
+            with suppress(Cancelled):
+                await signals.unless_stopped(keep(topology, deployment, console, policy))
             console.print("stopping")
 
 
@@ -325,15 +309,7 @@ async def keep(
     if deployment.planner:
         scaler = new_scaler(topology, deployment, console)
         work.append(TargetFollower(deployment.planner, scaler, console).run())
-    tasks = list(map(asyncio.create_task, work))
-    try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await run_together(work)
 
 
 def new_scaler(topology: Topology, deployment: Deployment, console: Console) -> Scaler:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
-from headrace_common.access.credentials import AccessSettings, TlsFiles
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import (
     ANONYMOUS,
     TOKEN_KEY,
@@ -31,6 +31,9 @@ from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.access.tokens import TokenVerifier, load_local_key, public_key_of
 from headrace_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from headrace_common.reloading import ReloadedFiles
+
+if TYPE_CHECKING:
+    from headrace_common.config import ServiceConfig
 
 URI_NAMES: Final = "peer_uri"
 """The key of the certificate's URIs in gRPC's auth context. Its DNS and e-mail names name no role."""
@@ -177,7 +180,7 @@ class Authorizer:
         self._now = now
 
     @classmethod
-    def from_config(cls, config: AccessSettings) -> Authorizer:
+    def from_config(cls, config: ServiceConfig) -> Authorizer:
         """The authorizer that the settings of a service ask for.
 
         Without TLS and token keys, a service on loopback accepts tokens signed with the local key. Raises ConfigError

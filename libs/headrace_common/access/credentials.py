@@ -8,33 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
 from headrace_common.ports import is_loopback
 from headrace_common.reloading import ReloadedFiles
 
-
-class AccessSettings(Protocol):
-    """See headrace_common.config.ServiceConfig for the meaning of each."""
-
-    @property
-    def role(self) -> Role | None: ...
-    @property
-    def tls_certificate_file(self) -> str: ...
-    @property
-    def tls_key_file(self) -> str: ...
-    @property
-    def tls_authority_file(self) -> str: ...
-    @property
-    def tls_trust_domain(self) -> str: ...
-    @property
-    def token_file(self) -> str: ...
-    @property
-    def token_keys_file(self) -> str: ...
-    @property
-    def insecure(self) -> bool: ...
+if TYPE_CHECKING:
+    from headrace_common.config import ServiceConfig
 
 
 _LOCAL_LIFETIME_S: Final = 86_400.0
@@ -87,7 +69,7 @@ class Credentials:
     role: Role | None = None
 
     @classmethod
-    def from_config(cls, config: AccessSettings) -> Credentials:
+    def from_config(cls, config: ServiceConfig) -> Credentials:
         """The credentials that the settings of a service name."""
         files = TlsFiles(
             config.tls_certificate_file, config.tls_key_file, config.tls_authority_file

@@ -41,7 +41,7 @@ _Key: TypeAlias = tuple[str, str]
 class DescriptorCache:
     """The descriptors used last, by worker incarnation."""
 
-    def __init__(self, registry: str | grpc.aio.Channel) -> None:
+    def __init__(self, registry: grpc.aio.Channel) -> None:
         self._link = RegistryLink(registry, "KV descriptors")
         self._descriptors: OrderedDict[_Key, layout_pb2.KvDescriptor] = OrderedDict()
         self._fetches: dict[_Key, asyncio.Task[layout_pb2.KvDescriptor]] = {}
@@ -93,7 +93,6 @@ class DescriptorCache:
         await end_task(self._prefetcher)
         for fetch in tuple(self._fetches.values()):
             await end_task(fetch)
-        await self._link.close()
 
     async def _run_prefetch(self) -> None:
         while self._prefetch_attempts:

@@ -20,7 +20,6 @@ from headrace_common.errors import (
     RegistryUnavailable,
     WorkerGone,
 )
-from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 
 _log = logging.getLogger(__name__)
@@ -34,18 +33,12 @@ _UNAVAILABLE: Final = (WorkerGone, Draining, DeadlineExceeded, Cancelled, Regist
 
 
 class RegistryLink:
-    """A stub of the registry for one purpose, which log messages name.
+    """A stub of the registry for one purpose, which log messages name."""
 
-    `registry` is "host:port", or a channel that the caller opened and closes after `close`.
-    """
-
-    def __init__(self, registry: str | grpc.aio.Channel, purpose: str) -> None:
-        self._owned = isinstance(registry, str)
-        self.channel = open_channel(registry) if isinstance(registry, str) else registry
-        self._name = f"the registry at {registry}" if isinstance(registry, str) else "the registry"
+    def __init__(self, registry: grpc.aio.Channel, purpose: str) -> None:
         self._purpose = purpose
         self._failure_count = 0
-        self.stub = registry_pb2_grpc.RegistryServiceStub(self.channel)
+        self.stub = registry_pb2_grpc.RegistryServiceStub(registry)
 
     @contextlib.contextmanager
     def converted_errors(self) -> Iterator[None]:
@@ -74,13 +67,13 @@ class RegistryLink:
     def unavailable(self, cause: str) -> RegistryUnavailable:
         """The error for a registry that cannot be reached."""
         return RegistryUnavailable(
-            f"{self._name} is unavailable: {cause}", metadata={"cause": cause}
+            f"the registry is unavailable: {cause}", metadata={"cause": cause}
         )
 
     def record_success(self) -> None:
         """Ends an outage, if there was one."""
         if self._failure_count:
-            _log.info("%s: %s is available again", self._purpose, self._name)
+            _log.info("%s: the registry is available again", self._purpose)
         self._failure_count = 0
 
     async def back_off(self, error: HeadraceError) -> None:
@@ -91,8 +84,3 @@ class RegistryLink:
         delay_s = min(_BACKOFF_MAX_S, BACKOFF_MIN_S * 2.0**exponent)
         self._failure_count += 1
         await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-
-    async def close(self) -> None:
-        """Closes the channel, unless the caller opened it."""
-        if self._owned:
-            await self.channel.close()

@@ -51,7 +51,6 @@ class LeaseRenewals:
     async def close(self) -> None:
         """Renews nothing any more."""
         await end_task(self._task)
-        await self._link.close()
 
     async def _run(self) -> None:
         """Renews while there are leases. A failure ends every `keep` of now."""
@@ -110,7 +109,7 @@ class Membership:
 
     def __init__(
         self,
-        registry: str | grpc.aio.Channel,
+        registry: grpc.aio.Channel,
         member: registry_pb2.Member,
         ttl_s: float = 10.0,
         descriptor: layout_pb2.KvDescriptor | None = None,
@@ -120,7 +119,7 @@ class Membership:
         self._link = RegistryLink(registry, f"membership of {member.worker_id}")
         self._own_renewals = None
         if renewals is None:
-            renewals = self._own_renewals = LeaseRenewals(self._link.channel, ttl_s / 3)
+            renewals = self._own_renewals = LeaseRenewals(registry, ttl_s / 3)
         self._renewals = renewals
         self._member = member
         self._descriptor = descriptor
@@ -199,7 +198,6 @@ class Membership:
                 )
         if self._own_renewals is not None:
             await self._own_renewals.close()
-        await self._link.close()
 
     async def _stay_registered(self) -> None:
         while True:

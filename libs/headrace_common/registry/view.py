@@ -38,7 +38,7 @@ class RegistryView:
 
     def __init__(
         self,
-        registry: str | grpc.aio.Channel,
+        registry: grpc.aio.Channel,
         on_change: Callable[[RegistryView], None] | None = None,
         grace_s: float = 10.0,
         *,
@@ -99,7 +99,6 @@ class RegistryView:
         for timer in (self._grace_timer, self._notification):
             if timer is not None:
                 timer.cancel()
-        await self._link.close()
 
     async def _follow(self) -> None:
         while True:

@@ -106,10 +106,9 @@ class TierPlanner:
         use: PoolUse | None = None,
         *,
         sends_from_host: bool = False,
-        promised_share: float = 0.5,
     ) -> None:
         self._tiers = tiers
-        self.promises = Promises(tiers, block_tokens, promised_share)
+        self.promises = Promises(tiers, block_tokens)
         """What stays in the tiers for a time. Others only read and renew."""
         use = use or PoolUse()
         self.pool = PoolPlanner(tiers, use, self._carry_out)
@@ -352,10 +351,4 @@ def plan_tiers(
     (group,) = groups
     tiers = LowerTiers(settings.block_counts(group.block_bytes))
     use = PoolUse(rank_count, settings.publishes, settings.pool_timeout_s)
-    return TierPlanner(
-        tiers,
-        group.block_tokens,
-        use,
-        sends_from_host=sends_from_host,
-        promised_share=settings.promised_share,
-    )
+    return TierPlanner(tiers, group.block_tokens, use, sends_from_host=sends_from_host)

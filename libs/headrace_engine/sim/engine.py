@@ -137,7 +137,7 @@ class SimEngine(Engine):
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
         self._open_cache()
-        if config.role == "prefill" and config.tiers.sends_from_host:
+        if config.role == "prefill":
             self._host_memories = [copier.host_memory for copier in self._copiers]
             for use, memory in zip(self._transports, self._host_memories, strict=False):
                 await asyncio.to_thread(
@@ -173,22 +173,14 @@ class SimEngine(Engine):
             counts = tiers.block_counts(block_bytes_of(layout, 0, pooled=tiers.pooled))
             self.tier_loads = LoadTimes()
             self._copiers = [
-                TierCopier(
-                    layout,
-                    memory,
-                    host_blocks=counts[Tier.HOST],
-                    disk_blocks=counts.get(Tier.DISK, 0),
-                    disk_folder=Path(tiers.disk_folder),
-                    pooled=tiers.pooled,
-                )
+                TierCopier(layout, memory, counts, tiers.disk_folder, pooled=tiers.pooled)
                 for memory in self.descriptor.ranks
             ]
         planner = TierPlanner(
             LowerTiers(counts),
             layout.block_tokens,
             PoolUse(layout.rank_count, tiers.publishes, tiers.pool_timeout_s),
-            sends_from_host=self._config.role == "prefill" and tiers.sends_from_host,
-            promised_share=tiers.promised_share,
+            sends_from_host=self._config.role == "prefill",
         )
         remote = (Tier.REMOTE,) if tiers.pooled else ()
         self.prefix_events = PrefixEventPublisher(

@@ -95,9 +95,9 @@ class VllmEngine(Engine):
         self._failure: HeadraceError | None = None
         self._link: LinkServer | None = None
         self._kv_events: KvEventReader | None = None
-        self._link_path = Path(config.link_path)
+        self._link_path = Path()
         self._first_token_sampler: FirstTokenSampler | None = None
-        self._constraints = ConstraintCheck(config.constraint_cpu_s)
+        self._constraints = ConstraintCheck()
         self._comparisons = BlockComparisons(config.rank_count)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         # By rank: KV memory that this process maps.
@@ -122,11 +122,8 @@ class VllmEngine(Engine):
         """
         start_s = time.monotonic()
         folder = check_config(self._config)
-        if not self._config.link_path:
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="headrace-", ignore_cleanup_errors=True
-            )
-            self._link_path = Path(self._folder.name) / "link"
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
+        self._link_path = Path(self._folder.name) / "link"
         launched = launch(self._config, folder, self._link_path)
         self._llm, self._adapters, self._place = launched.llm, launched.adapters, launched.place
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)

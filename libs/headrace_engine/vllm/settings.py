@@ -76,7 +76,7 @@ class ConnectorSettings:
     @property
     def sends_from_host(self) -> bool:
         """Whether transfers may read blocks of main memory."""
-        return self.role == "prefill" and bool(self.tiers.names) and self.tiers.sends_from_host
+        return self.role == "prefill" and bool(self.tiers.names)
 
     def pool_opener(self) -> PoolOpener:
         """Opens the remote pool that `tiers` name."""

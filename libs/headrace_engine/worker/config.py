@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.credentials import Credentials
@@ -16,10 +17,11 @@ from headrace_common.config import (
     PositiveCount,
     PositiveSeconds,
     ServiceConfig,
+    TextList,
     WorkerId,
     checked,
+    checked_by,
     split_host_port,
-    split_list,
 )
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import (
@@ -40,19 +42,15 @@ from headrace_kv.tiers.tiers import TierSettings
 from headrace_kv.transport.guard import parse_networks
 from headrace_text.model_hub import parse_hub_model
 
-
-def _check_networks(entries: tuple[str, ...]) -> tuple[str, ...]:
-    parse_networks(entries)
-    return entries
+_DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,63}")
 
 
-def _check_devices(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_devices(names: tuple[str, ...]) -> None:
     wrong = [name for name in names if not _DEVICE.fullmatch(name)]
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)}: name adapters as `ibv_devices` lists them, such as mlx5_0"
         )
-    return names
 
 
 def _join_arguments(value: Any) -> Any:
@@ -62,46 +60,21 @@ def _join_arguments(value: Any) -> Any:
     return value
 
 
-_DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,63}")
-DeviceList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_devices)]
-EngineArgs = Annotated[str, BeforeValidator(_join_arguments), Field(max_length=16_384)]
-
-
-def _check_place(entries: tuple[str, ...]) -> tuple[str, ...]:
-    place_of(entries)
-    return entries
-
-
-PlaceLabels = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_place)]
-
-
-def _check_model(text: str) -> str:
-    parse_hub_model(text)
-    return text
-
-
-ModelName = Annotated[str, AfterValidator(_check_model)]
-
-
-def _check_folders(folders: tuple[str, ...]) -> tuple[str, ...]:
+def _check_folders(folders: tuple[str, ...]) -> None:
     relative = [folder for folder in folders if not folder.startswith("/")]
     if relative:
         raise ValueError(f"{', '.join(relative)}: name folders from the root, such as /adapters")
-    return folders
 
 
-FolderList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_folders)]
-
-
-NetworkList = Annotated[
-    tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_networks)
-]
-
+DeviceList = Annotated[TextList, checked_by(_check_devices)]
+EngineArgs = Annotated[str, BeforeValidator(_join_arguments), Field(max_length=16_384)]
+FolderList = Annotated[TextList, checked_by(_check_folders)]
+ModelName = Annotated[str, checked_by(parse_hub_model)]
+NetworkList = Annotated[TextList, checked_by(parse_networks)]
+PlaceLabels = Annotated[TextList, checked_by(place_of)]
 
 REGISTRATION_TIMEOUT_S: Final = 30.0
 """Seconds that the registry may take to answer at start."""
-
-
 _MEMBER_TTL_MIN_S: Final = 3.0
 """Less would remove workers that only wait for a busy processor."""
 
@@ -326,27 +299,15 @@ def _worker_id(config: WorkerConfig, number: int) -> str:
 
 
 def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> EngineConfig:
-    """The engine's part of the worker's settings."""
+    """The engine's part of the worker's settings. Fields of one name in both have one value."""
     host, _ = split_host_port(config.internal_advertise or config.internal_listen)
+    same = {one.name for one in fields(EngineConfig)} & type(config).model_fields.keys()
     return EngineConfig(
+        **{name: getattr(config, name) for name in same},
         engine=config.engine,
-        model=config.model,
         role=role,
         ref=ref,
         host=host,
-        tensor_parallel_size=config.tensor_parallel_size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        dtype=config.dtype,
-        num_gpu_blocks_override=config.num_gpu_blocks_override,
-        kv_cache_gib=config.kv_cache_gib,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        gpu_direct=config.gpu_direct,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        rdma_devices=config.rdma_devices,
-        engine_args=config.engine_args,
         credentials=Credentials.from_config(config),
         # A decode worker adds the hosts of prefill workers when these open handoff streams.
         admitted=parse_networks(config.transfer_peer_networks),
@@ -359,7 +320,6 @@ def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> 
             pool_timeout_s=config.kv_fetch_timeout_s,
             publishes=role != "decode",
         ),
-        step_stall_s=config.step_stall_s,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.durations import seconds_from_duration
@@ -17,6 +18,7 @@ from headrace_common.time_model.model import TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
+from headrace_kv.receive.receiver import Receiver
 from headrace_kv.tiers.load_times import LoadTimes
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
 
@@ -38,19 +40,6 @@ _DONE: Final = "done"
 Status = Callable[[], worker_pb2.WatchStatusResponse]
 
 
-class Incoming(Protocol):
-    """The transfers into a decode worker's blocks."""
-
-    @property
-    def lease_count(self) -> int:
-        """Ranks that may write into the blocks of a transfer, over all transfers."""
-        ...
-
-    def count_states(self) -> Mapping[str, int]:
-        """The number of transfers that hold blocks, by state."""
-        ...
-
-
 class _TierCount:
     """Blocks by tier that one engine counts, of which `counter` has the first ones."""
 
@@ -67,6 +56,24 @@ class _TierCount:
             new_count = count - self._counted.get(tier, 0)
             self._counter.add(new_count, worker_id, tier.name.lower())
             self._counted[tier] = count
+
+
+@dataclass(slots=True)
+class _Reporting:
+    """What is sampled of one worker."""
+
+    status: Status
+    reserves_blocks: bool
+    incoming: Receiver | None
+    tiers: Sequence[_TierCount]
+    times: Callable[[], TimeModel]
+    promises: Callable[[], PromiseCounts]
+    _broken: int = 0
+
+    def new_broken(self, broken: int) -> int:
+        """How many of its broken promises are not counted yet. They are now."""
+        new_count, self._broken = broken - self._broken, broken
+        return new_count
 
 
 class WorkerMetrics:
@@ -118,12 +125,7 @@ class WorkerMetrics:
         self._broken_promises = store.counter(schema.METRIC_BROKEN_PROMISES)
         self._gauges = [one for one in vars(self).values() if isinstance(one, Gauge)]
         self._has_readers = metrics.has_readers
-        self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
-        self._times: dict[str, Callable[[], TimeModel]] = {}
-        # By worker: its promises, and how many broken ones are counted here.
-        self._promise_counts: dict[str, tuple[Callable[[], PromiseCounts], int]] = {}
-        # By worker: how its engine counts blocks by tier, how many of them are counted here, and where.
-        self._tier_counts: dict[str, list[_TierCount]] = {}
+        self._workers: dict[str, _Reporting] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -133,7 +135,7 @@ class WorkerMetrics:
         status: Status,
         *,
         reserves_blocks: bool,
-        incoming: Incoming | None = None,
+        incoming: Receiver | None = None,
         tier_loads: LoadTimes | None = None,
         prefixes: PrefixEventPublisher | None = None,
         times: Callable[[], TimeModel] = TimeModel,
@@ -145,22 +147,21 @@ class WorkerMetrics:
         `tier_loads` counts the engine's loads from lower tiers, and `prefixes` what it stores there.
         `times` has the errors of its time model, and `promises` what it keeps for clients.
         """
-        self._workers[worker_id] = (status, reserves_blocks, incoming)
-        self._times[worker_id] = times
-        self._promise_counts[worker_id] = promises, 0
-        counts = self._tier_counts[worker_id] = []
+        tiers = []
         if tier_loads is not None:
-            counts.append(_TierCount(self._tier_blocks, tier_loads.loaded_blocks))
-            counts.append(_TierCount(self._tier_failed, tier_loads.failed_blocks))
+            tiers.append(_TierCount(self._tier_blocks, tier_loads.loaded_blocks))
+            tiers.append(_TierCount(self._tier_failed, tier_loads.failed_blocks))
         if prefixes is not None:
-            counts.append(_TierCount(self._tier_stored, prefixes.stored_blocks))
+            tiers.append(_TierCount(self._tier_stored, prefixes.stored_blocks))
+        self._workers[worker_id] = _Reporting(
+            status, reserves_blocks, incoming, tiers, times, promises
+        )
         if self._task is None and self._has_readers:
             self._task = run_forever(self._sample_regularly(), "worker-metrics")
         try:
             yield
         finally:
-            del self._workers[worker_id], self._times[worker_id]
-            del self._tier_counts[worker_id], self._promise_counts[worker_id]
+            del self._workers[worker_id]
             for gauge in self._gauges:
                 gauge.remove(worker_id)
 
@@ -219,32 +220,27 @@ class WorkerMetrics:
 
     def sample(self) -> None:
         """Sets the gauges of every reporting worker from its current status."""
-        for worker_id, (status, reserves_blocks, incoming) in self._workers.items():
-            self._set_gauges(worker_id, status(), reserves_blocks=reserves_blocks)
-            if incoming is not None:
-                for state, count in incoming.count_states().items():
+        for worker_id, worker in self._workers.items():
+            status = worker.status()
+            self._set_gauges(worker_id, status, reserves_blocks=worker.reserves_blocks)
+            if worker.incoming is not None:
+                for state, count in worker.incoming.count_states().items():
                     self._states.set(count, worker_id, state)
-                self._leases.set(incoming.lease_count, worker_id)
-        for worker_id, times in self._times.items():
-            self._set_time_errors(worker_id, times())
-        for worker_id, counts in self._tier_counts.items():
-            for one in counts:
-                one.add_new(worker_id)
-        for worker_id, (promises, counted) in self._promise_counts.items():
-            self._count_promises(worker_id, promises, counted)
+                self._leases.set(worker.incoming.lease_count, worker_id)
+            self._set_time_errors(worker_id, worker.times())
+            for tier in worker.tiers:
+                tier.add_new(worker_id)
+            self._count_promises(worker_id, worker)
 
-    def _count_promises(
-        self, worker_id: str, promises: Callable[[], PromiseCounts], counted: int
-    ) -> None:
-        now = promises()
+    def _count_promises(self, worker_id: str, worker: _Reporting) -> None:
+        now = worker.promises()
         if not now.blocks:
             # Its engine has no tiers, or has not reported them.
             return
         self._promises.set(now.promises, worker_id)
         for tier, count in now.blocks.items():
             self._promised_blocks.set(count, worker_id, tier.name.lower())
-        self._broken_promises.add(now.broken - counted, worker_id)
-        self._promise_counts[worker_id] = promises, now.broken
+        self._broken_promises.add(worker.new_broken(now.broken), worker_id)
 
     def _set_time_errors(self, worker_id: str, model: TimeModel) -> None:
         steps, handovers = model.steps, model.handovers

@@ -7,8 +7,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, Final
+from typing import Final
 
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
@@ -18,6 +17,7 @@ from headrace_common.logs import setup_logging
 from headrace_common.process.kill_timer import KillTimer
 from headrace_common.process.run import interruptible
 from headrace_common.registry.descriptors import DescriptorCache
+from headrace_common.tasks import run_together
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_engine.config import WorkerRole
 from headrace_engine.factory import build_engine, shared_transport
@@ -124,24 +124,11 @@ async def run_workers(role: WorkerRole, config: Config, build: BuildServer[Confi
         descriptors.connect(host.descriptors)
         try:
             async with metrics_served(config, host.telemetry.metrics):
-                await _run_together([serve_worker(host, worker, build) for worker in workers])
+                await run_together([serve_worker(host, worker, build) for worker in workers])
         finally:
             await host.close()
     finally:
         await asyncio.gather(*(worker.engine.close() for worker in workers))
-
-
-async def _run_together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Returns when all have ended. The first failure cancels the others and is raised."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _raise_file_limit() -> None:

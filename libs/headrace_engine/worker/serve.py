@@ -21,75 +21,16 @@ from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.tickets import TicketKeys
-from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.config import (
     REGISTRATION_TIMEOUT_S,
     Config,
-    WorkerConfig,
     worker_member,
 )
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
-from headrace_engine.worker.metrics import Incoming, Status
+from headrace_engine.worker.metrics import Status
 from headrace_engine.worker.status import StatusSignal, WatchedStatus, WorkerStatusServicer
 from headrace_kv.layout import KvDescriptor, descriptor_to_proto
-
-
-class WorkerMembership:
-    """Registers the worker and calls `on_routers` with the live routers.
-
-    `prefix_events` gets the hash key that the registry gives.
-    """
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        host: WorkerHost,
-        member: registry_pb2.Member,
-        descriptor: KvDescriptor | None,
-        on_routers: RouterListener | None = None,
-        prefix_events: PrefixEventPublisher | None = None,
-    ) -> None:
-        self._host = host
-        self._model = member.model
-        self._member = member
-        self._prefix_events = prefix_events
-        self._on_routers = on_routers
-        self._membership = Membership(
-            host.registry,
-            member,
-            ttl_s=config.member_ttl_s,
-            descriptor=None if descriptor is None else descriptor_to_proto(descriptor),
-            renewals=host.renewals,
-        )
-
-    @property
-    def prefix_hash_key(self) -> int:
-        """The deployment's key for hashes of prompt prefixes. 0 before `join` has returned."""
-        return self._membership.prefix_hash_key
-
-    async def join(self) -> None:
-        """Registers the worker and waits for the list of routers. Raises RegistryUnavailable."""
-        await self._membership.start(REGISTRATION_TIMEOUT_S)
-        if self._prefix_events is not None:
-            self._prefix_events.set_hash_key(self._membership.prefix_hash_key, self._model)
-        await self._host.follow_routers(self._on_routers)
-
-    async def announce(
-        self, adapters: Sequence[Adapter], loaded_later: Sequence[RuntimeAdapter]
-    ) -> None:
-        """Registers the worker with these adapters. Raises as Membership.replace does."""
-        member = registry_pb2.Member()
-        member.CopyFrom(self._member)
-        del member.adapters[:]
-        member.adapters.extend(map(adapter_to_proto, adapters))
-        member.runtime_adapters.extend(map(runtime_adapter_to_proto, loaded_later))
-        await self._membership.replace(member, REGISTRATION_TIMEOUT_S)
-
-    async def leave(self) -> None:
-        """Removes the worker from the registry, so that routers stop choosing it. Idempotent."""
-        self._host.unfollow_routers(self._on_routers)
-        await self._membership.stop()
-
+from headrace_kv.receive.receiver import Receiver
 
 WORKER_SERVICE = "headrace.worker.v1.WorkerService"
 
@@ -107,7 +48,7 @@ class RoleServer(ABC):
     role: ClassVar[registry_pb2.Member.Role.ValueType]
     services: tuple[str, ...] = ()
     reserves_blocks: ClassVar[bool] = False
-    incoming: Incoming | None = None
+    incoming: Receiver | None = None
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
     ticket_keys: TicketKeys | None = None
@@ -198,21 +139,41 @@ async def _serve(
         adapters=hosted.adapters.announced,
         start_unix_ns=hosted.start_unix_ns,
     )
-    membership = WorkerMembership(
-        config, host, member, worker.descriptor, worker.on_routers, engine.prefix_events
+    descriptor = worker.descriptor
+    membership = Membership(
+        host.registry,
+        member,
+        ttl_s=config.member_ttl_s,
+        descriptor=None if descriptor is None else descriptor_to_proto(descriptor),
+        renewals=host.renewals,
     )
+
+    async def announce(adapters: Sequence[Adapter], loaded_later: Sequence[RuntimeAdapter]) -> None:
+        announced = registry_pb2.Member()
+        announced.CopyFrom(member)
+        del announced.adapters[:]
+        announced.adapters.extend(map(adapter_to_proto, adapters))
+        announced.runtime_adapters.extend(map(runtime_adapter_to_proto, loaded_later))
+        await membership.replace(announced, REGISTRATION_TIMEOUT_S)
+
+    async def leave() -> None:
+        host.unfollow_routers(worker.on_routers)
+        await membership.stop()
 
     async def drain(deadline: Deadline) -> None:
         worker.start_drain(deadline)
         if worker.status_signal is not None:
             worker.status_signal.notify()
-        await membership.leave()
+        await leave()
         await worker.finish_drain(deadline)
 
     try:
-        await membership.join()
+        await membership.start(REGISTRATION_TIMEOUT_S)
+        if engine.prefix_events is not None:
+            engine.prefix_events.set_hash_key(membership.prefix_hash_key, member.model)
+        await host.follow_routers(worker.on_routers)
         worker.set_prefix_hash_key(membership.prefix_hash_key)
-        await hosted.adapters.join(host.registry, member.model, membership.announce)
+        await hosted.adapters.join(host.registry, member.model, announce)
         server.set_serving(True)
         with host.metrics.reporting(
             ref.worker_id,
@@ -226,4 +187,4 @@ async def _serve(
         ):
             await host.serve(server, drain)
     finally:
-        await membership.leave()
+        await leave()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -222,7 +222,7 @@ _BOUNCE_BYTES_MAX: Final = 32 << 20
 
 
 class TierCopier:
-    """The tiers of one rank. Blocks on disk pass through main memory. One thread calls it.
+    """The tiers of one rank, of `block_counts`. Blocks on disk pass through main memory. One thread calls it.
 
     `device` is KV memory, which this process reads and writes by address, or through `device_memory`. With `pooled`, a
     remote pool moves blocks to and from `pool_memory`, where slot i is block i of the tier HOST. Raises ConfigError as
@@ -233,13 +233,13 @@ class TierCopier:
         self,
         layout: KvLayout,
         device: RankMemory,
+        block_counts: Mapping[Tier, int],
+        disk_folder: str = "/var/tmp",
         *,
-        host_blocks: int,
-        disk_blocks: int = 0,
-        disk_folder: Path = Path("/var/tmp"),
         pooled: bool = False,
         device_memory: DeviceMemory | None = None,
     ) -> None:
+        host_blocks, disk_blocks = block_counts[Tier.HOST], block_counts.get(Tier.DISK, 0)
         self._layers = [
             layer for layer in layout.groups[0].layers if layer in layout.layers_of(device.rank)
         ]
@@ -261,7 +261,9 @@ class TierCopier:
         if self._device is not None:
             self._device.lock_pages(self._host.bytes)
         self._disk = (
-            DiskStorage(disk_folder, self._host.block_bytes, disk_blocks) if disk_blocks else None
+            DiskStorage(Path(disk_folder), self._host.block_bytes, disk_blocks)
+            if disk_blocks
+            else None
         )
         self.block_bytes = self._host.block_bytes
         """Bytes of a block in main memory and on disk."""

@@ -15,6 +15,7 @@ from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.tiers import LowerTiers, TierHit
 
 PROMISES_MAX: Final = 4_096
+PROMISED_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Promises:
         self,
         tiers: LowerTiers,
         block_tokens: int,
-        share: float = 0.5,
+        share: float = PROMISED_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers = tiers

@@ -18,8 +18,6 @@ from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.blocks import BlockPool, CachedBlock
 
 _GIB: Final = 1 << 30
-PROMISED_SHARE: Final = 0.5
-"""Most of each tier that promises to clients hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +28,6 @@ class TierSettings:
 
     `pool_address`: host:port of the master of a remote pool; empty means none. A request waits `pool_timeout_s` for
     blocks of it at most. With `publishes`, blocks that are stored in main memory are stored there too.
-
-    With `sends_from_host`, a prefill worker sends cached blocks straight from main memory.
-
-    Promises to clients hold at most `promised_share` of the blocks of each tier.
     """
 
     host_gib: float = 0.0
@@ -42,8 +36,6 @@ class TierSettings:
     pool_address: str = ""
     pool_timeout_s: float = 1.0
     publishes: bool = False
-    sends_from_host: bool = True
-    promised_share: float = PROMISED_SHARE
 
     @property
     def pooled(self) -> bool:

@@ -114,6 +114,23 @@ class BufferedParser(TextParser):
     def _skip_space(self) -> None:
         self._text = self._text.lstrip()
 
+    def _pass_tag(self, tag: str, state: State) -> bool:
+        """Goes on with a state after space, and after the tag if it follows. False while this is open."""
+        self._skip_space()
+        if self._starts_with(tag) is None:
+            return False
+        self._text = self._text.removeprefix(tag)
+        self._state = state
+        return True
+
+    def _start_again(self) -> bool:
+        """Goes on with the first state after space. False while no more text has come."""
+        self._skip_space()
+        if not self._text:
+            return False
+        self._state = self._start
+        return True
+
     def _starts_with(self, tag: str) -> bool | None:
         """Whether the buffer starts with the tag. None while this is open."""
         if self._text.startswith(tag):

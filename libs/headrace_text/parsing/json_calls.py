@@ -66,14 +66,7 @@ class TaggedCalls(_CallObjects):
         return True
 
     def _after_call(self) -> bool:
-        self._skip_space()
-        closed = self._starts_with(self._closing_tag)
-        if closed is None:
-            return False
-        if closed:
-            self._take(len(self._closing_tag))
-        self._state = self._start
-        return True
+        return self._pass_tag(self._closing_tag, self._start)
 
     def _after_failure(self) -> bool:
         self._state = self._start
@@ -176,15 +169,9 @@ class ListedCalls(_CallObjects):
         return True
 
     def _close_list(self) -> bool:
-        self._skip_space()
-        if self._closing_tag:
-            closed = self._starts_with(self._closing_tag)
-            if closed is None:
-                return False
-            if closed:
-                self._take(len(self._closing_tag))
-        self._state = self._start if self._opening_tag else self._pass_on
-        return True
+        return self._pass_tag(
+            self._closing_tag, self._start if self._opening_tag else self._pass_on
+        )
 
 
 class NamedCall(BufferedParser):

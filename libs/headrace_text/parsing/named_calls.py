@@ -127,15 +127,8 @@ class NamedCalls(BufferedParser):
         """Drops all up to the end of the call."""
         _, tag = self._take_before([self._signs.call_end])
         if tag:
-            self._state = self._after_call
+            self._state = self._start_again
         return bool(tag)
-
-    def _after_call(self) -> bool:
-        self._skip_space()
-        if not self._text:
-            return False
-        self._state = self._start
-        return True
 
 
 class MistralCalls(ListedCalls):

@@ -114,15 +114,7 @@ class PythonicCalls(BufferedParser):
         return True
 
     def _close_list(self) -> bool:
-        self._skip_space()
-        if self._closing:
-            closed = self._starts_with(self._closing)
-            if closed is None:
-                return False
-            if closed:
-                self._take(len(self._closing))
-        self._state = self._pass_on
-        return True
+        return self._pass_tag(self._closing, self._pass_on)
 
 
 def parse_call(source: str) -> tuple[str, str] | None:

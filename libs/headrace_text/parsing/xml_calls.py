@@ -156,7 +156,7 @@ class XmlCalls(BufferedParser):
             self._state = self._read_key
         elif tag:
             self._pieces.append(CallArguments("}" if self._count else "{}"))
-            self._state = self._close_call if tag == _FUNCTION_END else self._after_call
+            self._state = self._close_call if tag == _FUNCTION_END else self._start_again
         return bool(tag)
 
     def _read_key(self) -> bool:
@@ -189,18 +189,4 @@ class XmlCalls(BufferedParser):
         return json.dumps(converted(value, schema, root), ensure_ascii=False)
 
     def _close_call(self) -> bool:
-        self._skip_space()
-        closed = self._starts_with(_CALL_END)
-        if closed is None:
-            return False
-        if closed:
-            self._take(len(_CALL_END))
-        self._state = self._after_call
-        return True
-
-    def _after_call(self) -> bool:
-        self._skip_space()
-        if not self._text:
-            return False
-        self._state = self._start
-        return True
+        return self._pass_tag(_CALL_END, self._start_again)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace_common import ports
 from headrace_common.access.roles import Role
@@ -16,6 +16,7 @@ from headrace_common.config import (
     ServiceConfig,
     TracesSampler,
     WorkerId,
+    checked_by,
 )
 
 _WORKLOAD: Final = re.compile(
@@ -68,16 +69,8 @@ def parse_workload(text: str) -> Workload:
 
 
 Mode = Literal["advise", "publish", "kubernetes"]
+WorkloadName = Annotated[str, checked_by(parse_workload, or_empty=True)]
 _SAMPLES_MAX = 1_000
-
-
-def _check_workload(text: str) -> str:
-    if text:
-        parse_workload(text)
-    return text
-
-
-WorkloadName = Annotated[str, AfterValidator(_check_workload)]
 
 
 class PlannerConfig(ServiceConfig):

@@ -31,7 +31,6 @@ from headrace_planner_service.service import PlannerServicer, PlanningLoop
 from headrace_planner_service.steering import (
     DecisionLog,
     PlannerMetrics,
-    Rules,
     Steering,
     TargetBoard,
 )
@@ -52,14 +51,16 @@ async def serve() -> None:
     """Serves until a signal. Raises ConfigError or RegistryUnavailable when it cannot start as configured."""
     config = load_config(PlannerConfig, None, prog=PROG, env_prefix="HEADRACE_PLANNER_")
     setup_logging(config.log_level, "planner", config.planner_id, config.log_format)
-    rules = Rules(
+    board = TargetBoard(new_incarnation())
+    steering = Steering(
         read_settings(Path(config.settings_file) if config.settings_file else None),
         config.mode != "advise",
         # In Kubernetes, the connector ends each change in time.
         math.inf if config.mode == "kubernetes" else config.change_timeout_s,
+        board,
+        DecisionLog(_DECISIONS_MAX),
+        time.monotonic,
     )
-    board = TargetBoard(new_incarnation())
-    steering = Steering(rules, board, DecisionLog(_DECISIONS_MAX), time.monotonic)
     async with AsyncExitStack() as stack:
         telemetry = init_telemetry("planner", config.planner_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)

@@ -63,14 +63,10 @@ class PlanningLoop:
         # The sums at the end of the last interval, and the latest ones.
         self._before: Totals | None = None
         self._latest: Totals = {}
-        self._last: LoadSample | None = None
+        self.last_sample: LoadSample | None = None
+        """The last complete observation."""
         self.fault = ""
         """Why the latest observation was not complete. Empty when it was."""
-
-    @property
-    def last_sample(self) -> LoadSample | None:
-        """The last complete observation."""
-        return self._last
 
     async def run(self) -> None:
         """Never returns."""
@@ -99,7 +95,7 @@ class PlanningLoop:
             _FAULTS.warn(error.reason, "the load could not be observed: %s", error.detail)
             return
         self.fault = ""
-        self._last = reading.sample
+        self.last_sample = reading.sample
         self._latest = reading.totals
         if self._before is None:
             self._before = reading.totals

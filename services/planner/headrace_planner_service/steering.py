@@ -59,18 +59,21 @@ class DecisionLog:
         self._number = 0
 
     @property
-    def next_number(self) -> int:
-        """The number of the next decision."""
-        return self._number + 1
-
-    @property
     def newest(self) -> DecisionEntry | None:
         """The last decision."""
         return self._entries[-1] if self._entries else None
 
-    def add(self, entry: DecisionEntry) -> DecisionEntry:
+    def add(
+        self,
+        start_unix_s: float,
+        duration_s: float,
+        decision: ScalingDecision,
+        outcome: Outcome,
+        detail: str = "",
+    ) -> DecisionEntry:
         """Keeps a decision with the next number, and returns it."""
-        self._number = entry.number
+        self._number += 1
+        entry = DecisionEntry(self._number, start_unix_s, duration_s, decision, outcome, detail)
         self._entries.append(entry)
         return entry
 
@@ -204,23 +207,16 @@ class TargetBoard:
         self._changed = asyncio.Event()
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What decisions are made by. `publishes`: whether another process carries them out."""
-
-    settings: PlannerSettings
-    publishes: bool
-    change_timeout_s: float
-
-
 @dataclass(eq=False, slots=True)
 class Steering:
-    """Owns the planner's state, its decisions and its target.
+    """Owns the planner's state, its decisions and its target. `publishes`: whether decisions become targets.
 
     While a target is carried out, nothing is decided. A target that is not acknowledged in time expires.
     """
 
-    rules: Rules
+    settings: PlannerSettings
+    publishes: bool
+    change_timeout_s: float
     board: TargetBoard
     decisions: DecisionLog
     clock: Callable[[], float]
@@ -228,16 +224,11 @@ class Steering:
     published_s: float = field(default=0.0, init=False)
     _state: PlannerState = field(default_factory=PlannerState, init=False)
 
-    @property
-    def publishes(self) -> bool:
-        """Whether decisions become targets."""
-        return self.rules.publishes
-
     def end_interval(self, interval: Interval) -> DecisionEntry:
         """The decision at the end of an interval."""
         self._expire()
         if self.board.pending and self.board.target is not None:
-            self._state = record_interval(self.rules.settings, interval, self._state)
+            self._state = record_interval(self.settings, interval, self._state)
             kept = ScalingDecision(interval.counts, self.board.target.counts, ())
             return self._add(
                 interval,
@@ -245,7 +236,7 @@ class Steering:
                 Outcome.CHANGING,
                 f"Target {self.board.target.id} is carried out.",
             )
-        decision, self._state = plan(self.rules.settings, interval, self._state)
+        decision, self._state = plan(self.settings, interval, self._state)
         if interval.is_changing:
             return self._add(interval, decision, Outcome.CHANGING, "Workers join or leave.")
         if not decision.is_change:
@@ -263,16 +254,8 @@ class Steering:
         self._expire()
         newest = self.decisions.newest
         counts = newest.decision.current if newest is not None else WorkerCounts(0, 0)
-        return self.decisions.add(
-            DecisionEntry(
-                number=self.decisions.next_number,
-                start_unix_s=start_unix_s,
-                duration_s=duration_s,
-                decision=ScalingDecision(counts, counts, ()),
-                outcome=Outcome.INCOMPLETE,
-                detail=fault,
-            )
-        )
+        unchanged = ScalingDecision(counts, counts, ())
+        return self.decisions.add(start_unix_s, duration_s, unchanged, Outcome.INCOMPLETE, fault)
 
     def acknowledge(self, target_id: str, failure: str = "") -> Target:
         """The target in force was carried out, or failed. Repeats change nothing.
@@ -294,21 +277,13 @@ class Steering:
 
     def _expire(self) -> None:
         target, age_s = self.board.target, self.clock() - self.published_s
-        if self.board.pending and target is not None and age_s > self.rules.change_timeout_s:
+        if self.board.pending and target is not None and age_s > self.change_timeout_s:
             self.board.settle()
-            detail = f"No acknowledgement came within {self.rules.change_timeout_s:g} s."
+            detail = f"No acknowledgement came within {self.change_timeout_s:g} s."
             self.decisions.set_outcome(target.number, Outcome.EXPIRED, detail)
 
     def _add(
         self, interval: Interval, decision: ScalingDecision, outcome: Outcome, detail: str = ""
     ) -> DecisionEntry:
-        return self.decisions.add(
-            DecisionEntry(
-                number=self.decisions.next_number,
-                start_unix_s=interval.start_unix_s,
-                duration_s=interval.duration_s,
-                decision=decision,
-                outcome=outcome,
-                detail=detail,
-            )
-        )
+        start_unix_s, duration_s = interval.start_unix_s, interval.duration_s
+        return self.decisions.add(start_unix_s, duration_s, decision, outcome, detail)

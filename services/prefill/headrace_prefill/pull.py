@@ -214,7 +214,7 @@ class PullSession:
         yield self._hello
         while True:
             reports = [await self._outgoing.get()]
-            while self._outgoing.depth and len(reports) < BATCH_MAX:
+            while not self._outgoing.empty() and len(reports) < BATCH_MAX:
                 reports.append(self._outgoing.get_nowait())
             yield _combined([report.message for report in reports])
             # gRPC requests the next message once this one is written.

@@ -55,7 +55,8 @@ class PrefillWorker:
 
     `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
     reason, or "", the payload bytes, and the reports of its ranks. Its last argument are the tokens computed in vain.
-    `prefixes` may have prefixes fetched. `handovers` learns from the tasks.
+    `prefixes` may have prefixes fetched. `handovers` learns from the tasks. `room` gives a context in which the engine
+    has blocks for a prompt of so many tokens; without it, all of its blocks are for prompts.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class PrefillWorker:
         task_timeout_s: float = TASK_TIMEOUT_S,
         prefixes: PrefixFetcher | None = None,
         handovers: HandoverLearner | None = None,
+        room: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.ref = ref
         self.slot_count = slot_count
@@ -81,6 +83,7 @@ class PrefillWorker:
         self._spans = TaskSpans(telemetry, ref)
         self._prefixes = prefixes
         self._handovers = handovers or HandoverLearner()
+        self._room = room
         self._slots = asyncio.Semaphore(slot_count)
         self._held = 0
         self._running = 0
@@ -165,10 +168,6 @@ class PrefillWorker:
                 return
             await asyncio.sleep(STALL_POLL_S)
 
-    def room(self, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
-        """A context in which the engine has blocks for a prompt. Here all of its blocks are for prompts."""
-        return nullcontext()
-
     @property
     def held_count(self) -> int:
         """The tasks that it has."""
@@ -200,7 +199,7 @@ class PrefillWorker:
             async with (
                 asyncio.timeout(deadline.remaining_s()),
                 self._slots,
-                self.room(len(work.token_ids)),
+                self._room(len(work.token_ids)),
             ):
                 self._running += 1
                 try:

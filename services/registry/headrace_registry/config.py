@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from headrace_common import ports
 from headrace_common.access.roles import Role
@@ -17,6 +17,7 @@ from headrace_common.config import (
     PositiveSeconds,
     ServiceConfig,
     checked,
+    checked_by,
     require_order,
     split_host_port,
 )
@@ -27,7 +28,7 @@ _ETCD_SCHEME = "etcd://"
 _SECRET_CHARACTERS_MIN = 16
 
 
-def _check_store(text: str) -> str:
+def _check_store(text: str) -> None:
     if text != MEMORY_STORE:
         try:
             endpoints = _etcd_endpoints(text)
@@ -39,7 +40,6 @@ def _check_store(text: str) -> str:
             )
         if len(set(endpoints)) < len(endpoints):
             raise ValueError("name each endpoint once")
-    return text
 
 
 def _etcd_endpoints(text: str) -> tuple[tuple[str, int], ...]:
@@ -49,18 +49,16 @@ def _etcd_endpoints(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(split_host_port(address) for address in addresses)
 
 
-def _check_prefix(text: str) -> str:
+def _check_prefix(text: str) -> None:
     if len(text) < 2 or not text.endswith("/") or not text.isascii() or not text.isprintable():
         raise ValueError(
             'write a prefix of printable ASCII that ends with "/", such as /headrace/v1/'
         )
-    return text
 
 
-def _check_secret(secret: SecretStr) -> SecretStr:
+def _check_secret(secret: SecretStr) -> None:
     if 0 < len(secret.get_secret_value()) < _SECRET_CHARACTERS_MIN:
         raise ValueError(f"write at least {_SECRET_CHARACTERS_MIN} characters, or nothing")
-    return secret
 
 
 class RegistryConfig(ServiceConfig):
@@ -72,7 +70,7 @@ class RegistryConfig(ServiceConfig):
         f"127.0.0.1:{ports.REGISTRY}",
         description="host:port to serve the other services and operators on; port 0 takes any free port.",
     )
-    store: Annotated[str, AfterValidator(_check_store)] = Field(
+    store: Annotated[str, checked_by(_check_store)] = Field(
         MEMORY_STORE,
         description='Where the records are stored: "memory" or etcd://HOST:PORT,HOST:PORT with the '
         "endpoints of one etcd, which are used in this order. After a restart of a registry with memory, members "
@@ -94,7 +92,7 @@ class RegistryConfig(ServiceConfig):
         description="File with the password of store_user. It is read for each authentication, so a changed password "
         "needs no restart.",
     )
-    store_prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
+    store_prefix: Annotated[str, checked_by(_check_prefix)] = Field(
         "/headrace/v1/", description="Prefix of every etcd key, different for each deployment."
     )
     store_timeout_s: PositiveSeconds = Field(
@@ -122,7 +120,7 @@ class RegistryConfig(ServiceConfig):
         1.0,
         description="Registrations of one member each second, and 20 times as many at once.",
     )
-    prefix_hash_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
+    prefix_hash_key: Annotated[SecretStr, checked_by(_check_secret)] = Field(
         SecretStr(""),
         description="Secret from which hashes of cached prompt prefixes are keyed, the same for every registry of a "
         "deployment. Empty means a random key: stored in etcd, or with store memory by the members.",

@@ -13,6 +13,7 @@ import grpc.aio
 from pydantic import BaseModel, ValidationError
 
 from headrace.inference.v1 import adapter_pb2, adapter_service_pb2, adapter_service_pb2_grpc
+from headrace.inference.v1.adapter_service_pb2 import LoadAdapterRequest
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.errors import (
@@ -50,17 +51,6 @@ async def no_registry() -> Collection[registry_pb2.Member]:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRequest:
-    """An adapter to load, or with an empty `path` to unload. The fields are those of LoadAdapterRequest."""
-
-    name: str
-    path: str = ""
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
-    model: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterChanges:
     """Changes the adapters of workers, on all live workers of a model or on none."""
 
@@ -69,15 +59,20 @@ class AdapterChanges:
     models: Collection[str]
 
     async def apply(
-        self, request: AdapterRequest
+        self, request: LoadAdapterRequest
     ) -> tuple[adapter_pb2.Adapter | None, Sequence[str]]:
-        """The loaded adapter, None after unloading, and the workers. See adapter_service.proto for what this raises."""
+        """The loaded adapter and the workers. A request without a path unloads, and has no adapter then.
+
+        See adapter_service.proto for what this raises.
+        """
         _check(request, self.models)
         model = request.model or self._only_model(request, await self.list_members())
         members = await self._workers(model)
         _check_names(request, members)
         change = worker_pb2.AdapterChange(
-            name=request.name, path=request.path, is_3d_lora_weight=request.is_3d_lora_weight
+            name=request.lora_name,
+            path=request.lora_path,
+            is_3d_lora_weight=request.is_3d_lora_weight,
         )
         changes: dict[WorkerRef, _WorkerChange] = {}
         try:
@@ -85,14 +80,14 @@ class AdapterChanges:
                 await self._change_all(model, members, change, changes)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"adapter {request.name} was not changed within {ADAPTER_CHANGE_S:g} s",
-                metadata={"lora_name": request.name},
+                f"adapter {request.lora_name} was not changed within {ADAPTER_CHANGE_S:g} s",
+                metadata={"lora_name": request.lora_name},
             ) from None
         finally:
             await asyncio.gather(*(one.close() for one in changes.values()))
         names = sorted(ref.worker_id for ref in changes)
-        what = f"loaded from {request.path}" if request.path else "unloaded"
-        _LOG.info("adapter %s of %s: %s on %s", request.name, model, what, ", ".join(names))
+        what = f"loaded from {request.lora_path}" if request.lora_path else "unloaded"
+        _LOG.info("adapter %s of %s: %s on %s", request.lora_name, model, what, ", ".join(names))
         return next(iter(changes.values())).adapter, names
 
     async def _change_all(
@@ -127,17 +122,19 @@ class AdapterChanges:
             )
         return found
 
-    def _only_model(self, request: AdapterRequest, members: Collection[registry_pb2.Member]) -> str:
+    def _only_model(
+        self, request: LoadAdapterRequest, members: Collection[registry_pb2.Member]
+    ) -> str:
         """The model where the request names none. Raises InvalidRequest or NotFound."""
         models = set(self.models)
-        if not request.path:
+        if not request.lora_path:
             models = {
                 member.model
                 for member in members
-                if any(adapter.name == request.name for adapter in member.adapters)
+                if any(adapter.name == request.lora_name for adapter in member.adapters)
             }
             if not models:
-                raise _unknown(request.name)
+                raise _unknown(request.lora_name)
         if len(models) > 1:
             listed = ", ".join(sorted(models))
             raise InvalidRequest({"model": f"must be set, as several are served: {listed}"})
@@ -231,18 +228,18 @@ _FIELDS: Final[Mapping[str, str]] = {"name": "lora_name", "path": "lora_path"}
 """What the operator calls the fields of AdapterChange."""
 
 
-def _check(request: AdapterRequest, models: Collection[str]) -> None:
+def _check(request: LoadAdapterRequest, models: Collection[str]) -> None:
     """Raises InvalidRequest."""
     violations = {}
-    if not is_adapter_name(request.name):
+    if not is_adapter_name(request.lora_name):
         violations["lora_name"] = (
             f"give 1 to {ADAPTER_NAME_CHARACTERS_MAX} visible ASCII characters"
         )
-    if len(request.path.encode()) > ADAPTER_PATH_BYTES_MAX:
+    if len(request.lora_path.encode()) > ADAPTER_PATH_BYTES_MAX:
         violations["lora_path"] = f"give at most {ADAPTER_PATH_BYTES_MAX} bytes"
-    if request.path and request.name in models:
+    if request.lora_path and request.lora_name in models:
         violations["lora_name"] = (
-            f"The lora adapter '{request.name}' conflicts with a served base model."
+            f"The lora adapter '{request.lora_name}' conflicts with a served base model."
         )
     if request.model and request.model not in models:
         violations["model"] = f"is not served; use one of: {', '.join(sorted(models))}"
@@ -250,15 +247,15 @@ def _check(request: AdapterRequest, models: Collection[str]) -> None:
         raise InvalidRequest(violations)
 
 
-def _check_names(request: AdapterRequest, members: Sequence[registry_pb2.Member]) -> None:
+def _check_names(request: LoadAdapterRequest, members: Sequence[registry_pb2.Member]) -> None:
     """Raises NotFound or InvalidRequest, with vLLM's words."""
-    known = any(adapter.name == request.name for one in members for adapter in one.adapters)
-    if not request.path and not known:
-        raise _unknown(request.name)
-    if request.path and known and not request.load_inplace:
+    known = any(adapter.name == request.lora_name for one in members for adapter in one.adapters)
+    if not request.lora_path and not known:
+        raise _unknown(request.lora_name)
+    if request.lora_path and known and not request.load_inplace:
         raise InvalidRequest(
             {
-                "lora_name": f"The lora adapter '{request.name}' has already been loaded. If you want to load the "
+                "lora_name": f"The lora adapter '{request.lora_name}' has already been loaded. If you want to load the "
                 "adapter in place, set 'load_inplace' to True."
             }
         )
@@ -294,21 +291,13 @@ class AdapterServicer(adapter_service_pb2_grpc.AdapterServiceServicer):
 
     async def LoadAdapter(
         self,
-        request: adapter_service_pb2.LoadAdapterRequest,
+        request: LoadAdapterRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> adapter_service_pb2.LoadAdapterResponse:
         """See adapter_service.proto."""
         if not request.lora_path:
             raise InvalidRequest({"lora_path": "must not be empty"})
-        adapter, worker_ids = await self._changes.apply(
-            AdapterRequest(
-                name=request.lora_name,
-                path=request.lora_path,
-                load_inplace=request.load_inplace,
-                is_3d_lora_weight=request.is_3d_lora_weight,
-                model=request.model,
-            )
-        )
+        adapter, worker_ids = await self._changes.apply(request)
         return adapter_service_pb2.LoadAdapterResponse(adapter=adapter, worker_ids=worker_ids)
 
     async def UnloadAdapter(
@@ -318,17 +307,9 @@ class AdapterServicer(adapter_service_pb2_grpc.AdapterServiceServicer):
     ) -> adapter_service_pb2.UnloadAdapterResponse:
         """See adapter_service.proto."""
         _, worker_ids = await self._changes.apply(
-            AdapterRequest(name=request.lora_name, model=request.model)
+            LoadAdapterRequest(lora_name=request.lora_name, model=request.model)
         )
         return adapter_service_pb2.UnloadAdapterResponse(worker_ids=worker_ids)
-
-
-class _LoadBody(BaseModel):
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
-    model: str = ""
 
 
 class _UnloadBody(BaseModel):
@@ -336,29 +317,25 @@ class _UnloadBody(BaseModel):
     model: str = ""
 
 
-async def answer_http(changes: AdapterChanges, path: str, body: bytes) -> bytes:
+class _LoadBody(_UnloadBody):
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+async def answer_http(changes: AdapterChanges, path: str, content: bytes) -> bytes:
     """The text with which vLLM answers. `path` is LOAD_PATH or UNLOAD_PATH. Raises as AdapterChanges.apply does."""
     try:
         if path == LOAD_PATH:
-            load = _LoadBody.model_validate_json(body)
-            if not load.lora_name or not load.lora_path:
-                remedy = "Both 'lora_name' and 'lora_path' must be provided."
-                raise InvalidRequest({"lora_path" if load.lora_name else "lora_name": remedy})
-            request = AdapterRequest(
-                name=load.lora_name,
-                path=load.lora_path,
-                load_inplace=load.load_inplace,
-                is_3d_lora_weight=load.is_3d_lora_weight,
-                model=load.model,
-            )
-            done = "added"
+            body: _UnloadBody = _LoadBody.model_validate_json(content)
+            needed, done = "Both 'lora_name' and 'lora_path' must be provided.", "added"
         else:
-            unload = _UnloadBody.model_validate_json(body)
-            request, done = AdapterRequest(name=unload.lora_name, model=unload.model), "removed"
-            if not unload.lora_name:
-                remedy = "'lora_name' needs to be provided to unload a LoRA adapter."
-                raise InvalidRequest({"lora_name": remedy})
+            body = _UnloadBody.model_validate_json(content)
+            needed, done = "'lora_name' needs to be provided to unload a LoRA adapter.", "removed"
     except ValidationError as error:
         raise invalid_body(error) from error
+    request = LoadAdapterRequest(**body.model_dump())
+    if not request.lora_name or (path == LOAD_PATH and not request.lora_path):
+        raise InvalidRequest({"lora_path" if request.lora_name else "lora_name": needed})
     await changes.apply(request)
-    return f"Success: LoRA adapter '{request.name}' {done} successfully.".encode()
+    return f"Success: LoRA adapter '{request.lora_name}' {done} successfully.".encode()

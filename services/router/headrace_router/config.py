@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import Role
@@ -15,10 +15,11 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     OptionalWorkerId,
+    TextList,
     checked,
+    checked_by,
     reachable_addresses,
     require_order,
-    split_list,
 )
 from headrace_frontend.config import FrontendConfig
 from headrace_text.model_hub import parse_hub_model
@@ -32,7 +33,7 @@ def _name_and_folder(entry: str) -> tuple[str, str]:
     return (Path(entry).name if hub_model is None else hub_model.repository), entry
 
 
-def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
+def _check_models(entries: tuple[str, ...]) -> None:
     if not entries:
         raise ValueError("name at least one model, as NAME=FOLDER")
     pairs = [_name_and_folder(entry) for entry in entries]
@@ -44,10 +45,9 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"give each model its own name: {', '.join(twice)} is used twice")
-    return entries
 
 
-ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
+ModelList = Annotated[TextList, checked_by(_check_models)]
 
 
 class RouterConfig(FrontendConfig, ClientFacingConfig):

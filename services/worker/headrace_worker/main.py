@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Final
 
@@ -41,19 +40,6 @@ def _load_config() -> BothConfig:
     return config
 
 
-class BoundedPrefillWorker(PrefillWorker):
-    """Uses the blocks of a room only, which it gets before the first task."""
-
-    _prompt_room: PromptRoom
-
-    def set_prompt_room(self, prompt_room: PromptRoom) -> None:
-        """Prompts wait for blocks of `prompt_room` from now on."""
-        self._prompt_room = prompt_room
-
-    def room(self, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
-        return self._prompt_room.held(prompt_tokens)
-
-
 class BothServer(DecodeServer):
     """Serves what a decode worker serves, and pulls tasks from routers as a prefill worker does."""
 
@@ -66,7 +52,7 @@ class BothServer(DecodeServer):
             self.senders = (Role.PREFILL, Role.DECODE)
         super().__init__(host, hosted)
         self._fetcher = open_fetcher(host, hosted, self.receiving.receiver)
-        self._prefill = BoundedPrefillWorker(
+        self._prefill = PrefillWorker(
             ref=ref,
             engine=engine,
             telemetry=host.telemetry.for_worker(ref.worker_id),
@@ -75,8 +61,8 @@ class BothServer(DecodeServer):
             on_received=self.status_signal.notify,
             prefixes=self._fetcher,
             handovers=hosted.handovers,
+            room=PromptRoom(self.capacity, self._prompt_blocks).held,
         )
-        self._prefill.set_prompt_room(PromptRoom(self.capacity, self._prompt_blocks))
         self._puller = TaskPuller(
             config,
             self._prefill,

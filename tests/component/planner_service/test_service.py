@@ -21,7 +21,7 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.main import SERVICE
 from headrace_planner_service.observer import Observer
 from headrace_planner_service.service import PlannerServicer, PlanningLoop
-from headrace_planner_service.steering import DecisionLog, Rules, Steering, TargetBoard
+from headrace_planner_service.steering import DecisionLog, Steering, TargetBoard
 from tests.channels import operator_channel
 from tests.unit.planner.samples import interval, sample
 
@@ -50,8 +50,8 @@ async def planner(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
             "kubernetes_decode": "statefulset/d",
         }
     )
-    rules = Rules(PlannerSettings(), config.mode != "advise", 60.0)
-    steering = Steering(rules, TargetBoard("p"), DecisionLog(100), lambda: 0.0)
+    publishes, board = config.mode != "advise", TargetBoard("p")
+    steering = Steering(PlannerSettings(), publishes, 60.0, board, DecisionLog(100), lambda: 0.0)
     observer = cast("Observer", None)
     loop = PlanningLoop(config, observer, steering, lambda entry: None, lambda: None)
     server = GrpcServer(config, [SERVICE])

@@ -15,6 +15,7 @@ from headrace_cli.up.keeping import Scaler, TargetFollower
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import NotFound, WorkerGone
 from headrace_common.rpc.server import GrpcServer
+from headrace_planner.observation import WorkerCounts
 from tests.waiting import until
 
 Counts = planner_pb2.WorkerCounts
@@ -33,13 +34,13 @@ class FakeScaler:
         self.both = 0
         self.fault = ""
 
-    def counts(self) -> tuple[int, int, int]:
-        return (*self.running, self.both)
+    def counts(self) -> WorkerCounts:
+        return WorkerCounts(*self.running, self.both)
 
-    async def apply(self, prefill: int, decode: int, both: int) -> None:
+    async def apply(self, target: WorkerCounts) -> None:
         if self.fault:
             raise WorkerGone(self.fault)
-        self.running, self.both = (prefill, decode), both
+        self.running, self.both = (target.prefill, target.decode), target.both
 
 
 class FakePlanner(planner_pb2_grpc.PlannerServiceServicer):

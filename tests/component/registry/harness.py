@@ -20,6 +20,7 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import RegistryUnavailable
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
 from headrace_registry.main import SERVICE, open_store
@@ -220,12 +221,13 @@ async def joined(
     descriptor: layout_pb2.KvDescriptor | None = None,
 ) -> AsyncIterator[Membership]:
     """A started membership, by default of decode-0. It stops at the end of the block."""
-    membership = Membership(endpoint, member or worker(), ttl_s, descriptor)
-    try:
-        await membership.start(10)
-        yield membership
-    finally:
-        await membership.stop()
+    async with open_channel(endpoint) as channel:
+        membership = Membership(channel, member or worker(), ttl_s, descriptor)
+        try:
+            await membership.start(10)
+            yield membership
+        finally:
+            await membership.stop()
 
 
 @contextlib.asynccontextmanager
@@ -235,12 +237,13 @@ async def viewing(
     grace_s: float = 10.0,
 ) -> AsyncIterator[RegistryView]:
     """A started view. It stops at the end of the block."""
-    view = RegistryView(endpoint, on_change, grace_s)
-    await view.start(10)
-    try:
-        yield view
-    finally:
-        await view.stop()
+    async with open_channel(endpoint) as channel:
+        view = RegistryView(channel, on_change, grace_s)
+        await view.start(10)
+        try:
+            yield view
+        finally:
+            await view.stop()
 
 
 def kv_layout(tensor_parallel_size: int = 1) -> layout_pb2.KvLayout:

@@ -12,6 +12,7 @@ from headrace_common.errors import Draining, InvalidRequest, RegistryUnavailable
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
+from headrace_common.rpc.channel import open_channel
 from tests.component.registry.harness import (
     Registry,
     joined,
@@ -23,32 +24,34 @@ from tests.waiting import until
 
 @pytest.fixture
 async def cache(registry: Registry) -> AsyncIterator[DescriptorCache]:
-    cache = DescriptorCache(registry.endpoint)
-    yield cache
-    await cache.close()
+    async with open_channel(registry.endpoint) as channel:
+        cache = DescriptorCache(channel)
+        yield cache
+        await cache.close()
 
 
 async def test_a_view_continues_after_a_broken_connection(
     registry: Registry, stub: registry_pb2_grpc.RegistryServiceAsyncStub
 ) -> None:
-    async with (
-        joined(registry.endpoint, worker(), 30.0) as membership,
-        viewing(registry.endpoint, grace_s=60.0) as view,
-    ):
-        await view._link.channel.close()
+    channel = open_channel(registry.endpoint)
+    view = RegistryView(channel, grace_s=60.0)
+    async with joined(registry.endpoint, worker(), 30.0) as membership:
+        await view.start(10)
+        await channel.close()
         await until(lambda: not view.connected, what="the lost connection")
         assert list(view.members) == ["decode-0"]
         assert view._follower is not None
         assert not view._follower.done()
         await membership.stop()
+    await view.stop()
     assert not (await stub.ListMembers(registry_pb2.ListMembersRequest())).members
 
 
 async def test_policies_reach_the_view(
     registry: Registry, stub: registry_pb2_grpc.RegistryServiceAsyncStub
 ) -> None:
-    assert RegistryView(registry.endpoint).policy.retry_budget == 2
     async with viewing(registry.endpoint) as view:
+        assert view.policy.retry_budget == 2
         policy = registry_pb2.Policy(local_prefill_max_tokens=9, retry_budget=0)
         await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
         await until(lambda: view.policy == policy, what="the policy")
@@ -57,10 +60,11 @@ async def test_policies_reach_the_view(
 async def test_a_rejected_record_ends_the_start(registry: Registry) -> None:
     wrong = worker()
     wrong.endpoint = ""
-    refused = Membership(registry.endpoint, wrong)
-    with pytest.raises(InvalidRequest):
-        await refused.start(5)
-    await refused.stop()
+    async with open_channel(registry.endpoint) as channel:
+        refused = Membership(channel, wrong)
+        with pytest.raises(InvalidRequest):
+            await refused.start(5)
+        await refused.stop()
 
 
 async def test_a_member_replaces_its_record_and_keeps_it_through_an_outage(

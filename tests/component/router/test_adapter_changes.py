@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import adapter_pb2
+from headrace.inference.v1.adapter_service_pb2 import LoadAdapterRequest
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import InvalidRequest, NoDecodeWorker, NotFound, RegistryUnavailable
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
-from headrace_router.adapters import AdapterChanges, AdapterRequest
+from headrace_router.adapters import AdapterChanges
 
-POET = AdapterRequest(name="poet", path="/adapters/poet")
+POET = LoadAdapterRequest(lora_name="poet", lora_path="/adapters/poet")
 ROLES = registry_pb2.Member
 
 
@@ -76,7 +77,7 @@ def new_worker(name: str, **fields: str) -> FakeWorker:
 
 async def test_a_worker_that_starts_meanwhile_is_asked_too() -> None:
     first, second = new_worker("first"), new_worker("second")
-    request = AdapterRequest(name="poet", path="/adapters/poet", model="m")
+    request = LoadAdapterRequest(lora_name="poet", lora_path="/adapters/poet", model="m")
     async with changes_of(
         first, second, listed=lambda call: (first,) if call < 2 else (first, second)
     ) as changes:
@@ -98,7 +99,7 @@ async def test_what_fails_on_one_worker_lasts_on_none(
     fields: dict[str, str], message: str, steps: list[str]
 ) -> None:
     first, second = new_worker("first"), new_worker("second", **fields)
-    request = AdapterRequest(name="poet", path="/adapters/poet", model="m")
+    request = LoadAdapterRequest(lora_name="poet", lora_path="/adapters/poet", model="m")
     async with changes_of(first, second) as changes:
         with pytest.raises((RegistryUnavailable, InvalidRequest), match=message) as caught:
             await changes.apply(request)
@@ -111,13 +112,33 @@ async def test_wrong_requests_reach_no_worker() -> None:
     async with changes_of(worker) as changes:
         for request, error, text in (
             (POET, InvalidRequest, "several are served: m, other"),
-            (AdapterRequest("poet"), NotFound, "'poet' cannot be found"),
-            (AdapterRequest("poet", model="m"), NotFound, "'poet' cannot be found"),
-            (AdapterRequest("a b", "/x", model="m"), InvalidRequest, "lora_name"),
-            (AdapterRequest("m", "/x", model="m"), InvalidRequest, "served base model"),
-            (AdapterRequest("poet", "/" + 4096 * "x", model="m"), InvalidRequest, "lora_path"),
-            (AdapterRequest("poet", "/x", model="none"), InvalidRequest, "m, other"),
-            (AdapterRequest("poet", "/x", model="other"), NoDecodeWorker, "other"),
+            (LoadAdapterRequest(lora_name="poet"), NotFound, "'poet' cannot be found"),
+            (LoadAdapterRequest(lora_name="poet", model="m"), NotFound, "'poet' cannot be found"),
+            (
+                LoadAdapterRequest(lora_name="a b", lora_path="/x", model="m"),
+                InvalidRequest,
+                "lora_name",
+            ),
+            (
+                LoadAdapterRequest(lora_name="m", lora_path="/x", model="m"),
+                InvalidRequest,
+                "served base model",
+            ),
+            (
+                LoadAdapterRequest(lora_name="poet", lora_path="/" + 4096 * "x", model="m"),
+                InvalidRequest,
+                "lora_path",
+            ),
+            (
+                LoadAdapterRequest(lora_name="poet", lora_path="/x", model="none"),
+                InvalidRequest,
+                "m, other",
+            ),
+            (
+                LoadAdapterRequest(lora_name="poet", lora_path="/x", model="other"),
+                NoDecodeWorker,
+                "other",
+            ),
         ):
             with pytest.raises(error, match=text):
                 await changes.apply(request)

@@ -16,7 +16,6 @@ from headrace_planner_service.steering import (
     DecisionEntry,
     DecisionLog,
     Outcome,
-    Rules,
     Steering,
     TargetBoard,
 )
@@ -58,8 +57,9 @@ class Bench:
         config = PlannerConfig.model_validate(
             {"model": "m", "interval_s": 0.02, "sample_interval_s": 0.01}
         )
-        rules = Rules(PlannerSettings(), publishes=False, change_timeout_s=1.0)
-        self.steering = RecordingSteering(rules, TargetBoard("p"), DecisionLog(10), lambda: 0.0)
+        self.steering = RecordingSteering(
+            PlannerSettings(), False, 1.0, TargetBoard("p"), DecisionLog(10), lambda: 0.0
+        )
         self.decided: list[DecisionEntry] = []
         self.missed = 0
         observer = cast("Observer", FakeObserver(readings))

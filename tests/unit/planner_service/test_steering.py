@@ -15,7 +15,6 @@ from headrace_planner_service.steering import (
     DecisionEntry,
     DecisionLog,
     Outcome,
-    Rules,
     Steering,
     TargetBoard,
 )
@@ -35,9 +34,10 @@ class Bench:
 
     def __post_init__(self) -> None:
         settings = PlannerSettings(load=LoadSettings(trend_intervals=0))
-        rules = Rules(settings, self.publishes, TIMEOUT_S)
         self.decisions = DecisionLog(4)
-        self.steering = Steering(rules, self.board, self.decisions, lambda: self.now_s)
+        self.steering = Steering(
+            settings, self.publishes, TIMEOUT_S, self.board, self.decisions, lambda: self.now_s
+        )
 
     def entry(self, number: int) -> DecisionEntry:
         (found,) = [one for one in self.decisions.page(0, 100) if one.number == number]

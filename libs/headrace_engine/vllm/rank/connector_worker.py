@@ -50,7 +50,6 @@ from headrace_kv.layout import (
     layout_to_proto,
     rank_memory_to_proto,
 )
-from headrace_kv.prefix.events import Tier
 from headrace_kv.send.sender import RankSender
 from headrace_kv.send.stream import SenderContext
 from headrace_kv.shard_map import heads_held
@@ -188,13 +187,11 @@ class ConnectorWorker:
         """Raises ConfigError."""
         (group,) = self._groups
         tiers = self._settings.tiers
-        counts = tiers.block_counts(group.block_bytes)
         self._copier = TierCopier(
             layout,
             memory,
-            host_blocks=counts[Tier.HOST],
-            disk_blocks=counts.get(Tier.DISK, 0),
-            disk_folder=Path(tiers.disk_folder),
+            tiers.block_counts(group.block_bytes),
+            tiers.disk_folder,
             pooled=tiers.pooled,
             device_memory=open_tier_memory(tensor),
         )

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 MEMORY_BYTES: Final = 512 * 1024 * 1024
 """Most memory that compiling one constraint may take."""
 _MODULE: Final = "headrace_engine.vllm.service.constraint_compiler"
+CONSTRAINT_CPU_S: Final = 0.5
 # A process of low priority may wait for a processor this many times as long as it computes.
 _WAIT_SHARE: Final = 20
 # Tenants that have constraints compiled at the same time. The kernel shares the processors between them.
@@ -48,7 +49,7 @@ class ConstraintCheck:
     the engine compiles them one after another. Results are known by tenant, so no tenant finds out what others use.
     """
 
-    def __init__(self, cpu_s: float) -> None:
+    def __init__(self, cpu_s: float = CONSTRAINT_CPU_S) -> None:
         """`cpu_s` bounds the processor time of one constraint."""
         self._cpu_s = cpu_s
         self._known: OrderedDict[_Key, float | str] = OrderedDict()

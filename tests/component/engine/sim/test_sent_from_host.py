@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -193,16 +192,6 @@ async def test_a_failed_transfer_ends_the_hold() -> None:
         await until(both.prefill.reset_prefix_cache)
         with pytest.raises(TransferFailed):
             await started.transfer.wait()
-
-
-async def test_it_can_be_switched_off() -> None:
-    prompt = random_prompt(Random(6), WHOLE_TOKENS)
-    tiers = replace(HOST, sends_from_host=False)
-    async with small_pair(tiers) as both:
-        handed = await again(both, prompt)
-        assert handed.outcome is not None
-        assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}
-        assert loaded_blocks(both) == CACHED_TOKENS // 8
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

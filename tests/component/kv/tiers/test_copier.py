@@ -146,9 +146,8 @@ def rank_of(
     copier = TierCopier(
         layout,
         memory,
-        host_blocks=4,
-        disk_blocks=3,
-        disk_folder=folder,
+        {Tier.HOST: 4, Tier.DISK: 3},
+        str(folder),
         device_memory=device,
     )
     copiers.append(copier)

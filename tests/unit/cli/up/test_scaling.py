@@ -11,6 +11,7 @@ import pytest
 from headrace_cli.up import supervisor
 from headrace_cli.up.keeping import NO_RESTARTS, Restarts, Scaler
 from headrace_common.errors import ConfigError, DeadlineExceeded, WorkerGone
+from headrace_planner.observation import WorkerCounts
 from tests.unit.cli.up.fake_processes import FakeProcess, FakeSupervisor
 from tests.waiting import until
 
@@ -35,15 +36,15 @@ class Bench(FakeSupervisor):
 @pytest.fixture
 async def bench(tmp_path: Path) -> Bench:
     bench = Bench(tmp_path)
-    await bench.scaler.apply(1, 1)
+    await bench.scaler.apply(WorkerCounts(1, 1))
     return bench
 
 
 async def test_a_worker_that_drains_gets_no_second_signal(bench: Bench) -> None:
-    await bench.scaler.apply(1, 2)
+    await bench.scaler.apply(WorkerCounts(1, 2))
     process = bench.processes["decode-1"]
     process.drains = None
-    draining = asyncio.create_task(bench.scaler.apply(1, 1))
+    draining = asyncio.create_task(bench.scaler.apply(WorkerCounts(1, 1)))
     await until(lambda: bool(process.signals))
     stopping = asyncio.create_task(bench.supervisor.stop())
     await until(lambda: bool(bench.processes["decode-0"].signals))
@@ -54,8 +55,8 @@ async def test_a_worker_that_drains_gets_no_second_signal(bench: Bench) -> None:
 
 
 async def test_the_youngest_workers_are_drained(bench: Bench) -> None:
-    await bench.scaler.apply(3, 12)
-    await bench.scaler.apply(1, 9)
+    await bench.scaler.apply(WorkerCounts(3, 12))
+    await bench.scaler.apply(WorkerCounts(1, 9))
     assert bench.running() == sorted(["prefill-0", *(f"decode-{n}" for n in range(9))])
     for name in ("prefill-1", "prefill-2", "decode-9", "decode-10", "decode-11"):
         assert bench.processes[name].signals == [signal.SIGTERM]
@@ -66,10 +67,10 @@ async def test_the_youngest_workers_are_drained(bench: Bench) -> None:
 
 async def test_workers_of_both_roles_are_scaled(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    await bench.scaler.apply(0, 0, 3)
+    await bench.scaler.apply(WorkerCounts(0, 0, 3))
     assert bench.running() == ["worker-0", "worker-1", "worker-2"]
-    assert bench.scaler.counts() == (0, 0, 3)
-    await bench.scaler.apply(0, 0, 1)
+    assert bench.scaler.counts() == WorkerCounts(0, 0, 3)
+    await bench.scaler.apply(WorkerCounts(0, 0, 1))
     assert bench.running() == ["worker-0"]
     assert bench.processes["worker-2"].signals == [signal.SIGTERM]
 
@@ -80,12 +81,12 @@ async def test_a_worker_that_does_not_start_fails_the_target_and_nothing_else(
 ) -> None:
     bench.bad["decode-1"] = FakeProcess(ends=status)
     with pytest.raises(error):
-        await bench.scaler.apply(2, 2)
+        await bench.scaler.apply(WorkerCounts(2, 2))
     assert bench.running() == ["decode-0", "prefill-0", "prefill-1"]
     # Neither the deployment nor the restarts see that end.
     await Restarts(bench.supervisor, bench.console, NO_RESTARTS).step()
     bench.bad.clear()
-    await bench.scaler.apply(2, 2)
+    await bench.scaler.apply(WorkerCounts(2, 2))
     assert bench.running() == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
 
 
@@ -95,13 +96,13 @@ async def test_a_start_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     bench = Bench(tmp_path, start_timeout_s=0.01)
     bench.bad["prefill-0"] = FakeProcess(serves=False)
     with pytest.raises(DeadlineExceeded, match="prefill-0 did not serve within"):
-        await bench.scaler.apply(1, 0)
+        await bench.scaler.apply(WorkerCounts(1, 0))
     assert bench.supervisor.children == []
 
 
 async def test_a_worker_that_does_not_drain_is_named(bench: Bench) -> None:
     bench.bad["decode-1"] = FakeProcess(drains=3)
-    await bench.scaler.apply(1, 2)
+    await bench.scaler.apply(WorkerCounts(1, 2))
     with pytest.raises(WorkerGone, match="decode-1 ended with 3"):
-        await bench.scaler.apply(1, 1)
+        await bench.scaler.apply(WorkerCounts(1, 1))
     assert bench.running() == ["decode-0", "prefill-0"]

@@ -45,7 +45,7 @@ def test_one_process_per_worker_with_its_own_name_and_files() -> None:
 
 
 def test_workers_of_both_roles_are_started_beside_or_in_place_of_the_others() -> None:
-    topology = topology_of("sim", "sim", (None, None, 2), 0, "memory", "1:2", 0, None)
+    topology = topology_of("sim", "sim", (None, None, 2), "1:2", None)
     check_topology(topology)
     specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
     assert [(spec.service, spec.name) for spec in specs] == [
@@ -54,11 +54,11 @@ def test_workers_of_both_roles_are_started_beside_or_in_place_of_the_others() ->
     ]
     assert "headrace_worker" in specs[0].arguments
     assert flag(specs[0], "tensor-parallel-size") == ["--tensor-parallel-size=2"]
-    mixed = topology_of("sim", "sim", (1, 0, 1), 0, "memory", "1", 0, ["worker.max_prompts=8"])
+    mixed = topology_of("sim", "sim", (1, 0, 1), "1", ["worker.max_prompts=8"])
     prefill, worker = worker_specs(mixed, FOLDER, "127.0.0.1:7001")
     assert (prefill.name, worker.name) == ("prefill-0", "worker-0")
     assert flag(worker, "max-prompts") == ["--max-prompts=8"]
-    alone = topology_of("sim", "sim", (None, None, 0), 0, "memory", "1", 0, None)
+    alone = topology_of("sim", "sim", (None, None, 0), "1", None)
     assert [spec.name for spec in worker_specs(alone, FOLDER, "r")] == ["prefill-0", "decode-0"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import pytest
 from opentelemetry.sdk.resources import Resource
@@ -17,6 +18,7 @@ from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
+from headrace_kv.receive.receiver import Receiver
 from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
 from tests.transfer_links import sent_link
@@ -94,8 +96,9 @@ def test_the_state_of_a_decode_worker_is_shown_while_it_serves(shown: Shown) -> 
         quarantined_blocks=1,
         used_blocks=5,
     )
+    incoming = cast("Receiver", _Incoming())
 
-    with shown.workers.reporting("d0", lambda: status, reserves_blocks=True, incoming=_Incoming()):
+    with shown.workers.reporting("d0", lambda: status, reserves_blocks=True, incoming=incoming):
         assert shown(schema.METRIC_TRANSFER_STATES) == {("d0", "open"): 2, ("d0", "draining"): 1}
         assert shown(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
         assert shown(schema.METRIC_WORKER_REQUESTS) == {("d0", "running"): 1, ("d0", "waiting"): 0}

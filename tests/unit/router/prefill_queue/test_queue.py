@@ -68,7 +68,7 @@ def where(queued: QueuedTask) -> WorkerRef | None:
 
 
 def sent(stream: PrefillWorkerStream) -> list[str]:
-    messages = [stream.outbox._items.get_nowait() for _ in range(stream.outbox.depth)]
+    messages = [stream.outbox.get_nowait() for _ in range(stream.outbox.qsize())]
     return [
         f"cancel {message.cancel.transfer_id}"
         if message.HasField("cancel")
