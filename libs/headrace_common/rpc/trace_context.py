@@ -47,9 +47,7 @@ def context_from_traceparent(text: str) -> Context:
 
 def carrier_of(context: Context) -> dict[str, str]:
     """The trace context of the span in `context`, as traceparent and tracestate. Empty without a span."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=context)
-    return carrier
+    return dict(_headers(trace.get_current_span(context)))
 
 
 def context_of_carrier(traceparent: str, tracestate: str) -> Context:
@@ -69,14 +67,16 @@ def metadata_with_trace(
     metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
 ) -> tuple[tuple[str, str | bytes], ...]:
     """`metadata` with the trace context of the current span, or of the span in `context`."""
-    span = trace.get_current_span(context)
+    return (*metadata, *_headers(trace.get_current_span(context)))
+
+
+def _headers(span: Span) -> tuple[tuple[str, str], ...]:
+    """As the propagator has them, which takes three times as long."""
     parent = traceparent(span)
-    if not parent:
-        return tuple(metadata)
     state = span.get_span_context().trace_state
-    if state:
-        return (*metadata, ("traceparent", parent), ("tracestate", state.to_header()))
-    return (*metadata, ("traceparent", parent))
+    if parent and state:
+        return ("traceparent", parent), ("tracestate", state.to_header())
+    return (("traceparent", parent),) if parent else ()
 
 
 class TraceInterceptor(handlers.WrappingInterceptor):

@@ -36,7 +36,7 @@ from headrace_common.telemetry.exporter import (
     SHUTDOWN_TIMEOUT_S,
     CollectorExporter,
 )
-from headrace_common.telemetry.later import SCOPE, PendingSpan
+from headrace_common.telemetry.later import SCOPE
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.schema_tables import SPAN_KINDS
 
@@ -156,8 +156,8 @@ class Telemetry:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(max(start_unix_ns, end_unix_ns))
 
-    def pending_span(self, name: str) -> PendingSpan:
-        """The ids of a span that is made later, in the trace of the current span or in its own."""
+    def root_context(self, name: str) -> tuple[SpanContext, SpanContext | None]:
+        """The ids of a span that is made later, in the trace of the current span or in its own. Then its parent."""
         context = otel_context.get_current()
         parent = trace.get_current_span(context).get_span_context()
         trace_id = parent.trace_id if parent.is_valid else _IDS.generate_trace_id()
@@ -166,16 +166,14 @@ class Telemetry:
         sampled = found.decision is Decision.RECORD_AND_SAMPLE
         flags = parent.trace_flags if parent.is_valid else TraceFlags.RANDOM_TRACE_ID
         flags = flags & ~TraceFlags.SAMPLED | (TraceFlags.SAMPLED if sampled else 0)
-        return PendingSpan(
-            SpanContext(
-                trace_id=trace_id,
-                span_id=_IDS.generate_span_id(),
-                is_remote=False,
-                trace_flags=TraceFlags(flags),
-                trace_state=found.trace_state,
-            ),
-            parent if parent.is_valid else None,
+        own = SpanContext(
+            trace_id=trace_id,
+            span_id=_IDS.generate_span_id(),
+            is_remote=False,
+            trace_flags=TraceFlags(flags),
+            trace_state=found.trace_state,
         )
+        return own, parent if parent.is_valid else None
 
     @property
     def exports(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace_common.latency.steps import DecodeSteps, FirstTokenBy, decode_steps
+from headrace_common.rpc.trace_context import SERVED
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import decode_intervals, server_attributes
 from headrace_common.telemetry.setup import Telemetry
@@ -29,7 +30,7 @@ def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[
         schema.ATTRIBUTE_PLACEMENT: "remote" if work.remote_kv else "local",
         schema.ATTRIBUTE_DECODE_WORKER_ID: ref.worker_id,
         schema.ATTRIBUTE_INCARNATION: ref.incarnation,
-        **server_attributes(),
+        **server_attributes(SERVED.get()),
     }
 
 

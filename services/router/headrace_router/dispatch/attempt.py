@@ -42,7 +42,7 @@ from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
-from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.attempt_record import RoutedAttempt
 from headrace_router.workers.directory import PlacedPrompt
 
 _LOG = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class Attempt:
         queue: PrefillQueue,
         request: AdmittedRequest,
         plan: AttemptPlan,
-        timeline: AttemptTimeline,
+        record: RoutedAttempt,
     ) -> None:
-        """`timeline` gets the steps."""
-        self._timeline = timeline
+        """`record` gets the steps."""
+        self._record = record
         self._queue = queue
         self._prepared = request.prepared
         self._response = request.response
@@ -89,10 +89,10 @@ class Attempt:
         self._links = plan.links
         self._prompt = plan.prompt
         self._transfer_id = new_transfer_id()
-        span_context = child_context(request.root.get_span_context())
+        span_context = child_context(request.record.context)
         TRACE_NAMES.add(self._transfer_id, span_context)
         self._span = NonRecordingSpan(span_context)
-        timeline.facts.started(
+        record.started(
             span_context,
             self._transfer_id,
             number=plan.number,
@@ -141,11 +141,11 @@ class Attempt:
                 cancel_task = False
             return outcome
         except HeadraceError as error:
-            self._timeline.facts.failed(error)
+            self._record.failed(error)
             raise
         finally:
             await call.close()
-            self._timeline.facts.ended(self._queued)
+            self._record.ended(self._queued)
             if cancel_task and self._queued is not None:
                 self._queued.cancel()
 
@@ -186,12 +186,7 @@ class Attempt:
             context=trace.set_span_in_context(self._span),
             waited_for=self._waited_for,
         )
-        self._timeline.opened(
-            self.decode_worker,
-            call.answer,
-            remote=self._decision.remote,
-            first_token=self._first_token_by,
-        )
+        self._record.opened(call.answer, self._first_token_by)
         return call
 
     def _expected_load(self) -> AbstractContextManager[None]:
@@ -223,7 +218,7 @@ class Attempt:
         except WorkerGone:
             self._prefill_failed = True
             raise
-        self._timeline.queued(self._queued)
+        self._record.enqueued(self._queued)
         if self._prompt is not None:
             self._queued.outcome.add_done_callback(self._prompt_computed)
 
