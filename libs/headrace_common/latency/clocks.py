@@ -40,7 +40,7 @@ def _read() -> ClockPair:
 
 
 class ClockDifference(NamedTuple):
-    """How far another host's wall clock is ahead of this one's, and a bound on the error of that."""
+    """How far another clock is ahead of one of ours, and a bound on the error of that."""
 
     ahead_ns: int
     error_ns: int
@@ -68,14 +68,10 @@ class ClockOffset:
         self._low_ns = self._high_ns = self._at_ns = 0
 
     @property
-    def offset_ns(self) -> int:
-        """How far the other clock is ahead of ours. 0 while it is unknown."""
-        return (self._low_ns + self._high_ns) // 2
-
-    @property
-    def error_ns(self) -> int:
-        """Bound on the error of `offset_ns` at the last exchange. 0 while it is unknown."""
-        return (self._high_ns - self._low_ns + 1) // 2
+    def difference(self) -> ClockDifference:
+        """How far the other clock is ahead of ours at the last exchange. 0 while it is unknown."""
+        low_ns, high_ns = self._low_ns, self._high_ns
+        return ClockDifference((low_ns + high_ns) // 2, (high_ns - low_ns + 1) // 2)
 
     def add_exchange(
         self, sent_ns: int, received_ns: int, replied_ns: int, answered_ns: int
@@ -96,7 +92,3 @@ class ClockOffset:
         self.known = True
         self._low_ns, self._high_ns, self._at_ns = low_ns, high_ns, answered_ns
         return True
-
-    def ours_ns(self, other_ns: int) -> int:
-        """The time of our clock at a time of the other one."""
-        return other_ns - self.offset_ns

@@ -34,10 +34,7 @@ SERVED: Final[ContextVar[ServedCall | None]] = ContextVar("served", default=None
 
 def traceparent(span: Span) -> str:
     """The W3C traceparent of a span, for a message field. Empty for an invalid span."""
-    context = span.get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    return carrier_of(span.get_span_context()).get("traceparent", "")
 
 
 def context_from_traceparent(text: str) -> Context:
@@ -45,9 +42,17 @@ def context_from_traceparent(text: str) -> Context:
     return context_of_carrier(text, "")
 
 
-def carrier_of(context: Context) -> dict[str, str]:
-    """The trace context of the span in `context`, as traceparent and tracestate. Empty without a span."""
-    return dict(_headers(trace.get_current_span(context)))
+def carrier_of(span: SpanContext) -> dict[str, str]:
+    """The trace context of a span, as traceparent and tracestate. Empty for an invalid span.
+
+    It is as the propagator has it, which takes three times as long.
+    """
+    if not span.is_valid:
+        return {}
+    carrier = {"traceparent": f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"}
+    if span.trace_state:
+        carrier["tracestate"] = span.trace_state.to_header()
+    return carrier
 
 
 def context_of_carrier(traceparent: str, tracestate: str) -> Context:
@@ -67,16 +72,7 @@ def metadata_with_trace(
     metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
 ) -> tuple[tuple[str, str | bytes], ...]:
     """`metadata` with the trace context of the current span, or of the span in `context`."""
-    return (*metadata, *_headers(trace.get_current_span(context)))
-
-
-def _headers(span: Span) -> tuple[tuple[str, str], ...]:
-    """As the propagator has them, which takes three times as long."""
-    parent = traceparent(span)
-    state = span.get_span_context().trace_state
-    if parent and state:
-        return ("traceparent", parent), ("tracestate", state.to_header())
-    return (("traceparent", parent),) if parent else ()
+    return (*metadata, *carrier_of(trace.get_current_span(context).get_span_context()).items())
 
 
 class TraceInterceptor(handlers.WrappingInterceptor):

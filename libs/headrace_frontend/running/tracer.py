@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
@@ -14,12 +13,35 @@ from headrace_common.latency.breakdown import Breakdown
 from headrace_common.latency.clocks import ClockPair, clocks_now
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.trace_context import SERVED
-from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
 
 _GIVEN_UP: Final = "the client gave the request up"
+
+
+class Recording:
+    """A block of code for one request. The record gets the error that the block raises.
+
+    `end` is called after the block, when the prefill worker has reported.
+    """
+
+    __slots__ = ("_end", "_record")
+
+    def __init__(self, record: RequestRecord, end: Callable[[RequestRecord], None]) -> None:
+        self._record, self._end = record, end
+
+    def __enter__(self) -> RequestRecord:
+        return self._record
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        record = self._record
+        record.end_unix_ns = time.time_ns()
+        if isinstance(error, HeadraceError):
+            record.error_reason, record.error = error.reason, error.detail
+        elif isinstance(error, asyncio.CancelledError):
+            record.error = _GIVEN_UP
+        record.when_reported(lambda: self._end(record))
 
 
 @dataclass(eq=False)
@@ -36,17 +58,12 @@ class RequestTracer:
     on_end: Callable[[RequestRecord, bool], None] = lambda _, __: None
     """Called at last, with whether the request was slow or has failed."""
 
-    @contextmanager
     def record(
         self, request_id: str, arrival: ClockPair | None = None, *, stored: bool = True
-    ) -> Iterator[RequestRecord]:
-        """The record of a request that lasts as long as the block. It gets the error that the block raises.
-
-        The request has arrived now without `arrival`. Spans are made after the block, when the prefill worker has
-        reported.
-        """
+    ) -> Recording:
+        """The record of a request that lasts as long as a block. It has arrived now without `arrival`."""
         unix_ns, monotonic_ns, error_ns = arrival or clocks_now()
-        context, parent = self.telemetry.root_context(schema.SPAN_REQUEST)
+        context, parent = self.telemetry.root_context()
         record = RequestRecord(
             arrival=monotonic_ns // 1_000,
             arrival_ns=monotonic_ns,
@@ -60,17 +77,7 @@ class RequestTracer:
         )
         TRACE_NAMES.add(request_id, context)
         self.on_start(record)
-        try:
-            yield record
-        except HeadraceError as failure:
-            record.error_reason, record.error = failure.reason, failure.detail
-            raise
-        except asyncio.CancelledError:
-            record.error = _GIVEN_UP
-            raise
-        finally:
-            record.end_unix_ns = time.time_ns()
-            record.when_reported(lambda: self._end(record))
+        return Recording(record, self._end)
 
     def _end(self, record: RequestRecord) -> None:
         response = record.response

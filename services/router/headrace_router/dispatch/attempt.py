@@ -11,9 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry import trace
-from opentelemetry.trace import NonRecordingSpan
-
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import bounds_pb2, keep_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -21,7 +18,7 @@ from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, W
 from headrace_common.identity import new_transfer_id
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.token_ids import detach_token_ids
-from headrace_common.rpc.trace_context import traceparent
+from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.promises import kept_of
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
@@ -91,7 +88,7 @@ class Attempt:
         self._transfer_id = new_transfer_id()
         span_context = child_context(request.record.context)
         TRACE_NAMES.add(self._transfer_id, span_context)
-        self._span = NonRecordingSpan(span_context)
+        self._carrier = carrier_of(span_context)
         record.started(
             span_context,
             self._transfer_id,
@@ -183,7 +180,7 @@ class Attempt:
             self._request,
             self._token_ids,
             deadline=self._deadline,
-            context=trace.set_span_in_context(self._span),
+            carrier=self._carrier,
             waited_for=self._waited_for,
         )
         self._record.opened(call.answer, self._first_token_by)
@@ -209,7 +206,7 @@ class Attempt:
             self._decision,
             start_token=reserved.start_token,
             first_token=self._first_token_by,
-            traceparent=traceparent(self._span),
+            traceparent=self._carrier["traceparent"],
         )
         try:
             self._queued = self._queue.enqueue(

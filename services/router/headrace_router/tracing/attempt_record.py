@@ -16,7 +16,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.clocks import ClockDifference, ClockOffset
+from headrace_common.latency.clocks import ClockOffset
 from headrace_common.latency.steps import (
     BY_DECODE,
     BY_HIDDEN,
@@ -160,8 +160,6 @@ class RoutedAttempt(AttemptRecord):
             self.pulled = _us_or_none(queued.pulled_ns)
             if queued.worker is not None and queued.pulled_ns:
                 self._add_prefill(queued, queued.worker.worker_id)
-        errors_ns = [difference.error_ns for difference in self.differences.values()]
-        self.error_us = max(errors_ns, default=0) // 1_000
 
     def close(self) -> None:
         self._answer = self._queued = None
@@ -196,8 +194,9 @@ class RoutedAttempt(AttemptRecord):
             self.prefill = self.prefill._replace(sent=received_us + first.times.sent_us)
 
     def _received_us(self, clock: ClockOffset, worker_id: str, received_unix_ns: int) -> int:
-        self.differences[worker_id] = ClockDifference(clock.offset_ns, clock.error_ns)
-        return clock.ours_ns(received_unix_ns) // 1_000
+        difference = self.differences[worker_id] = clock.difference
+        self.error_us = max(self.error_us, difference.error_ns // 1_000)
+        return (received_unix_ns - difference.ahead_ns) // 1_000
 
     def root_attributes(self, request: RequestRecord) -> Attributes:
         regret = regret_of(request)

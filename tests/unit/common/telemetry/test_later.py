@@ -24,7 +24,7 @@ def test_a_span_has_the_parent_and_the_state_of_its_caller() -> None:
     telemetry = init_telemetry("router", "r", ServiceConfig())
     token = otel_context.attach(context_of_carrier(f"{PARENT}01", "vendor=1"))
     try:
-        own, parent = telemetry.root_context(schema.SPAN_REQUEST)
+        own, parent = telemetry.root_context()
     finally:
         otel_context.detach(token)
     span = SpanMaker(own, 0).at(schema.SPAN_REQUEST, parent, (7, 9), context=own)
