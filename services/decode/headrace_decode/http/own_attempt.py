@@ -65,7 +65,7 @@ class OwnRecord(AttemptRecord):
 
     def update(self) -> None:
         self.start = self.route_start
-        self.decode = decode_steps(self.times.to_proto(), self.route_start)
+        self.decode = decode_steps(self.times.steps, self.route_start)
         answer = self.answer
         if answer.HasField("steps"):
             add_task(self, self._asked_us, self._answered_us, answer.steps)
@@ -119,7 +119,7 @@ class OwnAttempt:
         if not request.record.attempts:
             request.record.slot_acquired()
         times = running.timestamps
-        self._record = record = OwnRecord(times.start_monotonic_ns // 1_000, times=times)
+        self._record = record = OwnRecord(times.start.monotonic_ns // 1_000, times=times)
         request.record.attempts.append(record)
         try:
             return await self._add_tokens(running, record)

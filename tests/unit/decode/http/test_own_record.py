@@ -48,7 +48,7 @@ def times(start_us: int, **after_us: int) -> RequestTimestamps:
     start_ns = UNIX_NS + 1_000 * start_us
     found = RequestTimestamps(ClockPair(start_ns, 1_000 * start_us, 0))
     for name, value in after_us.items():
-        setattr(found, f"{name}_unix_ns", start_ns + 1_000 * value)
+        setattr(found.steps, f"{name}_us", value)
     return found
 
 
@@ -60,7 +60,7 @@ def parts_of(found: Breakdown) -> dict[str, int]:
 def admitted(record: RequestRecord, found: RequestTimestamps) -> OwnRecord:
     if not record.attempts:
         record.slot_acquired()
-    attempt = OwnRecord(found.start_monotonic_ns // 1_000, times=found)
+    attempt = OwnRecord(found.start.monotonic_ns // 1_000, times=found)
     record.attempts.append(attempt)
     return attempt
 
@@ -83,7 +83,7 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
     record.slot_wanted()
     clock[0] = 200
     attempt = admitted(
-        record, times(200, reserved=20, arrived=700, step_start=710, first_token=750)
+        record, times(200, reserved=20, kv_arrived=700, step_start=710, first_token=750)
     )
     clock[0] = 230
     answer: asyncio.Future[prefill_pb2.EnqueueResponse] = asyncio.Future()
