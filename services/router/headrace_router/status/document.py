@@ -249,7 +249,7 @@ def _request(digest: RequestDigest) -> dict[str, Any]:
         "ttft_ms": _ms(view.ttft_ns if view.answered else 0),
         "total_ms": _ms(view.total_ns),
         "prompt_tokens": view.prompt_tokens,
-        "parts": [[part.name, _ms(part.duration_ns)] for part in view.parts],
+        "parts": [[name, _ms(part_ns)] for name, part_ns in view.parts.items()],
         "error": view.error[:TEXT_CHARACTERS_MAX],
         "verdict": digest.verdict,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from headrace_common.trace_view.model import PartTime, TraceView
+from headrace_common.trace_view.model import TraceView
 from headrace_router.status.document import (
     READY,
     UNREACHABLE,
@@ -36,7 +36,7 @@ def link(number: int) -> LinkSum:
 
 
 def digest(number: int) -> RequestDigest:
-    parts = tuple(PartTime(f"part {n}", 1_000_000 * n) for n in range(13))
+    parts = {f"part {n}": 1_000_000 * n for n in range(13)}
     view = TraceView(
         *(f"{number:032x}", "i" * 500, 1_700_000_000 * 10**9, True),
         ttft_ns=78_000_000,
