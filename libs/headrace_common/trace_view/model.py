@@ -42,6 +42,8 @@ class Link:
     expected_ns: int = 0
     bandwidth_share: float = 0.0
     error: str = ""
+    requests: int = 1
+    """Those that it is the sum of."""
     writes: tuple[LayerStamps, ...] = ()
 
     @property

@@ -248,47 +248,41 @@ class RequestRecord(RequestSteps):
 
     def _root_attributes(self, breakdown: Breakdown) -> Attributes:
         """Those of the request, of its answer, of its times, and of its attempts."""
-        attributes: Attributes = {
+        usage = self.usage
+        answered = bool(self.tokens_unix_ns[0])
+        known: dict[str, AttributeValue | None] = {
             schema.ATTRIBUTE_REQUEST_ID: self.request_id,
-            **server_attributes(self.served),
+            schema.ATTRIBUTE_PRIORITY: self.priority or None,
+            schema.ATTRIBUTE_GEN_AI_OPERATION: self.operation or None,
+            schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL: self.model or None,
+            schema.ATTRIBUTE_PROMPT_TOKENS: self.prompt_tokens if self.operation else None,
+            schema.ATTRIBUTE_CONVERSATION_ID: self.conversation_id or None,
+            schema.ATTRIBUTE_ERROR_REASON: self.error_reason or None,
         }
-        if self.priority:
-            attributes[schema.ATTRIBUTE_PRIORITY] = self.priority
-        if self.operation:
-            attributes[schema.ATTRIBUTE_GEN_AI_OPERATION] = self.operation
-            attributes[schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL] = self.model
-            attributes[schema.ATTRIBUTE_PROMPT_TOKENS] = self.prompt_tokens
-        if self.conversation_id:
-            attributes[schema.ATTRIBUTE_CONVERSATION_ID] = self.conversation_id
         if self.prediction is not None:
             predicted_s, allowed_s, bound = self.prediction
-            attributes[schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S] = round(predicted_s, 6)
-            attributes[schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S] = round(allowed_s, 6)
-            attributes[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] = bound
-        if self.error_reason:
-            attributes[schema.ATTRIBUTE_ERROR_REASON] = self.error_reason
-        if self.usage is not None:
-            attributes |= self._usage_attributes(self.usage)
-        attributes |= breakdown_attributes(breakdown)
-        if self.tokens_unix_ns[0]:
+            known[schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S] = round(predicted_s, 6)
+            known[schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S] = round(allowed_s, 6)
+            known[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] = bound
+        if usage is not None:
+            maker, kept = _MAKER_NAMES[self.first_token_by], usage.HasField("kept")
+            known[schema.ATTRIBUTE_FIRST_TOKEN] = maker if answered else None
+            known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
+            known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens
+            known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
+            known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
+            known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]
+        attributes: Attributes = {
+            **{name: value for name, value in known.items() if value is not None},
+            **server_attributes(self.served),
+            **breakdown_attributes(breakdown),
+        }
+        if answered:
             total_ns = self.end_unix_ns - self.arrival_unix_ns
             attributes |= gen_ai_attributes(breakdown, total_ns)
         attributes |= _clock_attributes(self.differences)
         for attempt in self.attempts:
             attributes |= attempt.root_attributes(self)
-        return attributes
-
-    def _usage_attributes(self, usage: inference_pb2.Usage) -> Attributes:
-        attributes: Attributes = {
-            schema.ATTRIBUTE_COMPLETION_TOKENS: usage.completion_tokens,
-            schema.ATTRIBUTE_CACHED_TOKENS: usage.decode_cached_tokens,
-            schema.ATTRIBUTE_TRANSFERRED_TOKENS: usage.transferred_tokens,
-            schema.ATTRIBUTE_FINISH_REASON: [finish_reason_name(self.finish_reason)],
-        }
-        if usage.HasField("kept"):
-            attributes[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens
-        if self.tokens_unix_ns[0]:
-            attributes[schema.ATTRIBUTE_FIRST_TOKEN] = _MAKER_NAMES[self.first_token_by]
         return attributes
 
     async def wait_for_report(self, deadline: Deadline) -> None:
