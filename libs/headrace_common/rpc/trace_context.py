@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Final, NamedTuple
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from headrace_common.rpc import handlers
@@ -30,11 +30,6 @@ class ServedCall(NamedTuple):
 
 SERVED: Final[ContextVar[ServedCall | None]] = ContextVar("served", default=None)
 """The call that the current task serves. Set where a call arrives. Tasks that the call starts have it too."""
-
-
-def traceparent(span: Span) -> str:
-    """The W3C traceparent of a span, for a message field. Empty for an invalid span."""
-    return carrier_of(span.get_span_context()).get("traceparent", "")
 
 
 def context_from_traceparent(text: str) -> Context:
@@ -57,6 +52,8 @@ def carrier_of(span: SpanContext) -> dict[str, str]:
 
 def context_of_carrier(traceparent: str, tracestate: str) -> Context:
     """The context of the span that `carrier_of` described. Empty for none."""
+    if not traceparent:
+        return Context()
     plain = None if tracestate else _PLAIN.fullmatch(traceparent)
     if plain is None:
         carrier = {"traceparent": traceparent, "tracestate": tracestate}
@@ -66,13 +63,6 @@ def context_of_carrier(traceparent: str, tracestate: str) -> Context:
     if not parent.is_valid:
         return Context()
     return trace.set_span_in_context(NonRecordingSpan(parent), Context())
-
-
-def metadata_with_trace(
-    metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
-) -> tuple[tuple[str, str | bytes], ...]:
-    """`metadata` with the trace context of the current span, or of the span in `context`."""
-    return (*metadata, *carrier_of(trace.get_current_span(context).get_span_context()).items())
 
 
 class TraceInterceptor(handlers.WrappingInterceptor):
@@ -93,5 +83,7 @@ async def _inside_callers_span(context: handlers.Context, call: ServedCall) -> A
     # Neither is undone. Each RPC runs in a task of its own, and both end with the task.
     # Another task may close an asynchronous generator, and detaching would fail there.
     SERVED.set(call)
-    otel_context.attach(_PROPAGATOR.extract(carrier, context=Context()))
+    otel_context.attach(
+        context_of_carrier(carrier.get("traceparent", ""), carrier.get("tracestate", ""))
+    )
     yield

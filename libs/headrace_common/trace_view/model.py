@@ -108,7 +108,6 @@ class TraceView:
     second_parts: Mapping[str, int] = field(default_factory=dict)
     hidden_ns: int = 0
     clock_error_ns: int = 0
-    first_token_by: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str = ""

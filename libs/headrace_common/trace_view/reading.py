@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -116,7 +116,6 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         second_parts=_parts(second.span.attributes) if second else {},
         hidden_ns=_NS_PER_US * root.number(schema.ATTRIBUTE_TRANSFER_HIDDEN_US) if root else 0,
         clock_error_ns=round(root.real(schema.ATTRIBUTE_CLOCK_ERROR_MS) * 1e6) if root else 0,
-        first_token_by=_first_text(spans, schema.ATTRIBUTE_FIRST_TOKEN),
         prompt_tokens=root.number(schema.ATTRIBUTE_PROMPT_TOKENS) if root else 0,
         completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
         error=root.span.error if root else "",
@@ -148,10 +147,6 @@ def _origin_ns(trace: trace_pb2.Trace) -> int:
 def _timed(span: trace_pb2.Span, origin_ns: int) -> TimedSpan:
     start_ns = unix_ns_from_timestamp(span.start_time) - origin_ns
     return TimedSpan(span, start_ns, start_ns + ns_from_duration(span.duration))
-
-
-def _first_text(spans: Iterable[TimedSpan], attribute: str) -> str:
-    return next((one.text(attribute) for one in spans if one.text(attribute)), "")
 
 
 def _steps(spans: Sequence[TimedSpan]) -> tuple[TraceStep, ...]:

@@ -15,7 +15,7 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.identity import new_transfer_id
 from headrace_common.latency.steps import add_task, decode_steps
-from headrace_common.rpc.trace_context import traceparent
+from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.tasks import end_task
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.prefill import RouterPrefills
@@ -135,7 +135,8 @@ class OwnAttempt:
         response = self._request.response
         self._reserved = reserved = await running.reserve()
         if reserved.start_token < reserved.end_token:
-            record.asked(self._start_prefill(reserved.start_token, traceparent(running.span)))
+            parent = carrier_of(running.span.get_span_context()).get("traceparent", "")
+            record.asked(self._start_prefill(reserved.start_token, parent))
         event = await _first_event(running, record.prefill_call)
         while isinstance(event, DecodeTokens):
             await response.add_tokens(tokens_to_proto(event))
