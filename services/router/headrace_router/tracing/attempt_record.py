@@ -350,8 +350,8 @@ class RoutedAttempt(AttemptRecord):
 def regret_of(request: RequestRecord) -> Regret | None:
     """The regret of a request by its only decision. None without an estimate.
 
-    There is none after a second attempt, where the prefill worker or its hidden state made the first token, and where
-    not the planned worker computed the prompt.
+    There is none after a second attempt, and where not the planned worker computed the prompt. Nor is there one where
+    the prefill worker or its hidden state made the first token.
     """
     attempt = request.attempts[0] if len(request.attempts) == 1 else None
     if not isinstance(attempt, RoutedAttempt) or attempt.decision is None:
