@@ -84,11 +84,16 @@ class ClockOffset:
         if low_ns > high_ns:
             return False
         if self.known:
-            drift_ns = int(_DRIFT * abs(answered_ns - self._at_ns))
-            highest_ns = max(low_ns, self._low_ns - drift_ns)
-            lowest_ns = min(high_ns, self._high_ns + drift_ns)
-            if highest_ns <= lowest_ns:
-                low_ns, high_ns = highest_ns, lowest_ns
+            # What is older is wider by now.
+            since_ns = int(_DRIFT * (answered_ns - self._at_ns))
+            own_ns, stored_ns = max(0, -since_ns), max(0, since_ns)
+            low = max(low_ns - own_ns, self._low_ns - stored_ns)
+            high = min(high_ns + own_ns, self._high_ns + stored_ns)
+            if low <= high:
+                low_ns, high_ns = low, high
+            elif since_ns < 0:
+                return True
         self.known = True
-        self._low_ns, self._high_ns, self._at_ns = low_ns, high_ns, answered_ns
+        self._low_ns, self._high_ns = low_ns, high_ns
+        self._at_ns = max(answered_ns, self._at_ns)
         return True

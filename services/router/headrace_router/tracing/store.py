@@ -111,9 +111,10 @@ class TraceStore:
             self._kept[trace_id] = record
             del self._ordinary[trace_id]
             if len(self._kept) > self._limits.traces // 2:
-                oldest, record = self._kept.popitem(last=False)
-                self._ordinary[oldest] = record
+                oldest = next(iter(self._kept))
+                self._ordinary[oldest] = self._kept[oldest]
                 self._ordinary.move_to_end(oldest, last=False)
+                del self._kept[oldest]
 
     def end_request(self, request: RequestRecord) -> None:
         """A request of `start_trace` has ended. Ignored for unknown traces."""

@@ -38,6 +38,16 @@ def test_a_clock_that_is_set_replaces_what_was_known() -> None:
     assert abs(ahead_ns - 3_000_000_000) <= error_ns == 200_000
 
 
+def test_an_exchange_that_is_added_late_widens_nothing() -> None:
+    clock = ClockOffset()
+    exchange(clock, 60 * 10**9, 7, 1_000, 0, 1_000)
+    known = clock.difference
+    # A request that has lasted for a minute, in which the other clock was set or not.
+    for offset_ns in (7, 5 * 10**9):
+        assert exchange(clock, 0, offset_ns, 50_000, 0, 50_000)
+        assert clock.difference == known
+
+
 def test_an_impossible_exchange_is_ignored() -> None:
     clock = ClockOffset()
     # The other clock was set forward by 1 s between receipt and reply, and the exchange took 1 ms.
