@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, SynchronousMultiSpanProcessor
 
-from headrace_common.telemetry.later import ended_span
+from headrace_common.telemetry.later import SpanMaker
 from telemetry_schema import SCHEMA, load
 
 _LOADED = load(SCHEMA.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def _attribute_problems(place: str, attributes: Mapping[str, Any]) -> Iterator[s
 def spans_follow_schema() -> Iterator[set[str]]:
     """Checks every span that this process records. Yields the problems found so far."""
     problems: set[str] = set()
-    on_end, made = SynchronousMultiSpanProcessor.on_end, ended_span
+    on_end, made = SynchronousMultiSpanProcessor.on_end, SpanMaker.at
 
     def checked(processor: SynchronousMultiSpanProcessor, span: ReadableSpan) -> None:
         problems.update(problems_of(span))
@@ -74,6 +74,6 @@ def spans_follow_schema() -> Iterator[set[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SynchronousMultiSpanProcessor, "on_end", checked)
-        patch.setattr("headrace_router.tracing.request_record.ended_span", checked_later)
+        patch.setattr(SpanMaker, "at", checked_later)
         yield problems
     assert not problems, "\n".join(sorted(problems))

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from rich.text import Text
 
-from headrace_common.trace_view.model import UNDRAWN_STEPS, Link, PartTime, TraceStep, TraceView
+from headrace_common.trace_view.model import (
+    TRANSFER_EXPOSED,
+    UNDRAWN_STEPS,
+    Link,
+    TraceStep,
+    TraceView,
+)
 from headrace_common.trace_view.verdict import (
     format_bytes,
     format_gb_s,
@@ -134,7 +140,7 @@ LINKS_DRAWN: Final = 8
 _LABEL_WIDTH: Final = 31
 _NUMBER_WIDTH: Final = 11
 _PART_WIDTH: Final = 20
-_PART_STYLES: Final = {"transfer exposed": "red", "unaccounted": "dim"}
+_PART_STYLES: Final = {TRANSFER_EXPOSED: "red", "unaccounted": "dim"}
 _SERVICE_STYLES: Final = {"router": "cyan", "prefill": "yellow", "decode": "green", "both": "green"}
 
 
@@ -166,15 +172,10 @@ def draw_sum(view: TraceView, *, width: int, ascii_only: bool = False) -> list[T
     lines += [Text(line, style="red" if view.error else "bold") for line in sentence]
     if not view.parts:
         return lines
-    lines.append(Text(""))
-    lines += _part_lines(view.parts, view.ttft_ns, width, marks)
     name = "time to first token" if view.answered else "until the end"
-    lines.append(_total_line(name, view.ttft_ns, width))
+    lines += _sum_lines(name, view.parts, width, marks)
     if view.second_parts:
-        second_ns = sum(part.duration_ns for part in view.second_parts)
-        lines.append(Text(""))
-        lines += _part_lines(view.second_parts, second_ns, width, marks)
-        lines.append(_total_line("first to second token", second_ns, width))
+        lines += _sum_lines("first to second token", view.second_parts, width, marks)
     notes = _notes(view)
     lines += [Text(line, style="dim") for line in textwrap.wrap(notes, width)] if notes else []
     return lines
@@ -205,30 +206,28 @@ def _headline(view: TraceView) -> str:
     return f"trace {view.trace_id}{state}  {view.request_id}{tokens}"
 
 
-def _part_lines(parts: Sequence[PartTime], total_ns: int, width: int, marks: Charset) -> list[Text]:
-    bar_width = width - _PART_WIDTH - _NUMBER_WIDTH - 10
-    lines: list[Text] = []
-    for part in parts:
-        line = Text(f"  {clip(part.name, _PART_WIDTH, marks):<{_PART_WIDTH}}")
-        share = format_percent(part.duration_ns, total_ns)
-        line.append(f"{format_ms(part.duration_ns):>{_NUMBER_WIDTH}}{share:>6} ")
-        cells = round(bar_width * part.duration_ns / total_ns) if total_ns > 0 else 0
-        line.append(marks.full * min(bar_width, cells), style=_PART_STYLES.get(part.name, "blue"))
+def _sum_lines(name: str, parts: Mapping[str, int], width: int, marks: Charset) -> list[Text]:
+    """An empty line, the parts with their shares, and their sum by this name."""
+    bar_width, total_ns = width - _PART_WIDTH - _NUMBER_WIDTH - 10, sum(parts.values())
+    lines = [Text("")]
+    for part, part_ns in parts.items():
+        line = Text(f"  {clip(part, _PART_WIDTH, marks):<{_PART_WIDTH}}")
+        share = format_percent(part_ns, total_ns)
+        line.append(f"{format_ms(part_ns):>{_NUMBER_WIDTH}}{share:>6} ")
+        cells = round(bar_width * part_ns / total_ns) if total_ns > 0 else 0
+        line.append(marks.full * min(bar_width, cells), style=_PART_STYLES.get(part, "blue"))
         line.rstrip()
         lines.append(line)
+    head = f"  {name:<{_PART_WIDTH}}"[: 2 + _PART_WIDTH]
+    lines.append(Text(f"{head}{format_ms(total_ns):>{_NUMBER_WIDTH}}", style="bold"))
     return lines
-
-
-def _total_line(name: str, total_ns: int, width: int) -> Text:
-    return Text(f"  {name:<{_PART_WIDTH}}"[: 2 + _PART_WIDTH].ljust(2 + _PART_WIDTH)
-        + f"{format_ms(total_ns):>{_NUMBER_WIDTH}}", style="bold")  # fmt: skip
 
 
 def _notes(view: TraceView) -> str:
     notes: list[str] = []
     if view.hidden_ns:
         notes.append(f"{format_ms(view.hidden_ns)} of the transfer ran beside prefill")
-    if view.exposed_in_second:
+    if TRANSFER_EXPOSED in view.second_parts:
         notes.append("the transfer delays the second token, not the first")
     if view.clock_error_ns:
         notes.append(f"clocks of the hosts are known within {format_ms(view.clock_error_ns)}")
@@ -361,8 +360,8 @@ def draw_comparison(
 
 def differences(first: TraceView, second: TraceView) -> list[tuple[str, int, int]]:
     """Each part with its nanoseconds in both requests, by the size of the difference."""
-    names = list(dict.fromkeys(part.name for part in (*first.parts, *second.parts)))
-    rows = [(name, first.part_ns(name), second.part_ns(name)) for name in names]
+    names = {**first.parts, **second.parts}
+    rows = [(name, first.parts.get(name, 0), second.parts.get(name, 0)) for name in names]
     return sorted(rows, key=lambda row: -abs(row[2] - row[1]))
 
 
@@ -373,9 +372,8 @@ def conclusion(first: TraceView, second: TraceView) -> str:
         return "both took the same time"
     word = "slower" if change_ns > 0 else "faster"
     along = [
-        PartTime(name, other_ns - one_ns)
+        f"{name} {format_ms(abs(other_ns - one_ns))}"
         for name, one_ns, other_ns in differences(first, second)
         if (other_ns - one_ns) * change_ns > 0
     ]
-    text = f"B is {format_ms(abs(change_ns))} {word}"
-    return text + (f": {along[0].name} {format_ms(abs(along[0].duration_ns))}" if along else "")
+    return ": ".join((f"B is {format_ms(abs(change_ns))} {word}", *along[:1]))

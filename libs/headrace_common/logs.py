@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ class TraceNames:
     """The traces of the last requests and transfers, by their ids. One thread adds, all may find."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, trace.SpanContext | str] = {}
+        self._spans: OrderedDict[str, trace.SpanContext | str] = OrderedDict()
 
     def add(self, name: str, span: trace.SpanContext | str) -> None:
         """Lines about this request or transfer belong to the trace of a span, or of a traceparent.
@@ -39,7 +40,7 @@ class TraceNames:
         self._spans.pop(name, None)
         self._spans[name] = span
         if len(self._spans) > NAMES_MAX:
-            del self._spans[next(iter(self._spans))]
+            self._spans.popitem(last=False)
 
     def find(self, record: logging.LogRecord) -> tuple[str, str]:
         """The trace id and the span id of a record: of the current span, or of a name among its arguments."""

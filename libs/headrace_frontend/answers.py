@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from opentelemetry.trace import Span
-
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.limits import ANSWERS_MAX
 from headrace_common.tasks import end_task
@@ -25,8 +23,8 @@ from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, Prep
 ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 """Sends one message to the client. It returns when the client can take another."""
 
-PrepareAnswer: TypeAlias = Callable[[Span, str], Awaitable[PreparedRequest]]
-"""Returns the validated request, for the root span of its trace and its tenant."""
+PrepareAnswer: TypeAlias = Callable[[str], Awaitable[PreparedRequest]]
+"""Returns the validated request, for its tenant."""
 
 # Shorter prompts fill few blocks or none, and computing them takes less time than waiting for the first answer.
 _SHARED_TOKENS_MIN = 64
@@ -147,8 +145,8 @@ async def run_answers(
         return
     group = AnswerGroup(request, answer.write)
 
-    async def prepare_first(root: Span, tenant: str) -> PreparedRequest:
-        return group.first_prepared(await answer.prepare(root, tenant))
+    async def prepare_first(tenant: str) -> PreparedRequest:
+        return group.first_prepared(await answer.prepare(tenant))
 
     async def run_first() -> None:
         await run(Answer(answer.request_id, prepare_first, group.writer(0), group.first_started))
@@ -157,7 +155,7 @@ async def run_answers(
     async def run_other(number: int) -> None:
         prepared = await group.prepared(number)
 
-        async def give(root: Span, tenant: str) -> PreparedRequest:
+        async def give(tenant: str) -> PreparedRequest:
             return prepared
 
         await run(Answer(prepared.request_id, give, group.writer(number)))

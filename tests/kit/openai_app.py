@@ -72,8 +72,6 @@ class Runner:
         self.prepared: list[PreparedRequest] = []
         self.timeouts_s: list[float] = []
         self.contexts: list[trace.SpanContext] = []
-        self.attributes: list[dict[str, Any]] = []
-        """Those that the root spans got."""
 
     async def run(
         self,
@@ -84,12 +82,7 @@ class Runner:
         outlet: Outlet | None = None,
     ) -> None:
         self.contexts.append(trace.get_current_span().get_span_context())
-        attributes: dict[str, Any] = {}
-        root: Any = Mock(set_attribute=attributes.__setitem__)
-        self.attributes.append(attributes)
-        prepared = await self._preparer.prepare(
-            request, request_id_of(request), root, deadline, tenant
-        )
+        prepared = await self._preparer.prepare(request, request_id_of(request), deadline, tenant)
         self.requests.append(request)
         self.prepared.append(prepared)
         self.timeouts_s.append(round(deadline.remaining_s()))

@@ -239,7 +239,7 @@ def trace_object(trace: trace_pb2.Trace) -> dict[str, Any]:
         "verdict": verdict(view),
         "ttft_ns": view.ttft_ns if view.answered else None,
         "best_other_decision": view.other,
-        "parts": [{"name": part.name, "duration_ns": part.duration_ns} for part in view.parts],
+        "parts": [{"name": name, "duration_ns": part_ns} for name, part_ns in view.parts.items()],
         "links": [
             {
                 "name": link.name,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.inference.v1 import latency_pb2
 from headrace_common.latency.parts import (
@@ -16,7 +14,14 @@ from headrace_common.latency.parts import (
     sum_from_proto,
     sum_to_proto,
 )
-from headrace_common.latency.steps import AttemptSteps, DecodeSteps, FirstTokenBy, RequestSteps
+from headrace_common.latency.steps import (
+    BY_DECODE,
+    BY_HIDDEN,
+    BY_PREFILL,
+    AttemptSteps,
+    DecodeSteps,
+    RequestSteps,
+)
 
 
 class Owner(StrEnum):
@@ -27,6 +32,10 @@ class Owner(StrEnum):
     SECOND_TOKEN = "second_token"
 
 
+# A member of an Enum is found by a Python function.
+OWNED_BY_NONE, OWNED_BY_FIRST, OWNED_BY_SECOND = Owner
+_ADMISSION, _TOKENIZE, _ROUTE, _RETRY, _RESERVE, _QUEUE, *_LATER = TimePart
+_BATCH_WAIT, _PREFILL, _TRANSFER_EXPOSED, _DECODE_WAIT, _FIRST_STEP, _NETWORK, _ = _LATER
 _OWNERS = {
     Owner.NONE: latency_pb2.TRANSFER_OWNER_UNSPECIFIED,
     Owner.FIRST_TOKEN: latency_pb2.TRANSFER_OWNER_FIRST_TOKEN,
@@ -34,23 +43,20 @@ _OWNERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
+class Breakdown(NamedTuple):
     """The sums of one request. Without a first token, `first` lasts to the end of the request."""
 
     first: Sum
     second: Sum | None = None
-    owner: Owner = Owner.NONE
+    owner: Owner = OWNED_BY_NONE
     hidden_us: int = 0
     clock_error_us: int = 0
 
     @property
     def exposed_us(self) -> int:
         """The exposed transfer in the owner's sum."""
-        owner = self.second if self.owner == Owner.SECOND_TOKEN else self.first
-        if owner is None or self.owner == Owner.NONE:
-            return 0
-        return owner[TimePart.TRANSFER_EXPOSED]
+        owner = self.second if self.owner == OWNED_BY_SECOND else self.first
+        return owner[_TRANSFER_EXPOSED] if owner is not None and self.owner else 0
 
 
 def break_down(steps: RequestSteps, end_us: int) -> Breakdown:
@@ -60,25 +66,25 @@ def break_down(steps: RequestSteps, end_us: int) -> Breakdown:
     at, index = steps.first_token
     attempt = steps.attempts[index] if index < len(steps.attempts) else None
     sent = max(at, steps.first_message or at)
-    first = divide(steps.arrival, sent, _first_token_claims(steps, attempt, at, sent))
+    claims = _router_claims(steps, attempt, end_us)
+    claims.append((_NETWORK, at, sent))
     if attempt is None:
-        return Breakdown(first)
+        claims.append((_ADMISSION, steps.arrival, sent))
+        return Breakdown(divide(steps.arrival, sent, claims))
+    claims += _first_token_claims(attempt, at)
+    first = divide(steps.arrival, sent, claims)
     second: Sum | None = None
     later = attempt
-    by_decode = attempt.first_token_by == FirstTokenBy.DECODE
+    by_decode = attempt.first_token_by == BY_DECODE
     if steps.second_token is not None and not by_decode:
         second_at, later_index = steps.second_token
         later = steps.attempts[later_index]
         second = divide(at, second_at, _second_token_claims(attempt, later, at, second_at))
-    transferred = later.decode is not None and later.decode.kv_arrived is not None
-    owner = Owner.FIRST_TOKEN if by_decode else Owner.SECOND_TOKEN
-    return Breakdown(
-        first,
-        second,
-        owner if transferred and later.remote else Owner.NONE,
-        later.prefill.hidden_us if later.prefill is not None else 0,
-        later.error_us,
-    )
+    owner = OWNED_BY_NONE
+    if later.remote and later.decode is not None and later.decode.kv_arrived is not None:
+        owner = OWNED_BY_FIRST if by_decode else OWNED_BY_SECOND
+    hidden_us = later.prefill.hidden_us if later.prefill is not None else 0
+    return Breakdown(first, second, owner, hidden_us, later.error_us)
 
 
 def breakdown_to_proto(one: Breakdown) -> latency_pb2.LatencyBreakdown:
@@ -117,71 +123,69 @@ def _sum_object(message: latency_pb2.LatencySum) -> dict[str, Any]:
     }
 
 
-def _first_token_claims(
-    steps: RequestSteps, attempt: AttemptSteps | None, at: int, sent: int
-) -> Iterator[Claim]:
-    yield from _router_claims(steps, attempt)
-    yield Claim(TimePart.NETWORK, at, sent)
-    if attempt is None:
-        yield Claim(TimePart.ADMISSION, steps.arrival, sent)
-        return
-    yield from _prefill_claims(attempt)
-    decode = attempt.decode
-    if attempt.first_token_by == FirstTokenBy.PREFILL:
-        if attempt.prefill is not None:
-            yield Claim(TimePart.NETWORK, attempt.prefill.sent, at)
+def _first_token_claims(attempt: AttemptSteps, at: int) -> list[Claim]:
+    prefill, decode = attempt.prefill, attempt.decode
+    claims = _prefill_claims(attempt)
+    if attempt.first_token_by == BY_PREFILL:
+        if prefill is not None:
+            claims.append((_NETWORK, prefill.sent, at))
             # A task that was cancelled reports only when it made the token.
-            yield Claim(TimePart.PREFILL, attempt.prefill.received, attempt.prefill.sent)
-    elif attempt.first_token_by == FirstTokenBy.HIDDEN:
-        if decode is not None:
-            yield Claim(
-                TimePart.TRANSFER_EXPOSED, _compute_end(attempt), decode.hidden_state_arrived
-            )
-            yield Claim(TimePart.FIRST_STEP, decode.hidden_state_arrived, decode.sampled)
-            yield Claim(TimePart.NETWORK, decode.sampled, at)
-    elif decode is not None:
-        if decode.kv_arrived is not None:
-            yield Claim(TimePart.TRANSFER_EXPOSED, _compute_end(attempt), decode.kv_arrived)
+            claims.append((_PREFILL, prefill.received, prefill.sent))
+    elif decode is None:
+        return claims
+    elif attempt.first_token_by == BY_HIDDEN:
+        arrived, sampled = decode.hidden_state_arrived, decode.sampled
+        claims.append((_TRANSFER_EXPOSED, _compute_end(attempt), arrived))
+        claims.append((_FIRST_STEP, arrived, sampled))
+        claims.append((_NETWORK, sampled, at))
+    else:
+        claims.append((_TRANSFER_EXPOSED, _compute_end(attempt), decode.kv_arrived))
         ready = decode.kv_arrived or decode.reserved or decode.received
-        yield from _step_claims(decode, ready, at, local=not attempt.remote)
+        claims += _step_claims(attempt, decode, ready, at)
+    return claims
 
 
 def _second_token_claims(
     first: AttemptSteps, later: AttemptSteps, at: int, second_at: int
-) -> Iterator[Claim]:
+) -> list[Claim]:
+    claims: list[Claim] = []
     if later is not first:
-        yield Claim(TimePart.RETRY, at, later.route_start)
-        yield from _placement_claims(later)
-    yield from _prefill_claims(later)
+        claims = [(_RETRY, at, later.route_start), *_placement_claims(later)]
+    claims += _prefill_claims(later)
     decode = later.decode
     if decode is None:
-        return
-    yield Claim(TimePart.TRANSFER_EXPOSED, _compute_end(later), decode.kv_arrived)
+        return claims
+    claims.append((_TRANSFER_EXPOSED, _compute_end(later), decode.kv_arrived))
     times = (decode.kv_arrived, decode.token_received, decode.sampled)
     ready = max((time for time in times if time is not None), default=None)
-    yield from _step_claims(decode, ready, second_at, local=not later.remote)
-    yield Claim(TimePart.NETWORK, at, decode.token_received)
+    claims += _step_claims(later, decode, ready, second_at)
+    claims.append((_NETWORK, at, decode.token_received))
+    return claims
 
 
 def _step_claims(
-    decode: DecodeSteps, ready: int | None, at: int, *, local: bool
-) -> Iterator[Claim]:
+    attempt: AttemptSteps, decode: DecodeSteps, ready: int | None, at: int
+) -> tuple[Claim, ...]:
     """The wait for a step and the step, which made the token that the router received at `at`."""
     start = decode.step_start
     if start is None or (ready is not None and start < ready):
         start = ready
-    yield Claim(TimePart.DECODE_WAIT, ready, start)
-    yield Claim(TimePart.PREFILL if local else TimePart.FIRST_STEP, start, decode.first_token)
-    yield Claim(TimePart.NETWORK, decode.first_token, at)
+    return (
+        (_DECODE_WAIT, ready, start),
+        (_FIRST_STEP if attempt.remote else _PREFILL, start, decode.first_token),
+        (_NETWORK, decode.first_token, at),
+    )
 
 
-def _prefill_claims(attempt: AttemptSteps) -> Iterator[Claim]:
+def _prefill_claims(attempt: AttemptSteps) -> list[Claim]:
     prefill = attempt.prefill
     if prefill is None:
-        return
-    yield Claim(TimePart.PREFILL, prefill.compute_start, _compute_end(attempt))
-    yield Claim(TimePart.BATCH_WAIT, prefill.received, prefill.compute_start)
-    yield Claim(TimePart.NETWORK, attempt.pulled, prefill.received)
+        return []
+    return [
+        (_PREFILL, prefill.compute_start, _compute_end(attempt)),
+        (_BATCH_WAIT, prefill.received, prefill.compute_start),
+        (_NETWORK, attempt.pulled, prefill.received),
+    ]
 
 
 def _compute_end(attempt: AttemptSteps) -> int | None:
@@ -193,8 +197,7 @@ def _compute_end(attempt: AttemptSteps) -> int | None:
     return min(end, arrived)
 
 
-def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
-    yield Claim(TimePart.ROUTE, attempt.route_start, attempt.start)
+def _placement_claims(attempt: AttemptSteps) -> tuple[Claim, ...]:
     reserved = attempt.queued or attempt.reserved
     if (
         attempt.queued is None
@@ -203,34 +206,38 @@ def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
     ):
         # The decode worker goes on at once.
         reserved = attempt.decode.reserved
-    yield Claim(TimePart.RESERVE, attempt.start, reserved)
-    yield Claim(TimePart.QUEUE, attempt.queued, attempt.pulled)
+    return (
+        (_ROUTE, attempt.route_start, attempt.start),
+        (_RESERVE, attempt.start, reserved),
+        (_QUEUE, attempt.queued, attempt.pulled),
+    )
 
 
-def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None) -> Iterator[Claim]:
-    for start, end in steps.tokenize:
-        yield Claim(TimePart.TOKENIZE, start, end)
+def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None, end: int) -> list[Claim]:
+    claims: list[Claim] = []
+    if steps.tokenize is not None:
+        claims.append((_TOKENIZE, *steps.tokenize))
     for one in steps.attempts:
         if one.message is not None:
-            yield Claim(TimePart.NETWORK, *one.message)
-    if steps.slot_wait is not None:
-        yield Claim(TimePart.DECODE_WAIT, *steps.slot_wait)
-    if not steps.attempts or attempt is None:
-        return
-    first_start = steps.attempts[0].route_start
-    yield Claim(TimePart.ADMISSION, steps.arrival, first_start)
-    yield Claim(TimePart.RETRY, first_start, attempt.route_start)
-    yield from _placement_claims(attempt)
+            claims += ((_NETWORK, *one.message),)
+    claims.append((_DECODE_WAIT, steps.slot_start, steps.slot_end or end))
+    if attempt is not None:
+        first_start = steps.attempts[0].route_start
+        claims.append((_ADMISSION, steps.arrival, first_start))
+        claims.append((_RETRY, first_start, attempt.route_start))
+        claims += _placement_claims(attempt)
+    return claims
 
 
-def _claims_of_failure(steps: RequestSteps, end: int) -> Iterator[Claim]:
+def _claims_of_failure(steps: RequestSteps, end: int) -> list[Claim]:
     last = steps.attempts[-1] if steps.attempts else None
-    yield from _router_claims(steps, last)
+    claims = _router_claims(steps, last, end)
     if last is None:
-        yield Claim(TimePart.ADMISSION, steps.arrival, end)
-        return
-    yield from _prefill_claims(last)
+        claims.append((_ADMISSION, steps.arrival, end))
+        return claims
+    claims += _prefill_claims(last)
     # A queue that nothing has pulled from lasts to the end.
-    if last.queued is not None and last.pulled is None:
-        yield Claim(TimePart.QUEUE, last.queued, end)
-    yield Claim(TimePart.RETRY, last.route_start, end)
+    if last.pulled is None:
+        claims.append((_QUEUE, last.queued, end))
+    claims.append((_RETRY, last.route_start, end))
+    return claims

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Final, NamedTuple
 
 _READINGS_MAX: Final = 5
@@ -41,58 +40,38 @@ def _read() -> ClockPair:
 
 
 class ClockDifference(NamedTuple):
-    """How far another host's wall clock is ahead of this one's, and a bound on the error of that."""
+    """How far another clock is ahead of one of ours, and a bound on the error of that."""
 
     ahead_ns: int
     error_ns: int
 
 
-_EXCHANGES: Final = 16
 # Two clocks drift apart by at most this share: quartz has 100 ppm, and a clock that is being adjusted 500.
 _DRIFT: Final = 0.0006
-
-
-class _Exchange(NamedTuple):
-    """The other clock was ahead by at least `low_ns` and at most `high_ns` at `at_ns` of our clock."""
-
-    low_ns: int
-    high_ns: int
-    at_ns: int
 
 
 class ClockOffset:
     """Relates another clock to ours, which must never be set: use the monotonic clock.
 
     An exchange has four stamps: we send, the other side receives, it replies, and we receive. No message arrives
-    before it is sent, which bounds the offset from both sides. The bounds of the last exchanges are intersected, so
-    the fastest message in either direction determines the error. An exchange that contradicts the others shows that
-    the other clock was set: it replaces them.
+    before it is sent, which bounds the offset from both sides. The bounds of all exchanges are intersected, so the
+    fastest message in either direction determines the error. They widen with time, as clocks drift. An exchange that
+    contradicts the others shows that the other clock was set: it replaces them.
     """
 
+    __slots__ = ("_at_ns", "_high_ns", "_low_ns", "known")
+
     def __init__(self) -> None:
-        self._exchanges: deque[_Exchange] = deque(maxlen=_EXCHANGES)
-        self._bounds: tuple[int, int] | None = None
-
-    @property
-    def known(self) -> bool:
+        self.known = False
         """Whether there was an exchange."""
-        return self._bounds is not None
+        # The other clock was ahead by at least the lower bound at that time of our clock.
+        self._low_ns = self._high_ns = self._at_ns = 0
 
     @property
-    def offset_ns(self) -> int:
-        """How far the other clock is ahead of ours. 0 while it is unknown."""
-        if self._bounds is None:
-            return 0
-        low, high = self._bounds
-        return (low + high) // 2
-
-    @property
-    def error_ns(self) -> int:
-        """Bound on the error of `offset_ns` at the last exchange. 0 while it is unknown."""
-        if self._bounds is None:
-            return 0
-        low, high = self._bounds
-        return (high - low + 1) // 2
+    def difference(self) -> ClockDifference:
+        """How far the other clock is ahead of ours at the last exchange. 0 while it is unknown."""
+        low_ns, high_ns = self._low_ns, self._high_ns
+        return ClockDifference((low_ns + high_ns) // 2, (high_ns - low_ns + 1) // 2)
 
     def add_exchange(
         self, sent_ns: int, received_ns: int, replied_ns: int, answered_ns: int
@@ -101,30 +80,20 @@ class ClockOffset:
 
         False for an exchange that is impossible, because the other clock was set meanwhile: it is ignored.
         """
-        exchange = _Exchange(replied_ns - answered_ns, received_ns - sent_ns, answered_ns)
-        if exchange.low_ns > exchange.high_ns:
+        low_ns, high_ns = replied_ns - answered_ns, received_ns - sent_ns
+        if low_ns > high_ns:
             return False
-        self._exchanges.append(exchange)
-        bounds = self._intersection(answered_ns)
-        if bounds is None:
-            self._exchanges.clear()
-            self._exchanges.append(exchange)
-            bounds = (exchange.low_ns, exchange.high_ns)
-        self._bounds = bounds
+        if self.known:
+            # What is older is wider by now.
+            since_ns = int(_DRIFT * (answered_ns - self._at_ns))
+            own_ns, stored_ns = max(0, -since_ns), max(0, since_ns)
+            low = max(low_ns - own_ns, self._low_ns - stored_ns)
+            high = min(high_ns + own_ns, self._high_ns + stored_ns)
+            if low <= high:
+                low_ns, high_ns = low, high
+            elif since_ns < 0:
+                return True
+        self.known = True
+        self._low_ns, self._high_ns = low_ns, high_ns
+        self._at_ns = max(answered_ns, self._at_ns)
         return True
-
-    def ours_ns(self, other_ns: int) -> int:
-        """The time of our clock at a time of the other one."""
-        return other_ns - self.offset_ns
-
-    def _intersection(self, now_ns: int) -> tuple[int, int] | None:
-        low, high = None, None
-        for exchange in self._exchanges:
-            drift_ns = int(_DRIFT * abs(now_ns - exchange.at_ns))
-            if low is None or exchange.low_ns - drift_ns > low:
-                low = exchange.low_ns - drift_ns
-            if high is None or exchange.high_ns + drift_ns < high:
-                high = exchange.high_ns + drift_ns
-        if low is None or high is None or low > high:
-            return None
-        return low, high

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TypeAlias
 
 from headrace.inference.v1 import latency_pb2
 
@@ -41,14 +41,12 @@ class TimePart(IntEnum):
 
 
 _LABELS = {part: part.name.lower() for part in TimePart}
+# A member of an Enum is found by a Python function.
+_REST = TimePart.UNACCOUNTED
 
 
-class Claim(NamedTuple):
-    """One step. A step without a duration, or with a start or an end that is None, claims nothing."""
-
-    part: TimePart
-    start: int | None
-    end: int | None
+Claim: TypeAlias = tuple[TimePart, int | None, int | None]
+"""One step with its start and end. A step without a duration, or without one of both, claims nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +65,29 @@ def divide(start_us: int, end_us: int, claims: Iterable[Claim]) -> Sum:
     """Divides [start_us, end_us) among the claims, in their order. The rest is UNACCOUNTED."""
     parts: dict[TimePart, int] = {}
     free = [(start_us, end_us)] if end_us > start_us else []
-    for part, claim_start, claim_end in claims:
-        if claim_start is None or claim_end is None or claim_end <= claim_start:
+    for part, start, end in claims:
+        if start is None or end is None or end <= start:
             continue
+        taken_us = 0
         left: list[tuple[int, int]] = []
         for gap in free:
-            gap_start, gap_end = gap
-            taken_start = max(claim_start, gap_start)
-            taken_end = min(claim_end, gap_end)
-            if taken_end <= taken_start:
+            low, high = gap
+            if end <= low or high <= start:
                 left.append(gap)
                 continue
-            parts[part] = parts.get(part, 0) + taken_end - taken_start
-            if gap_start < taken_start:
-                left.append((gap_start, taken_start))
-            if taken_end < gap_end:
-                left.append((taken_end, gap_end))
-        free = left
+            if low < start:
+                left.append((low, start))
+                low = start
+            if end < high:
+                left.append((end, high))
+                high = end
+            taken_us += high - low
+        if taken_us:
+            parts[part] = parts.get(part, 0) + taken_us
+            free = left
     rest = sum(gap_end - gap_start for gap_start, gap_end in free)
     if rest:
-        parts[TimePart.UNACCOUNTED] = parts.get(TimePart.UNACCOUNTED, 0) + rest
+        parts[_REST] = parts.get(_REST, 0) + rest
     return Sum(max(0, end_us - start_us), parts)
 
 

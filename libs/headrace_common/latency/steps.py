@@ -1,9 +1,11 @@
-"""The steps of a request, from which its sums are made. Times are microseconds of the router's clock. Pure."""
+"""The steps of a request, from which its sums are made. Times are microseconds of the router's clock."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import latency_pb2
@@ -18,8 +20,11 @@ class FirstTokenBy(StrEnum):
     HIDDEN = "hidden"
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSteps:
+# A member of an Enum is found by a Python function.
+BY_DECODE, BY_PREFILL, BY_HIDDEN = FirstTokenBy
+
+
+class DecodeSteps(NamedTuple):
     """An attempt on its decode worker. None for a step that has not happened or is not known."""
 
     received: int
@@ -32,8 +37,7 @@ class DecodeSteps:
     first_token: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSteps:
+class PrefillSteps(NamedTuple):
     """A task on its prefill worker. None for a step that has not happened or is not known."""
 
     received: int
@@ -52,7 +56,7 @@ class PrefillSteps:
         return max(0, min(end, self.compute_end) - max(start, self.compute_start or start))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttemptSteps:
     """One attempt. `start` is its request to the decode worker. `error_us` bounds the error of the workers' times."""
 
@@ -62,7 +66,7 @@ class AttemptSteps:
     queued: int | None = None
     pulled: int | None = None
     remote: bool = False
-    first_token_by: FirstTokenBy = FirstTokenBy.DECODE
+    first_token_by: FirstTokenBy = BY_DECODE
     decode: DecodeSteps | None = None
     prefill: PrefillSteps | None = None
     message: tuple[int, int] | None = None
@@ -70,18 +74,19 @@ class AttemptSteps:
     error_us: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestSteps:
-    """One request. `tokenize` has an interval for each try.
+    """One request. `first_message` is when the first token left for the client.
 
-    `slot_wait` is the wait for a slot of the decode workers. `first_token` and `second_token` are the arrivals at the
-    router, each with the index of its attempt. `first_message` is when the first token left for the client.
+    The wait for a slot of the decode workers lasts from `slot_start`, until now without `slot_end`. `first_token` and
+    `second_token` are the arrivals at the router, each with the index of its attempt.
     """
 
     arrival: int
-    tokenize: tuple[tuple[int, int], ...] = ()
-    slot_wait: tuple[int, int] | None = None
-    attempts: tuple[AttemptSteps, ...] = ()
+    tokenize: tuple[int, int] | None = None
+    slot_start: int | None = None
+    slot_end: int | None = None
+    attempts: Sequence[AttemptSteps] = ()
     first_token: tuple[int, int] | None = None
     second_token: tuple[int, int] | None = None
     first_message: int | None = None
@@ -89,80 +94,41 @@ class RequestSteps:
 
 def decode_steps(times: decode_pb2.AttemptTimes, received_us: int) -> DecodeSteps:
     """The steps that a decode worker reported. `received_us` is its receipt of the request, by the router's clock."""
-
-    def at(after_us: int) -> int | None:
-        return received_us + after_us if after_us else None
-
-    return DecodeSteps(
-        received_us,
-        reserved=at(times.reserved_us),
-        kv_arrived=at(times.kv_arrived_us),
-        hidden_state_arrived=at(times.hidden_state_arrived_us),
-        sampled=at(times.sampled_us),
-        token_received=at(times.token_received_us),
-        step_start=at(times.step_start_us),
-        first_token=at(times.first_token_us),
-    )
+    first_us = (times.reserved_us, times.kv_arrived_us, times.hidden_state_arrived_us)
+    last_us = (times.sampled_us, times.token_received_us, times.step_start_us, times.first_token_us)
+    return DecodeSteps._make((received_us, *_at(received_us, first_us + last_us)))
 
 
 def prefill_steps(
     times: prefill_pb2.TaskTimes | latency_pb2.TaskSteps, received_us: int
 ) -> PrefillSteps:
     """The steps that a prefill worker reported. `received_us` is its receipt of the task, by the router's clock."""
-
-    def at(after_us: int) -> int | None:
-        return received_us + after_us if after_us else None
-
-    return PrefillSteps(
-        received_us,
-        compute_start=at(times.compute_start_us),
-        compute_end=at(times.compute_end_us),
-        first_write=at(times.first_write_us),
-        last_write=at(times.last_write_us),
-        sent=at(times.sent_us),
-    )
+    computed_us = (times.compute_start_us, times.compute_end_us)
+    sent_us = (times.first_write_us, times.last_write_us, times.sent_us)
+    return PrefillSteps._make((received_us, *_at(received_us, computed_us + sent_us)))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """When an RPC was sent and answered, in nanoseconds of the monotonic clock."""
-
-    sent_ns: int
-    answered_ns: int
-
-    @property
-    def sent_us(self) -> int:
-        """As `sent_ns`."""
-        return self.sent_ns // 1_000
-
-    @property
-    def answered_us(self) -> int:
-        """As `answered_ns`."""
-        return self.answered_ns // 1_000
-
-    def delay_us(self, server_us: int) -> int:
-        """Half of the time that was not the server's: the bound on the error of `receipt_us`."""
-        return max(0, self.answered_us - self.sent_us - server_us) // 2
-
-    def receipt_us(self, server_us: int) -> int:
-        """When the server received it, if both messages took as long and the server took `server_us`."""
-        return self.sent_us + self.delay_us(server_us)
+def _at(start_us: int, after_us: Sequence[int]) -> list[int | None]:
+    """The times so long after the start. None for 0, which means that a step has not happened."""
+    return [start_us + one if one else None for one in after_us]
 
 
-def with_task(attempt: AttemptSteps, call: Call, task: latency_pb2.TaskSteps) -> AttemptSteps:
-    """Adds the prefill of an attempt. `call` is the RPC that `task` answered, by the clock of the attempt's times."""
-    received_us = call.receipt_us(task.sent_us)
+def add_task(
+    attempt: AttemptSteps, sent_us: int, answered_us: int, task: latency_pb2.TaskSteps
+) -> None:
+    """Adds the prefill of an attempt.
 
-    def at(after_us: int) -> int | None:
-        return received_us + after_us if after_us else None
-
-    prefill = prefill_steps(task, received_us)
-    prefill = replace(prefill, received=received_us + task.received_us, sent=None)
-    return replace(
-        attempt,
-        remote=True,
-        queued=at(task.queued_us),
-        pulled=at(task.pulled_us),
-        prefill=prefill if task.received_us else None,
-        error_us=attempt.error_us + call.delay_us(task.sent_us) + task.clock_error_us,
-    )
+    `task` answered an RPC that was sent and answered at these times, by the clock of the attempt's times.
+    """
+    # Both messages took as long, as far as is known. Their time bounds the error.
+    delay_us = max(0, answered_us - sent_us - task.sent_us) // 2
+    received_us = sent_us + delay_us
+    attempt.remote = True
+    attempt.queued, attempt.pulled = _at(received_us, (task.queued_us, task.pulled_us))
+    attempt.error_us = delay_us + task.clock_error_us
+    if attempt.queued is not None:
+        attempt.message = (sent_us, attempt.queued)
+    if task.received_us:
+        attempt.prefill = prefill_steps(task, received_us)._replace(
+            received=received_us + task.received_us, sent=None
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Final, NamedTuple
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from headrace_common.rpc import handlers
@@ -32,31 +32,28 @@ SERVED: Final[ContextVar[ServedCall | None]] = ContextVar("served", default=None
 """The call that the current task serves. Set where a call arrives. Tasks that the call starts have it too."""
 
 
-def traceparent(span: Span) -> str:
-    """The W3C traceparent of a span, for a message field. Empty for an invalid span."""
-    context = span.get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-
-
 def context_from_traceparent(text: str) -> Context:
     """The context of the span that the traceparent `text` names. Empty when it names none."""
     return context_of_carrier(text, "")
 
 
-def carrier_of(context: Context | None) -> tuple[str, str]:
-    """The trace context of the span in `context`, as traceparent and tracestate. Empty without a span.
+def carrier_of(span: SpanContext) -> dict[str, str]:
+    """The trace context of a span, as traceparent and tracestate. Empty for an invalid span.
 
-    Without `context`, of the current span.
+    It is as the propagator has it, which takes three times as long.
     """
-    span = trace.get_current_span(context)
-    state = span.get_span_context().trace_state
-    return traceparent(span), state.to_header() if state else ""
+    if not span.is_valid:
+        return {}
+    carrier = {"traceparent": f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"}
+    if span.trace_state:
+        carrier["tracestate"] = span.trace_state.to_header()
+    return carrier
 
 
 def context_of_carrier(traceparent: str, tracestate: str) -> Context:
     """The context of the span that `carrier_of` described. Empty for none."""
+    if not traceparent:
+        return Context()
     plain = None if tracestate else _PLAIN.fullmatch(traceparent)
     if plain is None:
         carrier = {"traceparent": traceparent, "tracestate": tracestate}
@@ -66,18 +63,6 @@ def context_of_carrier(traceparent: str, tracestate: str) -> Context:
     if not parent.is_valid:
         return Context()
     return trace.set_span_in_context(NonRecordingSpan(parent), Context())
-
-
-def metadata_with_trace(
-    metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
-) -> tuple[tuple[str, str | bytes], ...]:
-    """`metadata` with the trace context of the current span, or of the span in `context`."""
-    parent, state = carrier_of(context)
-    if not parent:
-        return tuple(metadata)
-    if state:
-        return (*metadata, ("traceparent", parent), ("tracestate", state))
-    return (*metadata, ("traceparent", parent))
 
 
 class TraceInterceptor(handlers.WrappingInterceptor):
@@ -98,5 +83,7 @@ async def _inside_callers_span(context: handlers.Context, call: ServedCall) -> A
     # Neither is undone. Each RPC runs in a task of its own, and both end with the task.
     # Another task may close an asynchronous generator, and detaching would fail there.
     SERVED.set(call)
-    otel_context.attach(_PROPAGATOR.extract(carrier, context=Context()))
+    otel_context.attach(
+        context_of_carrier(carrier.get("traceparent", ""), carrier.get("tracestate", ""))
+    )
     yield

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.latency.parts import Sum, TimePart
 from headrace_common.latency.steps import DecodeSteps, FirstTokenBy
-from headrace_common.rpc.trace_context import SERVED
+from headrace_common.rpc.trace_context import ServedCall
 from headrace_common.telemetry import schema
 
 if TYPE_CHECKING:
@@ -75,9 +75,8 @@ def breakdown_attributes(one: Breakdown) -> dict[str, AttributeValue]:
     return attributes
 
 
-def server_attributes() -> dict[str, str]:
-    """The call that the current task serves, by the conventions' names. Empty outside of calls."""
-    call = SERVED.get()
+def server_attributes(call: ServedCall | None) -> dict[str, str]:
+    """A served call, by the conventions' names. Empty for none."""
     if call is None:
         return {}
     if call.http_method:

@@ -5,72 +5,87 @@ A request's ids have to be known when it starts. Whether it gets spans is known 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Final
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import (
-    Link,
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-)
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.telemetry.schema_tables import SPAN_KINDS
 
 SCOPE = "headrace"
+NO_RESOURCE: Final = Resource({})
 _SCOPE = InstrumentationScope(SCOPE)
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_ID_STEP: Final = 0x9E37_79B9_7F4A_7C15
+_ID_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 
-class PendingSpan(NonRecordingSpan):
-    """The ids and the attributes of a span that is made later. `parent` is None for a root."""
+class SpanMaker:
+    """Makes spans of one trace below its root. Each maker with the same arguments gives them the same ids."""
 
-    def __init__(self, context: SpanContext, parent: SpanContext | None) -> None:
-        super().__init__(context)
-        self.parent = parent
-        self.attributes: dict[str, AttributeValue] = {}
+    def __init__(
+        self,
+        root: SpanContext,
+        zero_unix_ns: int,
+        resource: Resource = NO_RESOURCE,
+        number: int = 0,
+    ) -> None:
+        """`zero_unix_ns` is the wall clock at 0 of the clock of the steps. Makers of one trace differ by `number`."""
+        self.root = root
+        self._zero_unix_ns = zero_unix_ns
+        self._resource = resource
+        self._last_id = root.span_id + (number << 32)
 
-    def is_recording(self) -> bool:
-        return True
+    def of_steps(
+        self,
+        name: str,
+        parent: SpanContext,
+        times_us: tuple[int, int],
+        attributes: Mapping[str, AttributeValue] | None = None,
+        error: str = "",
+        *,
+        context: SpanContext | None = None,
+        link: SpanContext | None = None,
+    ) -> ReadableSpan:
+        """A span from the times of two steps."""
+        start_ns, end_ns = (self._zero_unix_ns + 1_000 * time_us for time_us in times_us)
+        times = (start_ns, end_ns)
+        return self.at(name, parent, times, attributes, error, context=context, link=link)
 
-    def set_attribute(self, key: str, value: AttributeValue) -> None:
-        self.attributes[key] = value
+    def at(
+        self,
+        name: str,
+        parent: SpanContext | None,
+        times_unix_ns: tuple[int, int],
+        attributes: Mapping[str, AttributeValue] | None = None,
+        error: str = "",
+        *,
+        context: SpanContext | None = None,
+        link: SpanContext | None = None,
+    ) -> ReadableSpan:
+        """A span with the ids of `context`, or with new ones. It has failed if `error` is not empty.
 
-    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
-        self.attributes.update(attributes)
-
-
-def ended_span(
-    name: str,
-    context: SpanContext,
-    parent: SpanContext | None,
-    times_unix_ns: tuple[int, int],
-    attributes: Mapping[str, AttributeValue],
-    *,
-    resource: Resource,
-    error: str = "",
-    links: Sequence[SpanContext] = (),
-) -> ReadableSpan:
-    """A span with its start and its end. Exporters accept it, whether or not its trace was sampled."""
-    start_ns, end_ns = times_unix_ns
-    return ReadableSpan(
-        name,
-        context=SpanContext(
-            context.trace_id, context.span_id, False, _SAMPLED, context.trace_state
-        ),
-        parent=parent,
-        resource=resource,
-        attributes=attributes,
-        links=[Link(one) for one in links],
-        kind=SPAN_KINDS.get(name, SpanKind.INTERNAL),
-        status=Status(StatusCode.ERROR, error) if error else Status(),
-        start_time=start_ns,
-        end_time=max(start_ns, end_ns),
-        instrumentation_scope=_SCOPE,
-    )
+        Exporters accept it, whether or not its trace was sampled.
+        """
+        start_ns, end_ns = times_unix_ns
+        own = context or self.root
+        if context is None:
+            self._last_id = (self._last_id + _ID_STEP) & _ID_MASK or _ID_STEP
+        span_id = self._last_id if context is None else context.span_id
+        return ReadableSpan(
+            name,
+            context=SpanContext(own.trace_id, span_id, False, _SAMPLED, own.trace_state),
+            parent=parent,
+            resource=self._resource,
+            attributes=attributes or {},
+            links=[Link(link)] if link is not None else [],
+            kind=SPAN_KINDS.get(name, SpanKind.INTERNAL),
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=start_ns,
+            end_time=max(start_ns, end_ns),
+            instrumentation_scope=_SCOPE,
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
@@ -11,9 +12,6 @@ from headrace_common.telemetry.layer_stamps import LayerStamps
 
 TRANSFER_EXPOSED: Final = "transfer exposed"
 """The name of the part in which a request waits for its KV and nothing else."""
-UNACCOUNTED: Final = "unaccounted"
-"""The name of the part that no step covers."""
-
 UNDRAWN_STEPS: Final = frozenset(
     (
         *(schema.SPAN_REQUEST, schema.SPAN_FIRST_TOKEN, schema.SPAN_SECOND_TOKEN),
@@ -21,14 +19,6 @@ UNDRAWN_STEPS: Final = frozenset(
     )
 )
 """Steps that are the whole of a scale from 0 to the first token, or lie after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartTime:
-    """One part of a latency, such as "queue". Parts do not overlap, and they add up to the latency."""
-
-    name: str
-    duration_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +42,8 @@ class Link:
     expected_ns: int = 0
     bandwidth_share: float = 0.0
     error: str = ""
+    requests: int = 1
+    """Those that it is the sum of."""
     writes: tuple[LayerStamps, ...] = ()
 
     @property
@@ -100,7 +92,7 @@ class TraceView:
 
     `parts` add up to `ttft_ns`: the time to the first token, or to the end of a request without one (`answered` is
     false). `second_parts` add up to the time from the first token to the second, where prefill or its state made the
-    first. `exposed_in_second`: the exposed transfer is in that time. `hidden_ns` is the transfer beside computing.
+    first. Both have names such as "queue", in the order of a request. `hidden_ns` is the transfer beside computing.
     """
 
     trace_id: str
@@ -109,15 +101,13 @@ class TraceView:
     complete: bool
     ttft_ns: int
     total_ns: int
-    parts: tuple[PartTime, ...]
+    parts: Mapping[str, int]
     links: tuple[Link, ...]
     steps: tuple[TraceStep, ...]
     answered: bool = True
-    second_parts: tuple[PartTime, ...] = ()
-    exposed_in_second: bool = False
+    second_parts: Mapping[str, int] = field(default_factory=dict)
     hidden_ns: int = 0
     clock_error_ns: int = 0
-    first_token_by: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str = ""
@@ -125,13 +115,9 @@ class TraceView:
     """The best other placement. Empty without an estimate."""
 
     @property
-    def largest_part(self) -> PartTime | None:
+    def largest_part(self) -> str | None:
         """The part that took longest."""
-        return max(self.parts, key=lambda part: part.duration_ns, default=None)
-
-    def part_ns(self, name: str) -> int:
-        """The duration of a part; 0 when there is none of that name."""
-        return sum(part.duration_ns for part in self.parts if part.name == name)
+        return max(self.parts, key=self.parts.__getitem__, default=None)
 
     @property
     def last_link(self) -> Link | None:

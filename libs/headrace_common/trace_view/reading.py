@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,9 +13,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import PART_ATTRIBUTES
 from headrace_common.telemetry.layer_stamps import unpack_writes
 from headrace_common.trace_view.model import (
-    TRANSFER_EXPOSED,
     Link,
-    PartTime,
     TraceStep,
     TraceView,
 )
@@ -103,24 +101,21 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
     first = next(iter(named[schema.SPAN_FIRST_TOKEN]), None)
     second = next(iter(named[schema.SPAN_SECOND_TOKEN]), None)
     total_ns = root.end_ns if root else max((one.end_ns for one in spans), default=0)
-    parts = _parts(root.span.attributes) if root else ()
-    second_parts = _parts(second.span.attributes) if second else ()
+    parts = _parts(root.span.attributes) if root else {}
     return TraceView(
         trace_id=trace.trace_id,
         request_id=trace.request_id,
         start_unix_ns=origin_ns,
         complete=trace.complete,
-        ttft_ns=sum(part.duration_ns for part in parts),
+        ttft_ns=sum(parts.values()),
         total_ns=total_ns,
         parts=parts,
         links=read_links(spans),
         steps=_steps(spans),
         answered=first is not None,
-        second_parts=second_parts,
-        exposed_in_second=any(part.name == TRANSFER_EXPOSED for part in second_parts),
+        second_parts=_parts(second.span.attributes) if second else {},
         hidden_ns=_NS_PER_US * root.number(schema.ATTRIBUTE_TRANSFER_HIDDEN_US) if root else 0,
         clock_error_ns=round(root.real(schema.ATTRIBUTE_CLOCK_ERROR_MS) * 1e6) if root else 0,
-        first_token_by=_first_text(spans, schema.ATTRIBUTE_FIRST_TOKEN),
         prompt_tokens=root.number(schema.ATTRIBUTE_PROMPT_TOKENS) if root else 0,
         completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
         error=root.span.error if root else "",
@@ -128,14 +123,14 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
     )
 
 
-def _parts(attributes: Mapping[str, str]) -> tuple[PartTime, ...]:
-    """The parts in the attributes of a span, in the order of a request. Empty when it has none."""
+def _parts(attributes: Mapping[str, str]) -> dict[str, int]:
+    """The nanoseconds of each part in the attributes of a span, in the order of a request."""
     times = ((part, attributes.get(name, "")) for part, name in PART_ATTRIBUTES.items())
-    return tuple(
-        PartTime(part.label.replace("_", " "), int(text) * _NS_PER_US)
+    return {
+        part.label.replace("_", " "): int(text) * _NS_PER_US
         for part, text in times
         if text.isdecimal()
-    )
+    }
 
 
 def _origin_ns(trace: trace_pb2.Trace) -> int:
@@ -152,10 +147,6 @@ def _origin_ns(trace: trace_pb2.Trace) -> int:
 def _timed(span: trace_pb2.Span, origin_ns: int) -> TimedSpan:
     start_ns = unix_ns_from_timestamp(span.start_time) - origin_ns
     return TimedSpan(span, start_ns, start_ns + ns_from_duration(span.duration))
-
-
-def _first_text(spans: Iterable[TimedSpan], attribute: str) -> str:
-    return next((one.text(attribute) for one in spans if one.text(attribute)), "")
 
 
 def _steps(spans: Sequence[TimedSpan]) -> tuple[TraceStep, ...]:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import Link, PartTime, TraceView
+from headrace_common.trace_view.model import Link, TraceView
 
 
 def format_ms(duration_ns: int) -> str:
@@ -62,17 +62,18 @@ def verdict(view: TraceView) -> str:
     part = view.largest_part
     if part is None or view.ttft_ns <= 0:
         return f"{failed}no times have arrived"
-    share = format_percent(part.duration_ns, view.ttft_ns)
-    return f"{failed}{share} {part.name}: {_detail(view, part)}"
+    part_ns = view.parts[part]
+    share = format_percent(part_ns, view.ttft_ns)
+    return f"{failed}{share} {part}: {_detail(view, part, part_ns)}"
 
 
-def _detail(view: TraceView, part: PartTime) -> str:
-    duration = format_ms(part.duration_ns)
-    match part.name:
+def _detail(view: TraceView, part: str, part_ns: int) -> str:
+    duration = format_ms(part_ns)
+    match part:
         case "transfer exposed":
             return _transfer_detail(view, duration)
         case "prefill":
-            return _prefill_detail(view, part)
+            return _prefill_detail(view, part_ns)
         case "retry":
             errors = [step.error for step in view.steps if step.name == schema.SPAN_ATTEMPT]
             reason = next((error for error in errors if error), "no reason has arrived")
@@ -80,14 +81,14 @@ def _detail(view: TraceView, part: PartTime) -> str:
         case "tokenize":
             return f"{duration} for the template and {view.prompt_tokens:,} tokens"
         case "decode wait":
-            return _decode_wait_detail(view, part)
+            return _decode_wait_detail(view, part_ns)
         case "batch wait":
             worker = _worker(view, schema.SPAN_PREFILL, "the prefill worker")
             return f"the task waited {duration} on {worker} for a forward pass"
         case "first step":
             worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
             return f"the step on {worker} took {duration}"
-    return _WORDS.get(part.name, "{}").format(duration)
+    return _WORDS.get(part, "{}").format(duration)
 
 
 _WORDS: Final = {
@@ -100,13 +101,13 @@ _WORDS: Final = {
 }
 
 
-def _decode_wait_detail(view: TraceView, part: PartTime) -> str:
+def _decode_wait_detail(view: TraceView, part_ns: int) -> str:
     """The router waits for a slot before it chooses workers, and a decode worker after the KV cache has arrived."""
-    duration = format_ms(part.duration_ns)
+    duration = format_ms(part_ns)
     route_ns = min(
         (step.start_ns for step in view.steps if step.name == schema.SPAN_ROUTE), default=0
     )
-    if 2 * route_ns > part.duration_ns:
+    if 2 * route_ns > part_ns:
         return f"the decode workers had no free slot for {duration}"
     worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
     return f"the request was ready, and {worker} took {duration} to start a step with it"
@@ -135,20 +136,20 @@ def _moved(link: Link) -> str:
     return text
 
 
-def _prefill_detail(view: TraceView, part: PartTime) -> str:
+def _prefill_detail(view: TraceView, part_ns: int) -> str:
     remote = any(step.name == schema.SPAN_PREFILL for step in view.steps)
     name = schema.SPAN_PREFILL if remote else schema.SPAN_DECODE
     worker = _worker(view, name, "the worker")
-    slow = _slow_layer(view, part)
+    slow = _slow_layer(view, part_ns)
     if slow is not None:
         layer, took_ns, middle_ns = slow
         return (
             f"layer {layer} took {format_ms(took_ns)} on {worker}, median is {format_ms(middle_ns)}"
         )
-    return f"{worker} computed for {format_ms(part.duration_ns)}"
+    return f"{worker} computed for {format_ms(part_ns)}"
 
 
-def _slow_layer(view: TraceView, part: PartTime) -> tuple[int, int, int] | None:
+def _slow_layer(view: TraceView, part_ns: int) -> tuple[int, int, int] | None:
     """The layer that took longest, its time and the median, if it took very long. Read from when layers were ready."""
     link = view.last_link
     if link is None:
@@ -159,7 +160,7 @@ def _slow_layer(view: TraceView, part: PartTime) -> tuple[int, int, int] | None:
         return None
     took_ns, layer = max(gaps)
     middle_ns = round(median(gap for gap, _ in gaps))
-    slow = took_ns > SLOW_LAYER * middle_ns and took_ns > _SLOW_LAYER_SHARE * part.duration_ns
+    slow = took_ns > SLOW_LAYER * middle_ns and took_ns > _SLOW_LAYER_SHARE * part_ns
     return (layer, took_ns, middle_ns) if slow else None
 
 

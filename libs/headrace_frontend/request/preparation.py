@@ -10,15 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from opentelemetry.trace import Span
-
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import OneEach
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.tasks import lower_priority
-from headrace_common.telemetry import schema
 from headrace_frontend.request.images import image_bytes
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.validation import PreparedRequest, prepare
@@ -104,7 +101,6 @@ class RequestPreparer:
         self,
         request: inference_pb2.GenerateRequest,
         request_id: str,
-        root: Span,
         deadline: Deadline | None,
         tenant: str,
     ) -> PreparedRequest:
@@ -116,10 +112,10 @@ class RequestPreparer:
             # It may be an adapter. Workers that may return have announced theirs.
             for model in self.codecs:
                 await self.workers.wait_for_worker(model, deadline)
-        prepared = await self._prepare(request, request_id, root, tenant)
+        prepared = await self._prepare(request, request_id, tenant)
         if deadline is not None and await self.workers.wait_for_worker(prepared.model, deadline):
             # The workers' context length is known only now.
-            prepared = await self._prepare(request, request_id, root, tenant)
+            prepared = await self._prepare(request, request_id, tenant)
         return prepared
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
@@ -194,18 +190,11 @@ class RequestPreparer:
         return self.workers.max_model_len().get(model) or self.codecs[model].max_model_len
 
     async def _prepare(
-        self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
+        self, request: inference_pb2.GenerateRequest, request_id: str, tenant: str
     ) -> PreparedRequest:
         start_ns = time.monotonic_ns()
         prepared = await self._run(request, request_id, tenant)
-        prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
-        operation = "chat" if request.HasField("chat") else "text_completion"
-        root.set_attribute(schema.ATTRIBUTE_GEN_AI_OPERATION, operation)
-        root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.served_name)
-        root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
-        if request.conversation_id:
-            root.set_attribute(schema.ATTRIBUTE_CONVERSATION_ID, request.conversation_id)
-        return prepared
+        return replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
 
     async def _run(
         self,

@@ -8,45 +8,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from opentelemetry.trace import Span
-
-from headrace.inference.v1 import first_token_pb2, inference_pb2, keep_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_ns
 from headrace_common.latency.breakdown import breakdown_to_proto
-from headrace_common.telemetry import schema
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.running.record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedRequest:
-    """A valid request. `arrival_ns` is by the monotonic clock, and `root` is the root span of its trace."""
+    """A valid request."""
 
     prepared: PreparedRequest
     deadline: Deadline
-    arrival_ns: int
-    root: Span
+    record: RequestRecord
 
     @property
     def elapsed_s(self) -> float:
         """The time since the arrival."""
-        return 1e-9 * (time.monotonic_ns() - self.arrival_ns)
+        return 1e-9 * (time.monotonic_ns() - self.record.arrival_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request with everything that a dispatcher needs to run it. `root` is the root span of its trace.
+    """A request with everything that a dispatcher needs to run it.
 
     `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken.
     """
 
     prepared: PreparedRequest
     response: ResponseStream
-    root: Span
     deadline: Deadline
-    timeline: RequestTimeline
+    record: RequestRecord
     slot_wait_s: Callable[[], float] = lambda: 0.0
 
     @property
@@ -56,13 +51,6 @@ class AdmittedRequest:
         # Lookups of the same object are cached.
         prompt = self.prepared.prefix_ids
         return prompt + array("I", generated) if generated else prompt
-
-
-_MAKER_NAMES: Final = {
-    first_token_pb2.FIRST_TOKEN_POLICY_DECODE: "decode",
-    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: "prefill",
-    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: "hidden",
-}
 
 
 _NO_PROMISE: Final = keep_pb2.Kept(
@@ -104,9 +92,9 @@ async def finish_response(
 
     `prefill_worker_id` is that of the last attempt.
     """
-    response, timeline = request.response, request.timeline
+    response, record = request.response, request.record
     if request.prepared.includes_latency:
-        await timeline.wait_for_report(request.deadline)
+        await record.wait_for_report(request.deadline)
     now_unix_ns = response.times.now_unix_ns()
     first_unix_ns = response.times.first_token_unix_ns or now_unix_ns
     last_unix_ns = response.times.last_token_unix_ns or now_unix_ns
@@ -119,26 +107,13 @@ async def finish_response(
     )
     if request.prepared.keep_s is not None:
         usage.kept.CopyFrom(outcome.kept or _NO_PROMISE)
-        request.root.set_attribute(schema.ATTRIBUTE_KEPT_TOKENS, usage.kept.tokens)
     timing = inference_pb2.Timing(
-        time_to_first_token=duration_from_ns(first_unix_ns - timeline.arrival_unix_ns),
-        total=duration_from_ns(last_unix_ns - timeline.arrival_unix_ns),
+        time_to_first_token=duration_from_ns(first_unix_ns - record.arrival_unix_ns),
+        total=duration_from_ns(last_unix_ns - record.arrival_unix_ns),
         decode_worker_id=worker.worker_id if worker is not None else "",
         prefill_worker_id=prefill_worker_id,
         attempts=attempts,
     )
     if request.prepared.includes_latency:
-        timing.latency.CopyFrom(breakdown_to_proto(timeline.break_down()))
+        timing.latency.CopyFrom(breakdown_to_proto(record.break_down()))
     response.finish(outcome.reason, usage, timing)
-    root = request.root
-    if response.started:
-        root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, _MAKER_NAMES[response.first_token_by])
-    root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
-    root.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, outcome.cached_tokens)
-    root.set_attribute(schema.ATTRIBUTE_TRANSFERRED_TOKENS, outcome.transferred_tokens)
-    root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, [finish_reason_name(response.finish_reason)])
-
-
-def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
-    """The name of a finish reason in telemetry, such as "length"."""
-    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

@@ -7,17 +7,14 @@ from contextlib import AbstractContextManager, asynccontextmanager, closing, nul
 from dataclasses import dataclass, field
 from functools import partial
 
-from opentelemetry.trace import Span
-
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.clocks import clocks_now
+from headrace_common.latency.clocks import ClockPair, clocks_now
 from headrace_common.process.pacing import LoopLoad
-from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import (
@@ -30,21 +27,20 @@ from headrace_frontend.answers import (
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import Outlet, ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest, finish_reason_name
-from headrace_frontend.running.timeline import RequestTimeline
-from headrace_frontend.running.tracer import RequestTracer, trace_id_of
+from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest
+from headrace_frontend.running.record import finish_reason_name
+from headrace_frontend.running.tracer import RequestTracer
 
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
     """What all answers to one request share."""
 
+    request: inference_pb2.GenerateRequest
     tenant: str
     priority: Priority
     deadline: Deadline
-    arrival_unix_ns: int
-    arrival_ns: int
-    """By the monotonic clock."""
+    arrival: ClockPair
 
 
 class RequestCounter:
@@ -118,17 +114,17 @@ class RequestRunner:
         `outlet` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
         or between messages.
         """
-        arrival_unix_ns, arrival_ns, _ = clocks_now()
+        arrival = clocks_now()
         request_id = request_id_of(request)
 
-        async def prepare(root: Span, tenant: str) -> PreparedRequest:
-            return await self.preparer.prepare(request, request_id, root, deadline, tenant)
+        async def prepare(tenant: str) -> PreparedRequest:
+            return await self.preparer.prepare(request, request_id, deadline, tenant)
 
         with self.counter.count_failures():
             if not self.runs_while_draining:
                 self.reject_when_draining()
             priority = self.priority_of(request.priority, tenant)
-            terms = _Terms(tenant, priority, deadline, arrival_unix_ns, arrival_ns)
+            terms = _Terms(request, tenant, priority, deadline, arrival)
             answer = Answer(request_id, prepare, write, outlet=outlet)
             self.requests += 1
             try:
@@ -143,7 +139,7 @@ class RequestRunner:
         self.counter.count_answer(
             end_reason=finish_reason_name(response.finish_reason),
             answer=response,
-            arrival_unix_ns=terms.arrival_unix_ns,
+            arrival_unix_ns=terms.arrival.unix_ns,
             priority=terms.priority,
         )
 
@@ -176,36 +172,34 @@ class RequestRunner:
     async def _run_admitted(
         self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        timeline = RequestTimeline(terms.arrival_ns, terms.arrival_unix_ns)
-        with self.tracer.request_span(answer.request_id, timeline) as root:
-            root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
-            prepared = await answer.prepare(root, permit.tenant)
+        with self.tracer.record(answer.request_id, terms.arrival) as record:
+            record.priority = terms.priority.label
+            prepared = await answer.prepare(permit.tenant)
             prepared = prepared.of_caller(permit.tenant, terms.priority)
-            timeline.tokenized(prepared.tokenized_ns)
+            record.prepared(terms.request, prepared)
             await permit.acquire_images(prepared.image_bytes)
             await permit.acquire_tokens(len(prepared.token_ids))
-            arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)
+            arrived = ArrivedRequest(prepared, terms.deadline, record)
             self.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
-            timeline.slot_wanted()
+            record.slot_wanted()
             await permit.acquire_slot(prepared.model)
-            timeline.slot_acquired()
+            record.slot_acquired()
             await self.wait_turn()
             response = ResponseStream(
                 prepared,
-                trace_id_of(root),
+                record.trace_id,
                 self.load,
                 paced=self.paced,
                 gaps=self.counter.token_gaps(),
                 on_first_message=permit.release_tokens,
             )
-            timeline.responding(response)
+            record.response = response
             answer.on_response(response)
             admitted = AdmittedRequest(
                 prepared=prepared,
                 response=response,
-                root=root,
                 deadline=terms.deadline,
-                timeline=timeline,
+                record=record,
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
             await write_response(

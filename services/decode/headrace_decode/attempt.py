@@ -171,7 +171,7 @@ class DecodeAttempt:
         work = self.work
         if self.reservation is None:
             raise InvalidRequest({"transfer_id": "has no blocks yet: wait for Reserved"})
-        if self.timestamps.token_received_unix_ns:
+        if self.timestamps.steps.token_received_us:
             raise DuplicateTransfer(
                 f"transfer {work.transfer_id} has its first token already",
                 metadata={"transfer_id": work.transfer_id},
@@ -275,8 +275,9 @@ class DecodeAttempt:
         if self.summary is not None:
             finished.acknowledgement_count = self.summary.acknowledgement_count
             finished.payload_bytes = self.summary.payload_bytes
-            waited_ns = self.timestamps.arrived_unix_ns - self.timestamps.reserved_unix_ns
-            finished.transfer_wait.CopyFrom(duration_from_ns(waited_ns))
+            steps = self.timestamps.steps
+            waited_us = steps.kv_arrived_us - steps.reserved_us
+            finished.transfer_wait.CopyFrom(duration_from_ns(1_000 * waited_us))
         return finished
 
     def end(self) -> None:

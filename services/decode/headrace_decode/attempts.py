@@ -145,7 +145,7 @@ class Attempts:
         timestamps = RequestTimestamps()
         span = self._telemetry.start_span(
             SPAN_DECODE,
-            start_unix_ns=timestamps.start_unix_ns,
+            start_unix_ns=timestamps.start.unix_ns,
             attributes=start_attributes(request.request_id, work, self._ref),
         )
         for name in (request.request_id, work.transfer_id):

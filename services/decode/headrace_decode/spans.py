@@ -7,6 +7,7 @@ from typing import TypeAlias
 from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace_common.latency.steps import DecodeSteps, FirstTokenBy, decode_steps
+from headrace_common.rpc.trace_context import SERVED
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import decode_intervals, server_attributes
 from headrace_common.telemetry.setup import Telemetry
@@ -29,7 +30,7 @@ def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[
         schema.ATTRIBUTE_PLACEMENT: "remote" if work.remote_kv else "local",
         schema.ATTRIBUTE_DECODE_WORKER_ID: ref.worker_id,
         schema.ATTRIBUTE_INCARNATION: ref.incarnation,
-        **server_attributes(),
+        **server_attributes(SERVED.get()),
     }
 
 
@@ -39,36 +40,30 @@ def record_attempt(telemetry: Telemetry, attempt: DecodeAttempt) -> None:
     if not span.is_recording():
         return
 
-    def record(name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
-        failed = error.detail if error is not None and not end_ns else ""
-        telemetry.record_span(
-            name, span, start_ns, end_ns or times.end_unix_ns, attributes, error=failed
-        )
+    def record(name: str, start_us: int, end_us: int, attributes: Attributes) -> None:
+        failed = error.detail if error is not None and not end_us else ""
+        start_ns, end_ns = times.unix_ns(start_us), times.unix_ns(end_us or times.end_us)
+        telemetry.record_span(name, span, start_ns, end_ns, attributes, error=failed)
 
-    steps = decode_steps(times.to_proto(), 0)
+    steps = decode_steps(times.steps, 0)
     maker = FirstTokenBy.DECODE
     if attempt.work.awaits_first_token:
         maker = FirstTokenBy.HIDDEN if attempt.work.from_hidden_state else FirstTokenBy.PREFILL
     for name, start_us, end_us in decode_intervals(steps, maker, awaits_kv=attempt.awaits_kv):
         # An answer can end with a token that was sampled from a hidden state.
         if end_us or error is not None:
-            start_ns = times.start_unix_ns + 1_000 * start_us
-            end_ns = times.start_unix_ns + 1_000 * end_us if end_us else 0
-            record(name, start_ns, end_ns, _attributes_of(name, start_us, attempt, steps))
-    if times.first_token_unix_ns:
-        record(
-            schema.SPAN_DECODE_GENERATE,
-            times.first_token_unix_ns,
-            times.last_token_unix_ns if error is None else 0,
-            {schema.ATTRIBUTE_COMPLETION_TOKENS: attempt.generated_tokens},
-        )
+            record(name, start_us, end_us or 0, _attributes_of(name, start_us, attempt, steps))
+    if steps.first_token:
+        end_us = times.last_token_us if error is None else 0
+        generated: Attributes = {schema.ATTRIBUTE_COMPLETION_TOKENS: attempt.generated_tokens}
+        record(schema.SPAN_DECODE_GENERATE, steps.first_token, end_us, generated)
     span.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, attempt.generated_tokens)
     span.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, attempt.cached_tokens)
     span.set_attributes(tier_attributes(attempt.tier_tokens))
     if error is not None:
         span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
         span.set_status(Status(StatusCode.ERROR, error.detail))
-    span.end(times.end_unix_ns)
+    span.end(times.unix_ns(times.end_us))
 
 
 def record_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer) -> None:

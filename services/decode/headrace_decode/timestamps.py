@@ -3,101 +3,75 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.latency.clocks import ClockPair, clocks_now
 
 
-@dataclass(slots=True)
 class RequestTimestamps:
-    """Unix nanoseconds of an attempt's events; 0 for an event that has not happened.
+    """Microseconds from an attempt's start to its events, at least 1; 0 for an event that has not happened.
 
-    All are the start's plus a time by the monotonic clock. So their differences are durations, although the wall clock
-    may be set meanwhile. Admission estimates the length of answers from them.
-
-    `sampled_unix_ns` is for a first token that was sampled from a hidden state. `first_token_unix_ns` is
-    for the first token that was computed from KV, and `step_start_unix_ns` for the first step with the request.
-    `token_received_unix_ns` is for a first token that the router brought.
+    They are by the monotonic clock, although the wall clock may be set meanwhile. Admission estimates the length of
+    answers from them. `steps` has those that the router gets: `sampled_us` is for a first token that was sampled from a
+    hidden state, and `first_token_us` for the first token that was computed from KV.
     """
 
-    start: ClockPair = field(default_factory=clocks_now)
-    reserved_unix_ns: int = 0
-    hidden_state_unix_ns: int = 0
-    sampled_unix_ns: int = 0
-    arrived_unix_ns: int = 0
-    token_received_unix_ns: int = 0
-    step_start_unix_ns: int = 0
-    first_token_unix_ns: int = 0
-    last_token_unix_ns: int = 0
-    end_unix_ns: int = 0
+    __slots__ = ("end_us", "last_token_us", "start", "steps")
 
-    @property
-    def start_unix_ns(self) -> int:
-        """The start by the wall clock."""
-        return self.start.unix_ns
+    def __init__(self, start: ClockPair | None = None) -> None:
+        self.start = start or clocks_now()
+        self.steps = decode_pb2.AttemptTimes(received_unix_ns=self.start.unix_ns)
+        self.last_token_us = 0
+        self.end_us = 0
 
-    @property
-    def start_monotonic_ns(self) -> int:
-        """The start by the monotonic clock."""
-        return self.start.monotonic_ns
+    def unix_ns(self, after_us: int) -> int:
+        """The wall clock's time of an event, as the start's plus a time by the monotonic clock."""
+        return self.start.unix_ns + 1_000 * after_us
 
     def blocks_reserved(self) -> None:
         """The engine holds the request's blocks."""
-        self.reserved_unix_ns = self._now_ns()
+        self.steps.reserved_us = self._after_us()
 
     def hidden_state_arrived(self) -> None:
         """The last prompt token's hidden state is here."""
-        self.hidden_state_unix_ns = self._now_ns()
+        self.steps.hidden_state_arrived_us = self._after_us()
 
     def kv_arrived(self) -> None:
         """The KV cache is complete."""
-        self.arrived_unix_ns = self._now_ns()
+        self.steps.kv_arrived_us = self._after_us()
 
     def token_received(self) -> None:
         """The router brought the first token."""
-        self.token_received_unix_ns = self._now_ns()
+        self.steps.token_received_us = self._after_us()
 
     def first_generated(self, *, sampled: bool, from_kv: bool, step_start_ns: int) -> None:
         """The engine generated a token that was sampled from a hidden state, or the first from KV, or both.
 
         Only the first of either kind counts. `step_start_ns` is as in DecodeTokens.
         """
-        now_ns = self._now_ns()
+        steps = self.steps
+        self.last_token_us = now_us = self._after_us()
         if sampled:
-            self.sampled_unix_ns = self.sampled_unix_ns or now_ns
+            steps.sampled_us = steps.sampled_us or now_us
         if from_kv:
-            self.first_token_unix_ns = now_ns
+            steps.first_token_us = now_us
             if step_start_ns:
-                self.step_start_unix_ns = (
-                    self.start_unix_ns + step_start_ns - self.start_monotonic_ns
-                )
-        self.last_token_unix_ns = now_ns
+                steps.step_start_us = self._after_us(step_start_ns)
 
     def token_generated(self) -> None:
         """The engine generated more tokens."""
-        self.last_token_unix_ns = self._now_ns()
+        self.last_token_us = self._after_us()
 
     def ended(self) -> None:
         """The attempt is over."""
-        self.end_unix_ns = self._now_ns()
+        self.end_us = self._after_us()
 
     def to_proto(self) -> decode_pb2.AttemptTimes:
         """The times of this attempt until now."""
-        return decode_pb2.AttemptTimes(
-            received_unix_ns=self.start_unix_ns,
-            reserved_us=self._after_us(self.reserved_unix_ns),
-            kv_arrived_us=self._after_us(self.arrived_unix_ns),
-            hidden_state_arrived_us=self._after_us(self.hidden_state_unix_ns),
-            sampled_us=self._after_us(self.sampled_unix_ns),
-            token_received_us=self._after_us(self.token_received_unix_ns),
-            step_start_us=self._after_us(self.step_start_unix_ns),
-            first_token_us=self._after_us(self.first_token_unix_ns),
-        )
+        until_now = decode_pb2.AttemptTimes()
+        until_now.CopyFrom(self.steps)
+        return until_now
 
-    def _after_us(self, unix_ns: int) -> int:
-        """Microseconds since the start, at least 1. 0 for an event that has not happened."""
-        return max(1, (unix_ns - self.start_unix_ns) // 1_000) if unix_ns else 0
-
-    def _now_ns(self) -> int:
-        return self.start_unix_ns + time.monotonic_ns() - self.start_monotonic_ns
+    def _after_us(self, monotonic_ns: int = 0) -> int:
+        """From the start to that time, or to now."""
+        return max(1, ((monotonic_ns or time.monotonic_ns()) - self.start.monotonic_ns) // 1_000)

@@ -18,7 +18,9 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.intake import ClientParts
+from headrace_frontend.running.record import RequestRecord
 from headrace_frontend.running.runner import RequestRunner
+from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import WorkerRef
 from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
@@ -40,9 +42,8 @@ from headrace_router.rpc_services import RouterServices
 from headrace_router.service import InferenceService, ModelCatalog, PromiseKeeper
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusParts, StatusReader
+from headrace_router.tracing.attempt_record import WorkerClocks, regret_of
 from headrace_router.tracing.store import TraceLimits, TraceStore
-from headrace_router.tracing.tracer import StoringTracer
-from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import DecodeSlots
@@ -118,12 +119,12 @@ class Router:
         )
         self.traces = TraceStore(TraceLimits(TRACE_COUNT), self.metrics.count_dropped_spans)
         self._clocks = WorkerClocks()
-        self._tracer = StoringTracer(
+        self._tracer = RequestTracer(
             telemetry,
-            self.traces,
             slow_s=config.slow_trace_s,
+            on_start=self._request_started,
             on_latency=self.metrics.count_latency,
-            on_regret=self.metrics.count_regret,
+            on_end=self._request_ended,
         )
         refusal = EarlyRefusal(
             queue=self.queue,
@@ -179,6 +180,19 @@ class Router:
         await self.metrics.close()
         await self.prefixes.close()
         await self.workers.close()
+
+    def _request_started(self, record: RequestRecord) -> None:
+        if record.stored:
+            self.traces.start_trace(record.trace_id, record.request_id, record.arrival_unix_ns)
+
+    def _request_ended(self, record: RequestRecord, kept: bool) -> None:
+        regret = regret_of(record)
+        if regret is not None:
+            self.metrics.count_regret(regret)
+        if record.stored:
+            self.traces.end_request(record)
+            if kept:
+                self.traces.keep(record.trace_id)
 
     def _count_refused(self, refusal: str, count: int) -> None:
         self.metrics.count_refused(refusal, count)

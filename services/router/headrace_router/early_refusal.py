@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
-from headrace_common.telemetry import schema
 from headrace_common.time_model.model import TimeModel
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest
@@ -146,8 +145,8 @@ class EarlyRefusal:
 
     def check_placed(self, routed: AdmittedRequest, decision: Decision) -> None:
         """Refuses a request by its first placement."""
-        prepared, arrival_ns = routed.prepared, routed.timeline.arrival_ns
-        request = ArrivedRequest(prepared, routed.deadline, arrival_ns, routed.root)
+        prepared = routed.prepared
+        request = ArrivedRequest(prepared, routed.deadline, routed.record)
         bound = self._bound(request)
         if bound is None:
             return
@@ -166,14 +165,7 @@ class EarlyRefusal:
         """Records a prediction. Raises FirstTokenLate when it is beyond the bound."""
         model = request.prepared.model
         self.on_prediction(model, prediction.total_s)
-        if request.root.is_recording():
-            request.root.set_attributes(
-                {
-                    schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S: round(prediction.total_s, 6),
-                    schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S: round(bound.allowed_s, 6),
-                    schema.ATTRIBUTE_FIRST_TOKEN_BOUND: bound.name,
-                }
-            )
+        request.record.prediction = (prediction.total_s, bound.allowed_s, bound.name)
         if is_late(prediction, bound):
             self.on_refusal(model, bound.name)
             raise refusal(prediction, bound)

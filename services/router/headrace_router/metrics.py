@@ -15,13 +15,20 @@ from typing import Final, TypeAlias
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
-from headrace_common.latency.breakdown import Breakdown, Owner
+from headrace_common.latency.breakdown import (
+    OWNED_BY_FIRST,
+    OWNED_BY_SECOND,
+    Breakdown,
+    Owner,
+)
+from headrace_common.latency.parts import Sum, TimePart
 from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import (
     BucketCounts,
     Histogram,
     HistogramPoint,
+    HistogramSeries,
     Labels,
 )
 from headrace_common.telemetry.metrics.process import Metrics
@@ -33,7 +40,7 @@ from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.status.traffic import BucketSums, TrafficCounts
-from headrace_router.tracing.request_record import Regret
+from headrace_router.tracing.attempt_record import Regret
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.codec import TextCodec
 
@@ -139,6 +146,7 @@ class RouterMetrics(RequestCounter):
             schema.ATTRIBUTE_LATENCY_TOKEN,
             schema.ATTRIBUTE_LATENCY_PART,
         )
+        self._parts_of: dict[tuple[str, Owner], dict[TimePart, HistogramSeries]] = {}
         self._exposed = store.histogram(schema.METRIC_TRANSFER_EXPOSED)
         self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
         gauges = _gauges(queue, admission, prefixes, workers, codecs)
@@ -223,26 +231,29 @@ class RouterMetrics(RequestCounter):
         """Counts the time to the first token of an answer that has started, and its parts, which add up to it."""
         model, trace_id = answer.request.model, answer.trace_id
         self._first_token.record(1e-6 * breakdown.first.total_us, model, trace_id=trace_id)
-        for token, one in (
-            (Owner.FIRST_TOKEN, breakdown.first),
-            (Owner.SECOND_TOKEN, breakdown.second),
-        ):
-            if one is not None:
-                for part, duration_us in one.parts_us.items():
-                    self._parts.record(
-                        1e-6 * duration_us, model, token.value, part.label, trace_id=trace_id
-                    )
+        self._record_parts(breakdown.first, model, OWNED_BY_FIRST, trace_id)
+        if breakdown.second is not None:
+            self._record_parts(breakdown.second, model, OWNED_BY_SECOND, trace_id)
         if breakdown.owner:
             self._exposed.record(
                 1e-6 * breakdown.exposed_us, model, breakdown.owner.value, trace_id=trace_id
             )
 
+    def _record_parts(self, one: Sum, model: str, token: Owner, trace_id: str) -> None:
+        known = self._parts_of.setdefault((model, token), {})
+        for part, duration_us in one.parts_us.items():
+            series = known.get(part)
+            if series is None:
+                series = known[part] = self._parts.series(model, token.value, part.label)
+            series.record(1e-6 * duration_us, trace_id)
+
     def record_prediction(self, model: str, first_token_s: float) -> None:
         """Records a predicted time to first token."""
         self._predicted.record(first_token_s, model)
 
-    def count_regret(self, model: str, regret: Regret) -> None:
+    def count_regret(self, regret: Regret) -> None:
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""
+        model = regret.other.worker.model
         self._regrets.record(max(0.0, regret.gained_s), model, regret.other.kind)
 
     def count_early_refusal(self, model: str, bound: str) -> None:

@@ -23,13 +23,12 @@ from headrace_frontend.answers import request_id_of
 from headrace_frontend.openai.intake import ClientParts, system_fingerprint
 from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import ModelChoice
-from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.workers.directory import WorkerDirectory
 
 
@@ -94,7 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         parts: ClientParts,
         prefixes: PrefixCacheDirectory,
         dispatcher: RequestDispatcher,
-        tracer: StoringTracer,
+        tracer: RequestTracer,
         endpoints: Mapping[str, str],
     ) -> None:
         """`endpoints` has those of ListModelsResponse, for operators."""
@@ -129,21 +128,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tenant = self._explained_tenant(context)
         priority = self._parts.runner.priority_of(request.request.priority, tenant)
         request_id = request_id_of(request.request)
-        timeline = RequestTimeline()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(
                 self._parts.runner.admitted(tenant, deadline, request.request.priority)
             )
-            root = stack.enter_context(
-                self._tracer.request_span(request_id, timeline, stored=False)
-            )
-            prepared = await self._parts.preparer.prepare(
-                request.request, request_id, root, None, tenant
-            )
+            record = stack.enter_context(self._tracer.record(request_id, stored=False))
+            prepared = await self._parts.preparer.prepare(request.request, request_id, None, tenant)
             await self._parts.runner.wait_turn()
             prepared = prepared.of_caller(tenant, priority)
-            timeline.tokenized(prepared.tokenized_ns)
-            decision = self._dispatcher.route(prepared, timeline, deadline)
+            record.prepared(request.request, prepared)
+            decision = self._dispatcher.route(prepared, record, deadline)
         worker, candidates = decision.worker.ref, decision.candidates
         faults = {ref.worker_id: fault for ref, fault in self._prefixes.faults.items()}
         for candidate in candidates:

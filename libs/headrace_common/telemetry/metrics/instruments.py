@@ -132,7 +132,7 @@ class HistogramSeries:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._exemplars: list[Exemplar | None] = [None] * (len(bounds) + 1)
+        self._exemplars: list[tuple[float, str, float] | None] = [None] * (len(bounds) + 1)
         self._total = 0.0
         self._lock = threading.Lock()
 
@@ -143,7 +143,7 @@ class HistogramSeries:
             self._counts[bucket] += 1
             self._total += value
             if trace_id:
-                self._exemplars[bucket] = Exemplar(value, trace_id, time.time())
+                self._exemplars[bucket] = (value, trace_id, time.time())
 
     def merge(self, counts: BucketCounts) -> None:
         """Counts all values of `counts`, which has the same bounds."""
@@ -153,7 +153,8 @@ class HistogramSeries:
 
     def point(self) -> HistogramPoint:
         with self._lock:
-            return HistogramPoint(tuple(self._counts), self._total, tuple(self._exemplars))
+            exemplars = tuple(one and Exemplar._make(one) for one in self._exemplars)
+            return HistogramPoint(tuple(self._counts), self._total, exemplars)
 
 
 class Histogram:

@@ -41,7 +41,7 @@ class OwnDispatcher:
 
     async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
-        request.timeline.slot_wanted()
+        request.record.slot_wanted()
         with closing(await self.blocks.acquire(request.prepared, request.deadline)):
             await self._run(request)
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.identity import new_transfer_id
-from headrace_common.latency.clocks import ClockDifference
-from headrace_common.latency.steps import AttemptSteps, Call, decode_steps, with_task
-from headrace_common.rpc.trace_context import traceparent
+from headrace_common.latency.steps import add_task, decode_steps
+from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.tasks import end_task
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.prefill import RouterPrefills
@@ -28,56 +26,49 @@ from headrace_engine.interface import DecodeTokens
 from headrace_frontend.promises import kept_of
 from headrace_frontend.request.validation import decode_request
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_frontend.running.record import AttemptRecord, now_us
 
 
-class OwnTimeline:
-    """The steps of an attempt by this worker's monotonic clock, from its admission by the engine on."""
+@dataclass(eq=False, slots=True)
+class OwnRecord(AttemptRecord):
+    """An attempt by this worker's monotonic clock, from its admission by the engine on."""
 
-    facts = None
-    differences: Mapping[str, ClockDifference] = {}
+    times: RequestTimestamps = field(kw_only=True)
+    prefill_call: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
+    """The prefill through a router."""
+    _asked_us: int = 0
+    _answered_us: int = 0
 
-    def __init__(self, times: RequestTimestamps) -> None:
-        self._times = times
-        self.route_start_us = times.start_monotonic_ns // 1_000
-        self.outcome: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
-        """The prefill through a router."""
-        self._asked_ns = 0
-        self._answered_ns = 0
+    @property
+    def outcome(self) -> asyncio.Task[prefill_pb2.EnqueueResponse] | None:
+        return self.prefill_call
 
     def asked(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
         """A router is asked for the prefill."""
-        self._asked_ns = time.monotonic_ns()
-        self.outcome = prefill
+        self._asked_us, self.remote = now_us(), True
+        self.prefill_call = prefill
         prefill.add_done_callback(self._answered)
 
     def _answered(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
-        self._answered_ns = time.monotonic_ns()
+        self._answered_us = now_us()
         # An error after the first token is of no interest: the engine has the KV cache.
         if not prefill.cancelled():
             prefill.exception()
 
     @property
-    def response(self) -> prefill_pb2.EnqueueResponse:
+    def answer(self) -> prefill_pb2.EnqueueResponse:
         """What the router has reported. Empty without a report."""
-        task = self.outcome
+        task = self.prefill_call
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return prefill_pb2.EnqueueResponse()
         return task.result()
 
-    def collect(self) -> AttemptSteps:
-        """The steps that are known now."""
-        attempt = AttemptSteps(
-            route_start=self.route_start_us,
-            start=self.route_start_us,
-            remote=self.outcome is not None,
-            decode=decode_steps(self._times.to_proto(), self.route_start_us),
-        )
-        if not self.response.HasField("steps"):
-            return attempt
-        known = with_task(attempt, Call(self._asked_ns, self._answered_ns), self.response.steps)
-        if known.queued is None:
-            return known
-        return replace(known, message=(self._asked_ns // 1_000, known.queued))
+    def update(self) -> None:
+        self.start = self.route_start
+        self.decode = decode_steps(self.times.steps, self.route_start)
+        answer = self.answer
+        if answer.HasField("steps"):
+            add_task(self, self._asked_us, self._answered_us, answer.steps)
 
 
 class OwnAttempt:
@@ -103,7 +94,7 @@ class OwnAttempt:
             remote_prefill=remote,
         )
         self._reserved: decode_pb2.Reserved | None = None
-        self._timeline: OwnTimeline | None = None
+        self._record: OwnRecord | None = None
 
     @property
     def reserved(self) -> bool:
@@ -113,36 +104,40 @@ class OwnAttempt:
     @property
     def prefill_worker_id(self) -> str:
         """The prefill worker, once the router has reported it. Empty for a local prefill."""
-        return self._timeline.response.worker_id if self._timeline is not None else ""
+        return self._record.answer.worker_id if self._record is not None else ""
 
     async def run(self) -> AttemptOutcome:
         """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
         request = self._request
-        token = otel_context.attach(trace.set_span_in_context(request.root))
+        token = otel_context.attach(
+            trace.set_span_in_context(NonRecordingSpan(request.record.context))
+        )
         try:
             running = await self._room.start(self._call, request.deadline, request.slot_wait_s())
         finally:
             otel_context.detach(token)
-        if not request.timeline.attempts:
-            request.timeline.slot_acquired()
-        self._timeline = timeline = OwnTimeline(running.timestamps)
-        request.timeline.attempts.append(timeline)
+        if not request.record.attempts:
+            request.record.slot_acquired()
+        times = running.timestamps
+        self._record = record = OwnRecord(times.start.monotonic_ns // 1_000, times=times)
+        request.record.attempts.append(record)
         try:
-            return await self._add_tokens(running, timeline)
+            return await self._add_tokens(running, record)
         except BaseException:
             # After the end, the router's response is on its way.
-            if timeline.outcome is not None:
-                timeline.outcome.cancel()
+            if record.prefill_call is not None:
+                record.prefill_call.cancel()
             raise
         finally:
             running.end()
 
-    async def _add_tokens(self, running: DecodeAttempt, timeline: OwnTimeline) -> AttemptOutcome:
+    async def _add_tokens(self, running: DecodeAttempt, record: OwnRecord) -> AttemptOutcome:
         response = self._request.response
         self._reserved = reserved = await running.reserve()
         if reserved.start_token < reserved.end_token:
-            timeline.asked(self._start_prefill(reserved.start_token, traceparent(running.span)))
-        event = await _first_event(running, timeline.outcome)
+            parent = carrier_of(running.span.get_span_context()).get("traceparent", "")
+            record.asked(self._start_prefill(reserved.start_token, parent))
+        event = await _first_event(running, record.prefill_call)
         while isinstance(event, DecodeTokens):
             await response.add_tokens(tokens_to_proto(event))
             if response.stopped:
@@ -154,7 +149,7 @@ class OwnAttempt:
         self, start_token: int, parent: str
     ) -> asyncio.Task[prefill_pb2.EnqueueResponse]:
         request = self._request
-        sampled = request.root.get_span_context().trace_flags.sampled
+        sampled = request.record.sampled
         prefill = self._prefills.prefill(
             self._call,
             start_token,

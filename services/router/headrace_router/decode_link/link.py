@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2
@@ -27,7 +26,6 @@ from headrace_common.errors import (
 from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.tasks import end_task
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 
@@ -157,23 +155,22 @@ class DecodeLink:
         request: decode_pb2.GenerateRequest,
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
-        context: Context,
+        carrier: Mapping[str, str],
     ) -> LinkedAnswer:
-        """Sends a request, with these tokens. `context` is that of the caller's span.
+        """Sends a request, with these tokens. `carrier` is that of the caller's span.
 
         The caller must end it by `release`.
         """
         self._last_stream_id += 1
         stream_id = self._last_stream_id
         remaining_s = deadline.remaining_s()
-        parent, state = carrier_of(context)
         self._outgoing.open(
             decode_pb2.LinkOpen(
                 stream_id=stream_id,
                 request=request,
                 timeout=duration_from_seconds(remaining_s),
-                traceparent=parent,
-                tracestate=state,
+                traceparent=carrier.get("traceparent", ""),
+                tracestate=carrier.get("tracestate", ""),
                 credit_tokens=WINDOW_TOKENS,
             ),
             token_ids,
@@ -345,11 +342,11 @@ class DecodeLinks:
         request: decode_pb2.GenerateRequest,
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
-        context: Context,
+        carrier: Mapping[str, str],
     ) -> tuple[DecodeLink, LinkedAnswer]:
         """Sends a request, with these tokens. Its link must release the answer when the attempt ends."""
         link = self._usable()
-        return link, link.open(request, token_ids, deadline, context)
+        return link, link.open(request, token_ids, deadline, carrier)
 
     def _usable(self) -> DecodeLink:
         link = self._current

@@ -11,9 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry import trace
-from opentelemetry.trace import NonRecordingSpan
-
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import bounds_pb2, keep_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -21,7 +18,7 @@ from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, W
 from headrace_common.identity import new_transfer_id
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.token_ids import detach_token_ids
-from headrace_common.rpc.trace_context import traceparent
+from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.promises import kept_of
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
@@ -42,7 +39,7 @@ from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
-from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.attempt_record import RoutedAttempt
 from headrace_router.workers.directory import PlacedPrompt
 
 _LOG = logging.getLogger(__name__)
@@ -75,10 +72,10 @@ class Attempt:
         queue: PrefillQueue,
         request: AdmittedRequest,
         plan: AttemptPlan,
-        timeline: AttemptTimeline,
+        record: RoutedAttempt,
     ) -> None:
-        """`timeline` gets the steps."""
-        self._timeline = timeline
+        """`record` gets the steps."""
+        self._record = record
         self._queue = queue
         self._prepared = request.prepared
         self._response = request.response
@@ -89,10 +86,10 @@ class Attempt:
         self._links = plan.links
         self._prompt = plan.prompt
         self._transfer_id = new_transfer_id()
-        span_context = child_context(request.root.get_span_context())
+        span_context = child_context(request.record.context)
         TRACE_NAMES.add(self._transfer_id, span_context)
-        self._span = NonRecordingSpan(span_context)
-        timeline.facts.started(
+        self._carrier = carrier_of(span_context)
+        record.started(
             span_context,
             self._transfer_id,
             number=plan.number,
@@ -141,11 +138,11 @@ class Attempt:
                 cancel_task = False
             return outcome
         except HeadraceError as error:
-            self._timeline.facts.failed(error)
+            self._record.failed(error)
             raise
         finally:
             await call.close()
-            self._timeline.facts.ended(self._queued)
+            self._record.ended(self._queued)
             if cancel_task and self._queued is not None:
                 self._queued.cancel()
 
@@ -183,15 +180,10 @@ class Attempt:
             self._request,
             self._token_ids,
             deadline=self._deadline,
-            context=trace.set_span_in_context(self._span),
+            carrier=self._carrier,
             waited_for=self._waited_for,
         )
-        self._timeline.opened(
-            self.decode_worker,
-            call.answer,
-            remote=self._decision.remote,
-            first_token=self._first_token_by,
-        )
+        self._record.opened(call.answer, self._first_token_by)
         return call
 
     def _expected_load(self) -> AbstractContextManager[None]:
@@ -214,7 +206,7 @@ class Attempt:
             self._decision,
             start_token=reserved.start_token,
             first_token=self._first_token_by,
-            traceparent=traceparent(self._span),
+            traceparent=self._carrier["traceparent"],
         )
         try:
             self._queued = self._queue.enqueue(
@@ -223,7 +215,7 @@ class Attempt:
         except WorkerGone:
             self._prefill_failed = True
             raise
-        self._timeline.queued(self._queued)
+        self._record.enqueued(self._queued)
         if self._prompt is not None:
             self._queued.outcome.add_done_callback(self._prompt_computed)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc.aio
-from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2
@@ -19,7 +18,6 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.rpc.trace_context import metadata_with_trace
 from headrace_common.tasks import end_task
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
@@ -29,7 +27,8 @@ from headrace_router.decode_link.link import DecodeLinks
 class DecodeCall:
     """One request on the link to the worker, and SetFirstToken for its transfer. Close it when the attempt ends.
 
-    Every error names the worker. A passed deadline also names `waited_for()`, as gRPC's own error does not.
+    `carrier` is that of the attempt's span. Every error names the worker. A passed deadline also names `waited_for()`,
+    as gRPC's own error does not.
     """
 
     def __init__(
@@ -40,16 +39,16 @@ class DecodeCall:
         token_ids: inference_pb2.TokenIds,
         *,
         deadline: Deadline,
-        context: Context,
+        carrier: Mapping[str, str],
         waited_for: Callable[[], str],
     ) -> None:
         self._worker = worker
         self._transfer_id = request.transfer_id
         self._deadline = deadline
-        self._context = context
+        self._carrier = carrier
         self._waited_for = waited_for
         self._links = links
-        self._link, self.answer = links.open(request, token_ids, deadline, context)
+        self._link, self.answer = links.open(request, token_ids, deadline, carrier)
         """What the worker has sent, with its times."""
         self._read_ahead: asyncio.Task[AnswerEvent] | None = None
 
@@ -88,7 +87,7 @@ class DecodeCall:
             decode_pb2_grpc.DecodeServiceStub(self._links.channel).SetFirstToken(
                 request,
                 timeout=self._deadline.remaining_s(),
-                metadata=metadata_with_trace(context=self._context),
+                metadata=tuple(self._carrier.items()),
             )
         )
         try:

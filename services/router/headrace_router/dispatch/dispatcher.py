@@ -18,7 +18,7 @@ from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, Wo
 from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
-from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.running.record import RequestRecord, now_us
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
@@ -31,8 +31,7 @@ from headrace_router.placement import Decision, Placement, PlacementRequest, Rou
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
-from headrace_router.tracing.timeline import AttemptTimeline
-from headrace_router.tracing.worker_clocks import WorkerClocks
+from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
 from headrace_router.workers.directory import PlacedPrompt, WorkerDirectory
 from headrace_router.workers.table import Numbers, Worker
 from headrace_router.workers.under_way import PromptUnderWay
@@ -79,15 +78,15 @@ class RequestDispatcher:
         outcome: AttemptOutcome | None = None
         while outcome is None and not request.response.ended_by:
             await self._wait_for_worker(request, retries, number)
-            timeline = self._new_timeline(request.timeline)
+            record = self._new_record(request.record)
             token_ids = request.prefix_ids
             decision = self._route(
                 request=request.prepared,
                 token_ids=token_ids,
-                timeline=timeline,
+                record=record,
                 deadline=request.deadline,
                 retries=retries,
-                targets=self._targets(request.prepared, request.timeline.arrival_ns),
+                targets=self._targets(request.prepared, request.record.arrival_ns),
             )
             if attempt is None:
                 self.check_placed(request, decision)
@@ -113,7 +112,7 @@ class RequestDispatcher:
                 plan = self._plan(
                     request, token_ids, decision, load_reservation.links, number, retries, prompt
                 )
-                attempt = Attempt(self.queue, request, plan, timeline)
+                attempt = Attempt(self.queue, request, plan, record)
                 request.response.attempt_started(worker)
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
@@ -136,7 +135,7 @@ class RequestDispatcher:
     def route(
         self,
         request: PreparedRequest,
-        timeline: RequestTimeline,
+        record: RequestRecord,
         deadline: Deadline,
         avoid: Collection[str] = (),
     ) -> Decision:
@@ -148,8 +147,8 @@ class RequestDispatcher:
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self.migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
-        attempt = self._new_timeline(timeline)
-        targets = self._targets(request, timeline.arrival_ns)
+        attempt = self._new_record(record)
+        targets = self._targets(request, record.arrival_ns)
         return self._route(request, token_ids, attempt, deadline, retries, targets)
 
     def task_terms(
@@ -182,10 +181,10 @@ class RequestDispatcher:
             planned=planned,
         )
 
-    def _new_timeline(self, request: RequestTimeline) -> AttemptTimeline:
-        timeline = AttemptTimeline(self.clocks)
-        request.attempts.append(timeline)
-        return timeline
+    def _new_record(self, request: RequestRecord) -> RoutedAttempt:
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
+        request.attempts.append(record)
+        return record
 
     @property
     def _budget(self) -> int:
@@ -231,7 +230,7 @@ class RequestDispatcher:
         self,
         request: PreparedRequest,
         token_ids: array[int],
-        timeline: AttemptTimeline,
+        record: RoutedAttempt,
         deadline: Deadline,
         retries: RetryState,
         targets: TokenTargets,
@@ -254,7 +253,7 @@ class RequestDispatcher:
         try:
             decision = self.placement.choose(asked, candidates)
         except NoDecodeWorker as error:
-            timeline.facts.not_routed(error)
+            record.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
         chosen = decision.worker
@@ -262,7 +261,7 @@ class RequestDispatcher:
             candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
             self.workers.distrusted(chosen.ref),
         )
-        timeline.facts.routed(decision)
+        record.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error
@@ -330,7 +329,7 @@ class RequestDispatcher:
         first_token = first_token_maker(
             request.prepared, self.policy(), decision.remote, generated_tokens, number
         )
-        bounds = self._targets(request.prepared, request.timeline.arrival_ns).bounds(
+        bounds = self._targets(request.prepared, request.record.arrival_ns).bounds(
             started=generated_tokens > 0
         )
         return AttemptPlan(

@@ -31,15 +31,14 @@ from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
-from headrace_frontend.running.tracer import trace_id_of
+from headrace_frontend.running.record import now_us
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
-from headrace_router.tracing.timeline import AttemptTimeline
-from headrace_router.tracing.worker_clocks import WorkerClocks
+from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 from headrace_text.codec import TextCodec
@@ -88,8 +87,10 @@ class OwnPrompts:
         tenant = request.tenant or DEFAULT_TENANT
         self._reject_slow_queue(worker, priority, tenant)
         span = trace.get_current_span(context_from_traceparent(request.traceparent))
-        if span.get_span_context().trace_flags.sampled:
-            self.start_trace(trace_id_of(span), request.request_id, time.time_ns())
+        context = span.get_span_context()
+        if context.trace_flags.sampled:
+            trace_id = trace.format_trace_id(context.trace_id)
+            self.start_trace(trace_id, request.request_id, time.time_ns())
         self._reject_repeated(request.transfer_id)
         terms = self.dispatcher.task_terms(
             worker=worker,
@@ -100,20 +101,21 @@ class OwnPrompts:
             tenant=tenant,
         )
         queued = self.queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
-        timeline = AttemptTimeline(self.clocks)
-        timeline.queued(queued)
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
+        record.enqueued(queued)
         outcome = await _ended(queued, deadline)
         if outcome.error is not None:
             if isinstance(outcome.error, NotFound):
                 self._paused = {ref: one for ref, one in self._paused.items() if not one.expired}
                 self._paused[worker.ref] = Deadline.after(_UNRESERVED_PAUSE_S)
             raise outcome.error
+        record.update()
         done = outcome.done or prefill_pb2.TaskDone()
         return prefill_pb2.EnqueueResponse(
             worker_id=queued.worker.worker_id if queued.worker is not None else "",
             cached_tokens=done.cached_tokens,
             payload_bytes=done.payload_bytes,
-            steps=_steps(timeline.collect(), arrival_ns) if request.include_latency else None,
+            steps=_steps(record, arrival_ns) if request.include_latency else None,
         )
 
     def _worker(self, ref: WorkerRef) -> Worker:

@@ -29,11 +29,10 @@ from headrace_frontend.request.validation import (
     REQUEST_ID_CHARACTERS_MAX,
     PreparedRequest,
 )
-from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.running.tracer import RequestTracer
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 
@@ -76,7 +75,7 @@ class EndpointPicker:
     dispatcher: RequestDispatcher
     workers: WorkerDirectory
     queue: PrefillQueue
-    tracer: StoringTracer
+    tracer: RequestTracer
     count_pick: Callable[[str], None]
     """Gets "picked", or the reason of the error."""
     deadline_s: float
@@ -139,9 +138,8 @@ class EndpointPicker:
         table = self.workers.table(prepared.model)
         allowed = {worker.ref for worker in table.workers if _is_allowed(worker, subset)}
         avoided = [worker.ref.worker_id for worker in table.workers if worker.ref not in allowed]
-        timeline = RequestTimeline()
-        with self.tracer.request_span(request_id, timeline, stored=False):
-            decision = self.dispatcher.route(prepared, timeline, deadline, avoided)
+        with self.tracer.record(request_id, stored=False) as record:
+            decision = self.dispatcher.route(prepared, record, deadline, avoided)
         worker = decision.worker
         if worker.ref not in allowed:
             raise _none_allowed(prepared.model)

@@ -31,24 +31,6 @@ class RequestDigest:
     verdict: str
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSum:
-    """One link over the last requests."""
-
-    name: str
-    source: str
-    destination: str
-    transport: str
-    requests: int
-    payload_bytes: int
-    busy_ns: int
-
-    @property
-    def gb_s(self) -> float:
-        """Gigabytes a second while busy; 0 when the time is unknown."""
-        return self.payload_bytes / self.busy_ns if self.busy_ns > 0 else 0.0
-
-
 class TraceDigests:
     """Keeps the digests of the newest traces. Call it from one thread at a time."""
 
@@ -94,25 +76,22 @@ def digest_of(view: TraceView) -> RequestDigest:
     return RequestDigest(replace(view, steps=(), links=short), verdict(view)[:TEXT_CHARACTERS_MAX])
 
 
-def sum_links(digests: Iterable[RequestDigest]) -> list[LinkSum]:
+def sum_links(digests: Iterable[RequestDigest]) -> list[Link]:
     """The links that the complete ones of these requests used, slowest first. Those of an unknown speed are last."""
     uses: dict[tuple[str, str], list[Link]] = {}
     for digest in digests:
         for link in digest.view.links if digest.view.complete else ():
             uses.setdefault((link.name, link.transport), []).append(link)
     links = [
-        LinkSum(
-            name=name,
-            source=found[0].source,
-            destination=found[0].destination,
-            transport=transport,
+        replace(
+            found[0],
             requests=len(found),
             payload_bytes=sum(link.payload_bytes for link in found),
-            busy_ns=sum(link.moving_ns for link in found),
+            moving_ns=sum(link.moving_ns for link in found),
         )
-        for (name, transport), found in uses.items()
+        for found in uses.values()
     ]
-    return sorted(links, key=lambda link: (link.busy_ns == 0, link.gb_s, link.name))
+    return sorted(links, key=lambda link: (link.moving_ns == 0, link.gb_s, link.name))
 
 
 WORKERS_MAX: Final = 1_000
@@ -166,7 +145,7 @@ class DeploymentState:
     admission: Mapping[str, float]
     policy: Mapping[str, Any]
     requests: Sequence[RequestDigest]
-    links: Sequence[LinkSum]
+    links: Sequence[Link]
     traffic: Mapping[str, Any]
     """As headrace_router.status.traffic has it."""
 
@@ -175,7 +154,7 @@ def status_document(state: DeploymentState) -> dict[str, Any]:
     """The document: at most WORKERS_MAX workers, LINKS_MAX links and the given requests."""
     busiest = sorted(state.workers, key=_importance)
     listed = sorted(busiest[:WORKERS_MAX], key=lambda row: (row.role, row.id))
-    speeds = [link.gb_s for link in state.links if link.busy_ns > 0]
+    speeds = [link.gb_s for link in state.links if link.moving_ns > 0]
     median_gb_s = median(speeds) if speeds else 0.0
     return {
         "schema": "headrace.status.v1",
@@ -224,8 +203,8 @@ def _worker(row: WorkerRow) -> dict[str, Any]:
     }
 
 
-def _link(link: LinkSum, median_gb_s: float) -> dict[str, Any]:
-    is_slow = 0 < link.gb_s < SLOW_SHARE * median_gb_s and link.busy_ns > 0
+def _link(link: Link, median_gb_s: float) -> dict[str, Any]:
+    is_slow = 0 < link.gb_s < SLOW_SHARE * median_gb_s and link.moving_ns > 0
     return {
         "name": link.name,
         "source": link.source,
@@ -233,8 +212,8 @@ def _link(link: LinkSum, median_gb_s: float) -> dict[str, Any]:
         "transport": link.transport,
         "requests": link.requests,
         "payload_bytes": link.payload_bytes,
-        "busy_ms": _ms(link.busy_ns),
-        "gb_s": _rounded(link.gb_s) if link.busy_ns > 0 else None,
+        "busy_ms": _ms(link.moving_ns),
+        "gb_s": _rounded(link.gb_s) if link.moving_ns > 0 else None,
         "slow": is_slow and link.payload_bytes >= SLOW_BYTES_MIN,
     }
 
@@ -249,7 +228,7 @@ def _request(digest: RequestDigest) -> dict[str, Any]:
         "ttft_ms": _ms(view.ttft_ns if view.answered else 0),
         "total_ms": _ms(view.total_ns),
         "prompt_tokens": view.prompt_tokens,
-        "parts": [[part.name, _ms(part.duration_ns)] for part in view.parts],
+        "parts": [[name, _ms(part_ns)] for name, part_ns in view.parts.items()],
         "error": view.error[:TEXT_CHARACTERS_MAX],
         "verdict": digest.verdict,
     }

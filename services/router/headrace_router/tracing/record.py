@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -15,10 +15,15 @@ from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 from opentelemetry.sdk.trace import ReadableSpan
 
 from headrace.inference.v1 import trace_pb2
-from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
+from headrace_common.durations import (
+    duration_from_ns,
+    timestamp_from_unix_ns,
+    unix_ns_from_timestamp,
+)
 from headrace_common.latency.clocks import ClockDifference
 from headrace_common.telemetry import schema
-from headrace_router.tracing.request_record import AttemptFacts, MadeSpan, RoutedRecord
+from headrace_frontend.running.record import RequestRecord
+from headrace_router.tracing.attempt_record import RoutedAttempt
 
 BATCH_SPANS: Final = 256
 ATTRIBUTES_MAX: Final = 128
@@ -84,135 +89,109 @@ StoredSpan: TypeAlias = tuple[str, str, bytes, int]
 
 The span is in OTLP's encoding: a message would keep its whole export in memory.
 """
+WorkerSpan: TypeAlias = tuple[str, bytes]
+"""The name and the parent of a worker's span that stands for an attempt."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceSummary:
-    """A trace without its spans. A greater `sequence` is newer."""
-
-    sequence: int
-    trace_id: str
-    request_id: str
-    start_unix_ns: int
-    complete: bool
-
-
-class _Completeness:
-    """Tracks whether the requests have ended and all spans of the successful attempts' workers have arrived."""
+class _SentSpans:
+    """The spans that were sent for one trace, by id, and what they show of its requests."""
 
     def __init__(self) -> None:
-        # Request ids of root spans. The empty one stands for every request.
-        self._roots: set[str] = set()
-        self.reported: set[tuple[str, bytes]] = set()
-        """The names and the parents of the workers' spans that have arrived."""
-        self._missing: set[tuple[str, bytes]] = set()
+        self.spans: dict[bytes, StoredSpan] = {}
+        self.workers: set[WorkerSpan] = set()
+        # Decode workers with clients of their own have root spans. The empty request id stands for every request.
+        self.roots: set[str] = set()
 
-    def add(self, span: otlp_pb2.Span) -> None:
+    def add(self, span: otlp_pb2.Span, stored: StoredSpan) -> None:
+        self.spans[span.span_id] = stored
         if span.name == schema.SPAN_REQUEST:
-            # Decode workers with clients of their own have root spans.
             attributes = attributes_as_text(span.attributes)
-            self._roots.add(attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""))
-            return
-        if span.name not in _WORKER_SPANS:
-            return
-        reported = (span.name, span.parent_span_id)
-        self.reported.add(reported)
-        self._missing.discard(reported)
-
-    def add_request(self, request: RoutedRecord) -> None:
-        self._roots.add(request.request_id)
-        for facts in request.attempts if request.sampled else ():
-            if facts.context is not None and not facts.error:
-                expected = {(schema.SPAN_DECODE, attempt_id(facts))}
-                if facts.prefill_worker_id:
-                    expected.add((schema.SPAN_PREFILL, attempt_id(facts)))
-                self._missing |= expected - self.reported
-
-    def complete(self, request_id: str) -> bool:
-        return not self._missing and not self._roots.isdisjoint({"", request_id})
+            self.roots.add(attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""))
+        elif span.name in _WORKER_SPANS:
+            self.workers.add((span.name, span.parent_span_id))
 
 
 class TraceContents(NamedTuple):
-    """The requests that have ended, and the spans that were sent. `reported`: see _Completeness."""
+    """The requests that have ended, and the spans that were sent, of which `workers` are workers' own."""
 
-    requests: tuple[RoutedRecord, ...]
-    reported: frozenset[tuple[str, bytes]]
+    requests: tuple[RequestRecord, ...]
     sent: tuple[StoredSpan, ...]
-    differences: Mapping[str, ClockDifference]
+    workers: frozenset[WorkerSpan]
 
-    def placed(self) -> Iterator[_Placed]:
-        """All spans, in no order."""
-        for made in self._made():
-            yield _Placed(_encoded(made.span), made.service, made.worker_id, None)
+    def spans(self) -> list[trace_pb2.Span]:
+        """All spans, by start time. Takes long for many spans: call it in a thread.
+
+        Spans of workers with a known clock are moved to this router's clock. Those of a worker that has sent none for
+        an attempt are made from what the worker has reported.
+        """
+        differences: dict[str, ClockDifference] = {}
+        for request in self.requests:
+            differences |= request.differences
+        found = [_span_to_proto(_encoded(span), *process) for process, span in self._made()]
         for service, worker_id, content, _ in self.sent:
             span = otlp_pb2.Span.FromString(content)
-            yield _Placed(span, service, worker_id, self.differences.get(worker_id))
+            found.append(_span_to_proto(span, service, worker_id, differences.get(worker_id)))
+        return sorted(found, key=lambda span: unix_ns_from_timestamp(span.start_time))
 
-    def _made(self) -> Iterator[MadeSpan]:
+    def _made(self) -> Iterator[tuple[tuple[str, str], ReadableSpan]]:
+        """Spans with the service and the worker id of the process that did the work that they show."""
         for request in self.requests:
             for span in request.spans():
-                yield MadeSpan(_ROUTER, "", span)
-            for number, facts in enumerate(request.attempts):
+                yield (_ROUTER, ""), span
+            for attempt in _attempts(request):
                 for name, service in _WORKER_SPANS.items():
-                    if facts.context and (name, attempt_id(facts)) not in self.reported:
-                        yield from request.worker_spans(number, service)
+                    if (name, _span_id(attempt)) not in self.workers:
+                        process = (service, attempt.worker_id(service))
+                        for span in attempt.worker_spans(request, service):
+                            yield process, span
 
 
 class TraceRecord:
     """The requests and spans of one trace. Requests that share a client's trace share its record. Not thread-safe."""
 
-    def __init__(self, trace_id: str) -> None:
-        self.trace_id = trace_id
+    __slots__ = ("_requests", "_sent", "_start_unix_ns", "names", "sequence", "stored_bytes")
+
+    def __init__(self) -> None:
         self.sequence = 0
+        """A greater one is newer."""
         self.stored_bytes = 0
-        self._request_id = ""
+        self.names: tuple[str, ...] = ()
+        """The ids of the last requests of this trace, the newest last, at most NAMES_PER_TRACE_MAX."""
         self._start_unix_ns = 0
-        self._names: dict[str, None] = {}
-        self._spans: dict[bytes, StoredSpan] = {}
-        self._requests: list[RoutedRecord] = []
-        self._completeness = _Completeness()
-        self._differences: dict[str, ClockDifference] = {}
-
-    def add_clocks(self, differences: Mapping[str, ClockDifference]) -> None:
-        """Sets how far workers' clocks are ahead."""
-        self._differences |= differences
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The ids of the last requests of this trace, at most NAMES_PER_TRACE_MAX."""
-        return tuple(self._names)
-
-    @property
-    def contents(self) -> TraceContents:
-        """What a reader gets."""
-        return TraceContents(
-            tuple(self._requests),
-            frozenset(self._completeness.reported),
-            tuple(self._spans.values()),
-            dict(self._differences),
-        )
+        self._requests: tuple[RequestRecord, ...] = ()
+        self._sent: _SentSpans | None = None
 
     @property
     def span_count(self) -> int:
         """The number of spans that were sent."""
-        return len(self._spans)
+        return len(self._sent.spans) if self._sent is not None else 0
 
-    def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> str | None:
-        """The trace has another request. Returns the id that is no longer among `names`, if any."""
-        self.sequence = sequence
-        self._request_id = request_id
-        self._start_unix_ns = start_unix_ns
-        self._names.pop(request_id, None)
-        self._names[request_id] = None
-        if len(self._names) <= NAMES_PER_TRACE_MAX:
-            return None
-        oldest = next(iter(self._names))
-        del self._names[oldest]
-        return oldest
+    @property
+    def complete(self) -> bool:
+        """Whether the newest request has ended, and all spans of the successful attempts' workers have arrived."""
+        ended = {request.request_id for request in self._requests}
+        sent = self._sent or _SentSpans()
+        expected = {
+            (name, _span_id(attempt))
+            for request in self._requests
+            for attempt in (_attempts(request) if request.sampled else ())
+            for name in _WORKER_SPANS
+            if not attempt.error and (name == schema.SPAN_DECODE or attempt.prefill_worker_id)
+        }
+        return expected <= sent.workers and not {"", *self.names[-1:]}.isdisjoint(
+            ended | sent.roots
+        )
+
+    def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> None:
+        """The trace has another request."""
+        self.sequence, self._start_unix_ns = sequence, start_unix_ns
+        others = [name for name in self.names if name != request_id]
+        self.names = (*others[1 - NAMES_PER_TRACE_MAX :], request_id)
 
     def add(self, span: otlp_pb2.Span, stored: StoredSpan, bytes_max: int) -> bool:
         """Adds a span, or replaces the span with its id. False when the trace has no room for it."""
-        previous = self._spans.get(span.span_id)
+        sent = self._sent = self._sent or _SentSpans()
+        previous = sent.spans.get(span.span_id)
         trace_bytes = self.stored_bytes + stored[_BYTES]
         if previous is not None:
             trace_bytes -= previous[_BYTES]
@@ -220,95 +199,42 @@ class TraceRecord:
             return False
         if trace_bytes > bytes_max:
             return False
-        self._spans[span.span_id] = stored
+        sent.add(span, stored)
         self.stored_bytes = trace_bytes
-        # A process may send a span again, unchanged.
-        if previous is None:
-            self._completeness.add(span)
         return True
 
-    def add_request(self, request: RoutedRecord, bytes_max: int) -> bool:
+    def add_request(self, request: RequestRecord, bytes_max: int) -> bool:
         """Adds a request that has ended. False when the trace has no room for it."""
         trace_bytes = self.stored_bytes + request.stored_bytes
         if trace_bytes > bytes_max:
             return False
-        self._requests.append(request)
+        self._requests += (request,)
         self.stored_bytes = trace_bytes
-        self._completeness.add_request(request)
-        self._differences |= request.differences
         return True
 
-    def summary(self) -> TraceSummary:
-        return TraceSummary(
-            self.sequence,
-            self.trace_id,
-            self._request_id,
-            self._start_unix_ns,
-            self._completeness.complete(self._request_id),
+    def contents(self) -> TraceContents:
+        """What a reader gets."""
+        sent = self._sent or _SentSpans()
+        return TraceContents(self._requests, tuple(sent.spans.values()), frozenset(sent.workers))
+
+    def summary(self, trace_id: str) -> trace_pb2.Trace:
+        """The trace without its spans."""
+        return trace_pb2.Trace(
+            trace_id=trace_id,
+            request_id="".join(self.names[-1:]),
+            start_time=timestamp_from_unix_ns(self._start_unix_ns),
+            complete=self.complete,
         )
 
 
-def trace_to_proto(summary: TraceSummary, contents: TraceContents | None = None) -> trace_pb2.Trace:
-    """Converts a trace, with its spans by start time. Takes long for many spans: call it in a thread.
-
-    Spans of workers with a known clock are moved to this router's clock. A router makes those of a worker that has sent
-    none for an attempt from what the worker has reported.
-    """
-    parsed = [*contents.placed()] if contents is not None else []
-    parsed.sort(key=lambda placed: placed.start_unix_ns)
-    return trace_pb2.Trace(
-        trace_id=summary.trace_id,
-        request_id=summary.request_id,
-        start_time=timestamp_from_unix_ns(summary.start_unix_ns),
-        complete=summary.complete,
-        spans=map(_span_to_proto, parsed),
-    )
+def _attempts(request: RequestRecord) -> list[RoutedAttempt]:
+    """Those that have a span."""
+    return [one for one in request.attempts if isinstance(one, RoutedAttempt) and one.context]
 
 
-class _Placed(NamedTuple):
-    """A span, and how far the clock of its times is ahead of this router's."""
-
-    span: otlp_pb2.Span
-    service: str
-    worker_id: str
-    difference: ClockDifference | None
-
-    @property
-    def start_unix_ns(self) -> int:
-        ahead_ns = self.difference.ahead_ns if self.difference is not None else 0
-        return max(0, self.span.start_time_unix_nano - ahead_ns)
-
-
-def _span_to_proto(placed: _Placed) -> trace_pb2.Span:
-    span, difference = placed.span, placed.difference
-    attributes = attributes_as_text(span.attributes)
-    if difference is not None:
-        attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS] = f"{difference.ahead_ns / 1e6:.3f}"
-        attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] = f"{difference.error_ns / 1e6:.3f}"
-    # The parent of the root may be a client's span, which is not stored.
-    parent = "" if span.name == schema.SPAN_REQUEST else span.parent_span_id.hex()
-    return trace_pb2.Span(
-        span_id=span.span_id.hex(),
-        parent_span_id=parent,
-        name=span.name,
-        service=placed.service,
-        worker_id=placed.worker_id,
-        start_time=timestamp_from_unix_ns(placed.start_unix_ns),
-        duration=duration_from_ns(span.end_time_unix_nano - span.start_time_unix_nano),
-        attributes=attributes,
-        linked_span_ids=[link.span_id.hex() for link in span.links],
-        error=(span.status.message or "failed") if _failed(span) else "",
-    )
-
-
-def stored_bytes(span_bytes: int) -> int:
-    """The bytes that count for a span."""
-    return span_bytes + SPAN_OVERHEAD_BYTES
-
-
-def attempt_id(facts: AttemptFacts) -> bytes:
+def _span_id(attempt: RoutedAttempt) -> bytes:
     """The id of an attempt's span, which is the parent of its workers' spans."""
-    return facts.context.span_id.to_bytes(SPAN_ID_BYTES, "big") if facts.context else b""
+    return attempt.context.span_id.to_bytes(SPAN_ID_BYTES, "big") if attempt.context else b""
 
 
 def _encoded(span: ReadableSpan) -> otlp_pb2.Span:
@@ -316,5 +242,32 @@ def _encoded(span: ReadableSpan) -> otlp_pb2.Span:
     return resource.scope_spans[0].spans[0]
 
 
-def _failed(span: otlp_pb2.Span) -> bool:
-    return span.status.code == otlp_pb2.Status.STATUS_CODE_ERROR
+def _span_to_proto(
+    span: otlp_pb2.Span, service: str, worker_id: str, difference: ClockDifference | None = None
+) -> trace_pb2.Span:
+    """`difference`: how far the clock of its times is ahead of this router's."""
+    attributes, start_unix_ns = attributes_as_text(span.attributes), span.start_time_unix_nano
+    if difference is not None:
+        start_unix_ns = max(0, start_unix_ns - difference.ahead_ns)
+        attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS] = f"{difference.ahead_ns / 1e6:.3f}"
+        attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] = f"{difference.error_ns / 1e6:.3f}"
+    # The parent of the root may be a client's span, which is not stored.
+    parent = "" if span.name == schema.SPAN_REQUEST else span.parent_span_id.hex()
+    failed = span.status.code == otlp_pb2.Status.STATUS_CODE_ERROR
+    return trace_pb2.Span(
+        span_id=span.span_id.hex(),
+        parent_span_id=parent,
+        name=span.name,
+        service=service,
+        worker_id=worker_id,
+        start_time=timestamp_from_unix_ns(start_unix_ns),
+        duration=duration_from_ns(span.end_time_unix_nano - span.start_time_unix_nano),
+        attributes=attributes,
+        linked_span_ids=[link.span_id.hex() for link in span.links],
+        error=(span.status.message or "failed") if failed else "",
+    )
+
+
+def stored_bytes(span_bytes: int) -> int:
+    """The bytes that count for a span."""
+    return span_bytes + SPAN_OVERHEAD_BYTES

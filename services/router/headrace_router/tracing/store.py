@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
-from headrace_common.latency.clocks import ClockDifference
 from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_frontend.running.record import RequestRecord
 from headrace_router.tracing.record import (
     SPAN_ID_BYTES,
     SpanBatch,
     StoredSpan,
     TraceRecord,
     stored_bytes,
-    trace_to_proto,
 )
-from headrace_router.tracing.request_record import RoutedRecord
 
 PAGE_SIZE_DEFAULT: Final = 20
 SPAN_BYTES_MAX: Final = 65_536
@@ -62,14 +59,12 @@ class TraceStore:
         self._limits = limits
         self._on_dropped = on_dropped
         self._lock = threading.Lock()
-        self._records: OrderedDict[str, TraceRecord] = OrderedDict()
-        # Each trace id is in one of these, the oldest first.
-        self._ordinary: OrderedDict[str, None] = OrderedDict()
-        self._kept: OrderedDict[str, None] = OrderedDict()
-        self._trace_of_request: dict[str, str] = {}
+        # Each trace is in one of these by its id, the oldest first.
+        self._ordinary: OrderedDict[str, TraceRecord] = OrderedDict()
+        self._kept: OrderedDict[str, TraceRecord] = OrderedDict()
         self._sequence = 0
         self.stored_bytes = 0
-        """Bytes of all stored spans."""
+        """Bytes of all stored requests and spans."""
 
     def start_trace(self, trace_id: str, request_id: str, start_unix_ns: int) -> None:
         """Starts to store the spans of a request's trace.
@@ -78,16 +73,12 @@ class TraceStore:
         """
         with self._lock:
             self._sequence += 1
-            record = self._records.pop(trace_id, None) or TraceRecord(trace_id)
-            forgotten = record.start_request(self._sequence, request_id, start_unix_ns)
-            self._records[trace_id] = record
-            if trace_id not in self._kept:
-                self._ordinary.pop(trace_id, None)
-                self._ordinary[trace_id] = None
-            self._trace_of_request[request_id] = trace_id
-            if forgotten is not None:
-                self._forget_name(forgotten, trace_id)
-            while len(self._records) > self._limits.traces:
+            record = self._kept.get(trace_id)
+            if record is None:
+                record = self._ordinary.setdefault(trace_id, TraceRecord())
+                self._ordinary.move_to_end(trace_id)
+            record.start_request(self._sequence, request_id, start_unix_ns)
+            while len(self._ordinary) + len(self._kept) > self._limits.traces:
                 self._remove_oldest()
 
     def add_batch(self, batch: SpanBatch) -> None:
@@ -97,7 +88,7 @@ class TraceStore:
         for span in batch.spans:
             trace_id = span.trace_id.hex()
             # Routers receive the spans of each other's requests, so most spans may be of unknown traces.
-            if trace_id not in self._records:
+            if self._find(trace_id) is None:
                 continue
             content = span.SerializeToString()
             size = len(content)
@@ -113,27 +104,23 @@ class TraceStore:
     def keep(self, trace_id: str) -> None:
         """Removes this trace after others, as long as at most half of all traces are kept so."""
         with self._lock:
-            if trace_id not in self._ordinary:
+            record = self._ordinary.get(trace_id)
+            if record is None:
                 return
+            # Threads search without the lock.
+            self._kept[trace_id] = record
             del self._ordinary[trace_id]
-            self._kept[trace_id] = None
             if len(self._kept) > self._limits.traces // 2:
-                oldest, _ = self._kept.popitem(last=False)
-                self._ordinary[oldest] = None
+                oldest = next(iter(self._kept))
+                self._ordinary[oldest] = self._kept[oldest]
                 self._ordinary.move_to_end(oldest, last=False)
+                del self._kept[oldest]
 
-    def add_clocks(self, trace_id: str, differences: Mapping[str, ClockDifference]) -> None:
-        """Moves the spans of these workers, by worker id, to this router's clock. Ignored for unknown traces."""
-        with self._lock:
-            record = self._records.get(trace_id)
-            if record is not None:
-                record.add_clocks(differences)
-
-    def end_request(self, request: RoutedRecord) -> None:
+    def end_request(self, request: RequestRecord) -> None:
         """A request of `start_trace` has ended. Ignored for unknown traces."""
         dropped: dict[str, int] = {}
         with self._lock:
-            record = self._records.get(request.trace_id)
+            record = self._find(request.trace_id)
             if record is None:
                 return
             before = record.stored_bytes
@@ -146,19 +133,22 @@ class TraceStore:
     def get(self, name: str) -> trace_pb2.Trace:
         """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
         with self._lock:
-            trace_id = name or next(reversed(self._records), "")
-            record = self._records.get(trace_id) or self._records.get(
-                self._trace_of_request.get(name, "")
+            stored = self._newest_first()
+            found = next(
+                (one for one in stored if name in ("", one[0])),
+                next((one for one in stored if name in one[1].names), None),
             )
-            found = None if record is None else (record.summary(), record.contents)
-        if found is None:
-            raise NotFound(
-                f"no trace {name!r} is stored; only the last {self._limits.traces} are"
-                if name
-                else "no trace is stored yet",
-                metadata={"id": name},
-            )
-        return trace_to_proto(*found)
+            if found is None:
+                raise NotFound(
+                    f"no trace {name!r} is stored; only the last {self._limits.traces} are"
+                    if name
+                    else "no trace is stored yet",
+                    metadata={"id": name},
+                )
+            trace_id, record = found
+            trace, contents = record.summary(trace_id), record.contents()
+        trace.spans.extend(contents.spans())
+        return trace
 
     def list_page(self, page_size: int, page_token: str) -> tuple[Sequence[trace_pb2.Trace], str]:
         """One page of traces without spans, newest first, and the next page's token. Raises InvalidRequest."""
@@ -168,15 +158,21 @@ class TraceStore:
             raise InvalidRequest({"page_token": "must be a next_page_token, unchanged"})
         size = page_size or PAGE_SIZE_DEFAULT
         with self._lock:
-            older = (
-                record
-                for record in reversed(self._records.values())
+            older = [
+                (trace_id, record)
+                for trace_id, record in self._newest_first()
                 if not page_token or record.sequence < int(page_token)
-            )
-            page = [record.summary() for record in islice(older, size + 1)]
-        chosen = page[:size]
-        token = str(chosen[-1].sequence) if len(page) > size else ""
-        return [trace_to_proto(summary) for summary in chosen], token
+            ]
+            page = [record.summary(trace_id) for trace_id, record in older[:size]]
+        token = str(older[size - 1][1].sequence) if len(older) > size else ""
+        return page, token
+
+    def _find(self, trace_id: str) -> TraceRecord | None:
+        return self._ordinary.get(trace_id) or self._kept.get(trace_id)
+
+    def _newest_first(self) -> list[tuple[str, TraceRecord]]:
+        stored = [*self._ordinary.items(), *self._kept.items()]
+        return sorted(stored, key=lambda one: -one[1].sequence)
 
     def _add(
         self,
@@ -185,7 +181,7 @@ class TraceStore:
         stored: StoredSpan,
         dropped: dict[str, int],
     ) -> None:
-        record = self._records.get(trace_id)
+        record = self._find(trace_id)
         if record is None:
             return
         before = record.stored_bytes
@@ -206,14 +202,6 @@ class TraceStore:
             self._on_dropped(reason, count)
 
     def _remove_oldest(self) -> TraceRecord:
-        trace_id, _ = (self._ordinary or self._kept).popitem(last=False)
-        record = self._records.pop(trace_id)
+        _, record = (self._ordinary or self._kept).popitem(last=False)
         self.stored_bytes -= record.stored_bytes
-        for name in record.names:
-            self._forget_name(name, trace_id)
         return record
-
-    def _forget_name(self, name: str, trace_id: str) -> None:
-        # Another trace may have a request with the same id.
-        if self._trace_of_request.get(name) == trace_id:
-            del self._trace_of_request[name]

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
@@ -68,7 +67,7 @@ def opened_on(
 ) -> tuple[DecodeLink, LinkedAnswer]:
     request = decode_pb2.GenerateRequest(transfer_id=name)
     token_ids = inference_pb2.TokenIds(ids=[1, 2])
-    return links.open(request, token_ids, Deadline.after(deadline_s), Context())
+    return links.open(request, token_ids, Deadline.after(deadline_s), {})
 
 
 async def kind_of(call: tuple[DecodeLink, LinkedAnswer]) -> str:

@@ -19,7 +19,7 @@ from headrace_cli.waterfall import (
 )
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import LayerStamps
-from headrace_common.trace_view.model import Link, PartTime, TraceStep, TraceView
+from headrace_common.trace_view.model import Link, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 
 MS = 10**6
@@ -53,8 +53,8 @@ def link(number: int, mb: int = 2, ms: int = 1, layers: int = 61, start_ms: int 
 
 
 def view(parts: dict[str, float], **changes: object) -> TraceView:
-    times = tuple(PartTime(name, int(ms * MS)) for name, ms in parts.items())
-    ttft_ns = sum(part.duration_ns for part in times)
+    times = {name: int(ms * MS) for name, ms in parts.items()}
+    ttft_ns = sum(times.values())
     fields = {
         "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
         "request_id": "ask-1",
@@ -119,12 +119,12 @@ class RandomViews:
             error=self.name() if self._random.random() < 0.3 else "",
         )
 
-    def parts(self) -> tuple[PartTime, ...]:
+    def parts(self) -> dict[str, int]:
         known = ("queue", "prefill", "transfer exposed", "retry", "network", "decode wait")
-        return tuple(
-            PartTime(self._random.choice((*known, self.name())), abs(self.time()))
+        return {
+            self._random.choice((*known, self.name())): abs(self.time())
             for _ in range(self._random.randrange(9))
-        )
+        }
 
     def view(self) -> TraceView:
         parts = self.parts()
@@ -133,14 +133,13 @@ class RandomViews:
             request_id=self.name(),
             start_unix_ns=0,
             complete=self._random.random() < 0.5,
-            ttft_ns=sum(part.duration_ns for part in parts),
+            ttft_ns=sum(parts.values()),
             total_ns=abs(self.time()),
             parts=parts,
             links=tuple(self.link() for _ in range(self._random.randrange(12))),
             steps=tuple(self.step() for _ in range(self._random.randrange(9))),
             answered=self._random.random() < 0.7,
             second_parts=self.parts(),
-            exposed_in_second=self._random.random() < 0.5,
             hidden_ns=abs(self.time()),
             clock_error_ns=abs(self.time()),
             prompt_tokens=self._random.randrange(10**6),

@@ -31,7 +31,7 @@ REMOTE = AttemptSteps(
 def request(*attempts: AttemptSteps) -> RequestSteps:
     return RequestSteps(
         0,
-        tokenize=((10, 30),),
+        tokenize=(10, 30),
         attempts=attempts,
         first_token=(460, len(attempts) - 1),
         first_message=465,
@@ -48,7 +48,7 @@ def test_a_first_token_from_hidden_state() -> None:
     attempt = replace(
         REMOTE,
         first_token_by=FirstTokenBy.HIDDEN,
-        decode=replace(DECODE, hidden_state_arrived=350, sampled=370),
+        decode=DECODE._replace(hidden_state_arrived=350, sampled=370),
     )
     steps = replace(
         request(attempt), first_token=(380, 0), first_message=380, second_token=(460, 0)

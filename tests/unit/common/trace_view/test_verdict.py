@@ -7,7 +7,7 @@ import pytest
 from headrace.inference.v1 import trace_pb2
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import Cause, LayerStamps
-from headrace_common.trace_view.model import Link, PartTime, TraceStep, TraceView
+from headrace_common.trace_view.model import Link, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 
@@ -29,7 +29,7 @@ STEPS = (
 def view(
     part: str, links: tuple[Link, ...] = (), steps: tuple[TraceStep, ...] = STEPS
 ) -> TraceView:
-    parts = (PartTime(part, 80 * MS), PartTime("network", 20 * MS))
+    parts = {part: 80 * MS, "network": 20 * MS}
     return TraceView("t", "r", 0, True, 100 * MS, 100 * MS, parts, links, steps, prompt_tokens=9)
 
 
@@ -75,11 +75,11 @@ def test_a_layer_that_was_not_moved_names_its_wait() -> None:
 
 
 def test_a_failure_comes_first_and_nothing_is_invented() -> None:
-    empty = TraceView("t", "r", 0, False, 0, 0, (), (), (), error="QUEUE_FULL")
+    empty = TraceView("t", "r", 0, False, 0, 0, {}, (), (), error="QUEUE_FULL")
     assert verdict(empty) == "failed: QUEUE_FULL; no times have arrived"
 
 
 def test_a_request_that_has_not_ended_has_no_parts() -> None:
     first = trace_pb2.Span(name=schema.SPAN_FIRST_TOKEN, span_id="f", parent_span_id="r")
     view = read_trace(trace_pb2.Trace(spans=[first]))
-    assert (view.parts, view.ttft_ns, view.largest_part) == ((), 0, None)
+    assert (view.parts, view.ttft_ns, view.largest_part) == ({}, 0, None)

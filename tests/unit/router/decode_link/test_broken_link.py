@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
@@ -55,7 +54,7 @@ async def _failure_on(failure: BaseException) -> HeadraceError:
     channel: Any = _Channel(_Call(failure))
     link = DecodeLink(channel, lambda _: None, LoopLoad())
     answer = link.open(
-        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), Context()
+        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}
     )
     try:
         async with asyncio.timeout(5):
@@ -88,7 +87,7 @@ async def test_a_link_that_this_router_closes_is_none() -> None:
     channel: Any = _Channel(_Call(asyncio.CancelledError()))
     link = DecodeLink(channel, lambda _: None, LoopLoad())
     answer = link.open(
-        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), Context()
+        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}
     )
     await link.close()
     with pytest.raises(Cancelled):

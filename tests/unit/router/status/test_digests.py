@@ -19,7 +19,7 @@ class CountingStore(TraceStore):
 
 
 def digest(name: str, uses: tuple[Link, ...], complete: bool = True) -> RequestDigest:
-    view = TraceView(name, name, 0, complete, ttft_ns=1, total_ns=1, parts=(), links=uses, steps=())
+    view = TraceView(name, name, 0, complete, ttft_ns=1, total_ns=1, parts={}, links=uses, steps=())
     return RequestDigest(view, "")
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 
-from headrace_common.trace_view.model import PartTime, TraceView
+from headrace_common.trace_view.model import Link, TraceView
 from headrace_router.status.document import (
     READY,
     UNREACHABLE,
     WORKERS_MAX,
     DeploymentState,
-    LinkSum,
     RequestDigest,
     WorkerRow,
     status_document,
@@ -28,15 +27,13 @@ def worker(number: int, state: str = READY, requests: int = 3) -> WorkerRow:
     )
 
 
-def link(number: int) -> LinkSum:
-    name = f"prefill-0/r0 -> decode-{number}/r0"
-    return LinkSum(
-        name, "prefill-0", f"decode-{number}", "tcp", 1, 1_000_000, 1_000_000 * (number + 1)
-    )
+def link(number: int) -> Link:
+    destination, moving_ns = f"decode-{number}", 1_000_000 * (number + 1)
+    return Link("prefill-0", 0, destination, 0, "tcp", "", 1_000_000, moving_ns)
 
 
 def digest(number: int) -> RequestDigest:
-    parts = tuple(PartTime(f"part {n}", 1_000_000 * n) for n in range(13))
+    parts = {f"part {n}": 1_000_000 * n for n in range(13)}
     view = TraceView(
         *(f"{number:032x}", "i" * 500, 1_700_000_000 * 10**9, True),
         ttft_ns=78_000_000,
@@ -98,12 +95,12 @@ def test_json_has_no_infinity_and_long_names_are_cut() -> None:
 def test_a_link_counts_as_slow_below_half_of_the_median_and_from_16_mb_on() -> None:
     sent = [(15_999_999, 64), (16_000_000, 64), (64_000_000, 64), (64_000_000, 60)]
     links = [
-        LinkSum(str(number), "p", "d", "tcp", 1, payload_bytes, 1_000_000 * busy_ms)
+        Link("p", number, "d", 0, "tcp", "", payload_bytes, 1_000_000 * busy_ms)
         for number, (payload_bytes, busy_ms) in enumerate(sent)
     ]
-    links.append(LinkSum("4", "p", "d", "tcp", 1, 64_000_000, 50_000_000))
-    links.append(LinkSum("unknown speed", "p", "d", "tcp", 1, 10, 0))
+    links.append(Link("p", 4, "d", 0, "tcp", "", 64_000_000, 50_000_000))
+    links.append(Link("unknown speed", 0, "d", 0, "tcp", "", 10, 0))
     made = status_document(DeploymentState(0, "", "", [], {}, {}, {}, [], links, {}))
     assert made["links_median_gb_s"] == 1.0
-    assert [one["name"] for one in made["links"] if one["slow"]] == ["1"]
+    assert [one["name"] for one in made["links"] if one["slow"]] == ["p/r1 -> d/r0"]
     assert made["links"][-1]["gb_s"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -10,12 +11,12 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import pack_writes
 from headrace_common.trace_view.reading import read_trace
-from headrace_router.tracing.record import TraceRecord, trace_to_proto
+from headrace_router.tracing.store import TraceLimits, TraceStore
 from tests.span_schema import problems_of
 from tests.unit.router.tracing.records import START_UNIX_NS, attempt, ended, failed_attempt
 
 
-def named(spans: list[ReadableSpan]) -> dict[str, list[ReadableSpan]]:
+def named(spans: Iterable[ReadableSpan]) -> dict[str, list[ReadableSpan]]:
     found: dict[str, list[ReadableSpan]] = {}
     for span in spans:
         found.setdefault(span.name, []).append(span)
@@ -30,14 +31,15 @@ def times_us(span: ReadableSpan) -> tuple[float, float]:
 
 
 def test_ids_are_different_and_stay_the_same() -> None:
-    record = ended(attempts=(failed_attempt(), attempt(remote=True)))
+    attempts = (failed_attempt(), attempt(remote=True))
+    record = ended(*attempts)
 
     def made() -> list[ReadableSpan]:
         workers = [
-            one.span
-            for number in range(2)
+            span
+            for one in attempts
             for service in ("decode", "prefill")
-            for one in record.worker_spans(number, service)
+            for span in one.worker_spans(record, service)
         ]
         return [*record.spans(), *workers]
 
@@ -62,16 +64,17 @@ def test_the_last_link_is_named_without_spans_of_the_worker() -> None:
         layers=layers,
     )
     facts.done = prefill_pb2.TaskDone(cached_tokens=16, payload_bytes=64, last_link=last_link)
-    record = ended(attempts=(facts,))
-    record.root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, 20)
-    compute = record.worker_spans(0, "prefill")[1].span
+    record = ended(facts)
+    record.prompt_tokens = 20
+    compute = facts.worker_spans(record, "prefill")[1]
     assert compute.attributes == {schema.ATTRIBUTE_CACHED_TOKENS: 16, schema.ATTRIBUTE_TOKENS: 4}
-    link = record.worker_spans(0, "prefill")[-1].span
+    link = facts.worker_spans(record, "prefill")[-1]
     assert (link.name, times_us(link)) == (schema.SPAN_TRANSFER_LINK, (330, 675))
     assert not list(problems_of(link))
-    trace = TraceRecord("ab")
-    assert trace.add_request(record, 1 << 20)
-    view = read_trace(trace_to_proto(trace.summary(), trace.contents))
+    store = TraceStore(TraceLimits(1))
+    store.start_trace(record.trace_id, "r1", START_UNIX_NS)
+    store.end_request(record)
+    view = read_trace(store.get("r1"))
     assert view.last_link is not None
     assert view.last_link.name == "prefill-0/r2 -> decode-0/r1"
     assert view.last_link.last_write is not None
@@ -80,8 +83,6 @@ def test_the_last_link_is_named_without_spans_of_the_worker() -> None:
 
 def test_a_task_that_no_worker_pulled_has_failed_in_the_queue() -> None:
     waiting = attempt(remote=True)
-    record = ended(attempts=(waiting,))
-    (steps,) = record.steps.attempts
-    object.__setattr__(steps, "pulled", None)
-    (queue,) = named(record.spans())[schema.SPAN_QUEUE]
+    waiting.pulled = None
+    (queue,) = named(ended(waiting).spans())[schema.SPAN_QUEUE]
     assert (queue.status.description, times_us(queue)) == ("never pulled", (260, 900))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.trace import SpanContext
 
 from headrace.inference.v1 import latency_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -14,11 +15,10 @@ from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clocks import ClockPair
 from headrace_common.latency.parts import TimePart
-from headrace_decode.http import own_attempt as own_attempt_module
-from headrace_decode.http.own_attempt import OwnTimeline
+from headrace_decode.http.own_attempt import OwnRecord
 from headrace_decode.timestamps import RequestTimestamps
-from headrace_frontend.running import timeline as timeline_module
-from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.running import record as record_module
+from headrace_frontend.running.record import RequestRecord
 
 UNIX_NS = 10**18
 
@@ -28,16 +28,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The monotonic clock in microseconds."""
     now_us = [0]
     clock = SimpleNamespace(monotonic_ns=lambda: 1_000 * now_us[0])
-    for module in (timeline_module, own_attempt_module):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(record_module, "time", clock)
     return now_us
+
+
+def arrived() -> RequestRecord:
+    """At 100, with its prompt as tokens from 110 to 130."""
+    return RequestRecord(
+        arrival=100,
+        tokenize=(110, 130),
+        arrival_ns=100_000,
+        arrival_unix_ns=UNIX_NS,
+        request_id="r",
+        context=SpanContext(1, 2, False),
+    )
 
 
 def times(start_us: int, **after_us: int) -> RequestTimestamps:
     start_ns = UNIX_NS + 1_000 * start_us
     found = RequestTimestamps(ClockPair(start_ns, 1_000 * start_us, 0))
     for name, value in after_us.items():
-        setattr(found, f"{name}_unix_ns", start_ns + 1_000 * value)
+        setattr(found.steps, f"{name}_us", value)
     return found
 
 
@@ -46,15 +57,15 @@ def parts_of(found: Breakdown) -> dict[str, int]:
     return {part.label: duration_us for part, duration_us in found.first.parts_us.items()}
 
 
-def admitted(timeline: RequestTimeline, found: RequestTimestamps) -> OwnTimeline:
-    if not timeline.attempts:
-        timeline.slot_acquired()
-    attempt = OwnTimeline(found)
-    timeline.attempts.append(attempt)
+def admitted(record: RequestRecord, found: RequestTimestamps) -> OwnRecord:
+    if not record.attempts:
+        record.slot_acquired()
+    attempt = OwnRecord(found.start.monotonic_ns // 1_000, times=found)
+    record.attempts.append(attempt)
     return attempt
 
 
-def respond(timeline: RequestTimeline, first_us: int) -> None:
+def respond(record: RequestRecord, first_us: int) -> None:
     """The first token came at `first_us`, and its message left 10 us later."""
     times = SimpleNamespace(
         first_token_unix_ns=1_000 * first_us,
@@ -63,17 +74,16 @@ def respond(timeline: RequestTimeline, first_us: int) -> None:
         monotonic_us=lambda unix_ns: unix_ns // 1_000,
     )
     response: Any = SimpleNamespace(started=True, times=times)
-    timeline.responding(response)
+    record.response = response
 
 
 async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int]) -> None:
-    timeline = RequestTimeline(100_000, UNIX_NS)
+    record = arrived()
     clock[0] = 140
-    timeline.tokenized((110_000, 130_000))
-    timeline.slot_wanted()
+    record.slot_wanted()
     clock[0] = 200
     attempt = admitted(
-        timeline, times(200, reserved=20, arrived=700, step_start=710, first_token=750)
+        record, times(200, reserved=20, kv_arrived=700, step_start=710, first_token=750)
     )
     clock[0] = 230
     answer: asyncio.Future[prefill_pb2.EnqueueResponse] = asyncio.Future()
@@ -83,10 +93,10 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
 
     task = asyncio.create_task(prefill())
     attempt.asked(task)
-    respond(timeline, 960)
+    respond(record, 960)
     reported: list[Breakdown] = []
-    timeline.when_reported(lambda: reported.append(timeline.break_down()))
-    assert timeline.break_down().first[TimePart.QUEUE] == 0
+    record.when_reported(lambda: reported.append(record.break_down()))
+    assert record.break_down().first[TimePart.QUEUE] == 0
     assert not reported
     clock[0] = 950
     steps = latency_pb2.TaskSteps(
@@ -101,7 +111,7 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
         clock_error_us=3,
     )
     answer.set_result(prefill_pb2.EnqueueResponse(steps=steps))
-    await timeline.wait_for_report(Deadline.after(5.0))
+    await record.wait_for_report(Deadline.after(5.0))
     await asyncio.sleep(0)
     (found,) = reported
     assert found.first.total_us == 970 - 100
@@ -123,10 +133,9 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
 
 
 def test_a_request_without_a_token_waited_for_room(clock: list[int]) -> None:
-    timeline = RequestTimeline(100_000, UNIX_NS)
+    record = arrived()
     clock[0] = 140
-    timeline.tokenized((110_000, 130_000))
-    timeline.slot_wanted()
+    record.slot_wanted()
     clock[0] = 900
-    found = timeline.break_down()
+    found = record.break_down()
     assert parts_of(found) == {"admission": 20, "tokenize": 20, "decode_wait": 760}

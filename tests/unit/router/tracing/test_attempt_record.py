@@ -1,4 +1,4 @@
-"""The timeline of a request: workers' reports on the router's clock, and when they are complete."""
+"""The record of a request: workers' reports on the router's clock, and when they are complete."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.trace import SpanContext
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import TimePart
-from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.running.record import RequestRecord
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
-from headrace_router.tracing import worker_clocks
-from headrace_router.tracing.timeline import AttemptTimeline
-from headrace_router.tracing.worker_clocks import WorkerClocks
+from headrace_router.tracing import attempt_record
+from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
+from tests.unit.router.tracing.records import decision
 
 DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
 AHEAD_NS = 3 * 10**9
@@ -42,16 +43,21 @@ def response_at(first_ns: int) -> Any:
     return SimpleNamespace(started=True, times=times)
 
 
-async def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
+async def started(clocks: WorkerClocks) -> tuple[RequestRecord, QueuedTask, int]:
     """A request with a first token, and with a task that a worker has. Its decode worker is 3 s ahead."""
     start_ns = time.monotonic_ns()
-    timeline = RequestTimeline(start_ns)
-    attempt = AttemptTimeline(clocks)
-    timeline.attempts.append(attempt)
-    answer = LinkedAnswer(1, 8, lambda *_: None)
-    attempt.opened(
-        DECODE, answer, remote=True, first_token=first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+    record = RequestRecord(
+        arrival=start_ns // 1_000,
+        arrival_ns=start_ns,
+        arrival_unix_ns=time.time_ns(),
+        request_id="r",
+        context=SpanContext(1, 2, False),
     )
+    attempt = RoutedAttempt(start_ns // 1_000, worker_clocks=clocks)
+    record.attempts.append(attempt)
+    answer = LinkedAnswer(1, 8, lambda *_: None)
+    attempt.routed(decision(remote=True))
+    attempt.opened(answer, first_token_pb2.FIRST_TOKEN_POLICY_DECODE)
     await asyncio.sleep(10e-6)
     answer.reserve(decode_pb2.Reserved(end_token=5))
     unix_ns = answer.reserved_ns + AHEAD_NS
@@ -61,17 +67,17 @@ async def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, in
         )
     )
     task = queued_task()
-    attempt.queued(task)
+    attempt.enqueued(task)
     task.handed_to(PREFILL, time.monotonic())
-    timeline.responding(response_at(start_ns + 10**9))
-    return timeline, task, start_ns
+    record.response = response_at(start_ns + 10**9)
+    return record, task, start_ns
 
 
 async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
     clocks = WorkerClocks()
-    timeline, task, _ = await started(clocks)
+    record, task, _ = await started(clocks)
     calls: list[int] = []
-    timeline.when_reported(lambda: calls.append(1))
+    record.when_reported(lambda: calls.append(1))
     assert not calls
     await asyncio.sleep(10e-6)
     times = prefill_pb2.TaskTimes(
@@ -81,35 +87,33 @@ async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
         sent_us=1,
     )
     task.end(None, prefill_pb2.TaskDone(times=times))
-    await asyncio.wait_for(timeline.wait_for_report(Deadline.after(9)), 5)
+    await asyncio.wait_for(record.wait_for_report(Deadline.after(9)), 5)
     await asyncio.sleep(0)
     assert calls == [1]
-    found = timeline.break_down()
+    found = record.break_down()
     assert found.first[TimePart.PREFILL] >= 400
     assert found.first[TimePart.UNACCOUNTED] == 0
-    (attempt,) = timeline.attempts
     for ref, ahead_ns in ((DECODE, AHEAD_NS), (PREFILL, -AHEAD_NS)):
         own_ns = time.time_ns() - time.monotonic_ns()
-        difference = attempt.differences[ref.worker_id]
+        difference = record.differences[ref.worker_id]
         assert abs(difference.ahead_ns + own_ns - ahead_ns) <= difference.error_ns + 10**6
-    timeline.when_reported(lambda: calls.append(2))
+    record.when_reported(lambda: calls.append(2))
     assert calls == [1, 2]
 
 
 async def test_a_report_that_never_comes_is_not_waited_for_long() -> None:
-    timeline, _, _ = await started(WorkerClocks())
+    record, _, _ = await started(WorkerClocks())
     called = asyncio.Event()
-    timeline.when_reported(called.set)
+    record.when_reported(called.set)
     await asyncio.wait_for(called.wait(), 10)
-    found = timeline.break_down()
+    found = record.break_down()
     assert sum(found.first.parts_us.values()) == found.first.total_us
 
 
 def test_the_clocks_of_the_last_workers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_clocks, "_WORKERS_MAX", 2)
+    monkeypatch.setattr(attempt_record, "_WORKERS_MAX", 2)
     clocks = WorkerClocks()
-    assert clocks.difference("a") is None
     for name in ("a", "b", "a", "c"):
         clocks.clock(name).add_exchange(0, 5, 5, 10)
-    assert clocks.difference("b") is None
-    assert clocks.difference("a") is not None
+    assert clocks.clock("a").known
+    assert not clocks.clock("b").known

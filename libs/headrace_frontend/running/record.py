@@ -1,0 +1,350 @@
+"""The record of one request: its ids, its steps, and what its trace shows of it.
+
+Metrics, the stored trace and spans are made from it. While the request runs, it stores little but times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext
+from opentelemetry.util.types import AttributeValue
+
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.latency.breakdown import Breakdown, break_down
+from headrace_common.latency.clocks import ClockDifference
+from headrace_common.latency.steps import AttemptSteps, RequestSteps
+from headrace_common.rpc.trace_context import ServedCall
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import (
+    breakdown_attributes,
+    gen_ai_attributes,
+    server_attributes,
+    sum_attributes,
+)
+from headrace_common.telemetry.later import NO_RESOURCE, SpanMaker
+from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.request.validation import PreparedRequest
+
+Attributes = dict[str, AttributeValue]
+
+REPORT_WAIT_S: Final = 1.0
+"""Longest wait: a report comes at about the time of the first token."""
+_RECORD_BYTES: Final = 4_096
+_ATTEMPT_BYTES: Final = 2_048
+_MAKER_NAMES: Final = {
+    first_token_pb2.FIRST_TOKEN_POLICY_DECODE: "decode",
+    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: "prefill",
+    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: "hidden",
+}
+
+
+@dataclass(eq=False, slots=True)
+class AttemptRecord(AttemptSteps):
+    """One attempt. Subclasses take the steps from what the workers report."""
+
+    differences: dict[str, ClockDifference] = field(default_factory=dict)
+    """How far the clocks of the workers that have reported are ahead of this process's monotonic one, by worker id."""
+    error: str = ""
+    """Empty unless the attempt has failed."""
+
+    @property
+    def outcome(self) -> asyncio.Future[Any] | None:
+        """The outcome of its prefill, which has the prefill worker's report. None without a remote prefill."""
+        return None
+
+    def update(self) -> None:
+        """Takes the steps that are known now."""
+
+    def close(self) -> None:
+        """Refers to nothing of the running request any more. `update` has no effect from now on."""
+
+    @property
+    def context(self) -> SpanContext | None:
+        """The ids of the attempt's span, if it has one."""
+        return None
+
+    def spans(
+        self, request: RequestRecord, maker: SpanMaker, previous: SpanContext | None
+    ) -> Iterator[ReadableSpan]:
+        """Those that this process makes. `previous` has the ids of the attempt before it."""
+        yield from ()
+
+    def root_attributes(self, request: RequestRecord) -> Attributes:
+        """What the root shows of it."""
+        return {}
+
+    @property
+    def report_bytes(self) -> int:
+        """Bytes of reports that it stores."""
+        return 0
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RequestRecord(RequestSteps):
+    """One request. One event loop owns it until it has ended.
+
+    `context` has the ids of its root span, with the span `parent` of a client. `arrival_ns` is by the monotonic clock,
+    and `arrival_unix_ns` is the same moment, within `clock_error_ns`. `served` is the call that it came by.
+    """
+
+    request_id: str
+    context: SpanContext
+    trace_id: str = field(init=False)
+    """As 32 hex characters."""
+    parent: SpanContext | None = None
+    arrival_ns: int
+    arrival_unix_ns: int
+    clock_error_ns: int = 0
+    served: ServedCall | None = None
+    stored: bool = True
+    """Whether its trace is stored, where traces are."""
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    """Oldest first."""
+    priority: str = ""
+    operation: str = ""
+    """That of OpenTelemetry's conventions. Empty until the request was found valid."""
+    model: str = ""
+    prompt_tokens: int = 0
+    conversation_id: str = ""
+    prediction: tuple[float, float, str] | None = None
+    """Seconds to the first token that were predicted and that were allowed, and the name of the bound."""
+    response: ResponseStream | None = None
+    """The response, once the request was admitted and prepared, until the request has ended."""
+    tokens_unix_ns: tuple[int, int, int] = (0, 0, 0)
+    """Arrival of the first, second and last token. 0 without it."""
+    usage: inference_pb2.Usage | None = None
+    """None for a request that has failed."""
+    finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
+    first_token_by: first_token_pb2.FirstTokenPolicy.ValueType = (
+        first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+    )
+    error: str = ""
+    error_reason: str = ""
+    end_unix_ns: int = 0
+    """When the request ended. 0 before that."""
+    end_us: int = 0
+    """When the last report had arrived, by the monotonic clock."""
+
+    def __post_init__(self) -> None:
+        self.trace_id = trace.format_trace_id(self.context.trace_id)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the workers send spans too."""
+        return self.context.trace_flags.sampled
+
+    @property
+    def differences(self) -> dict[str, ClockDifference]:
+        """How far workers' clocks are ahead of this process's wall clock, by worker id."""
+        own_ns = self.arrival_unix_ns - self.arrival_ns
+        return {
+            worker_id: ClockDifference(ahead_ns - own_ns, error_ns + self.clock_error_ns)
+            for attempt in self.attempts
+            for worker_id, (ahead_ns, error_ns) in attempt.differences.items()
+        }
+
+    @property
+    def stored_bytes(self) -> int:
+        """About as many bytes as the record takes."""
+        size = _RECORD_BYTES + 4 * (len(self.error) + len(self.conversation_id))
+        for attempt in self.attempts:
+            size += _ATTEMPT_BYTES + 4 * len(attempt.error) + attempt.report_bytes
+        return size
+
+    def prepared(self, request: inference_pb2.GenerateRequest, prepared: PreparedRequest) -> None:
+        """The request is valid, and its prompt has become tokens."""
+        start_ns, end_ns = prepared.tokenized_ns
+        self.tokenize = (start_ns // 1_000, end_ns // 1_000)
+        self.operation = "chat" if request.HasField("chat") else "text_completion"
+        self.model, self.prompt_tokens = prepared.served_name, len(prepared.token_ids)
+        self.conversation_id = request.conversation_id
+
+    def slot_wanted(self) -> None:
+        """The wait for a slot on a decode worker begins, or goes on for another reason."""
+        self.slot_start, self.slot_end = self.slot_start or now_us(), None
+
+    def slot_acquired(self) -> None:
+        """The wait for a slot has ended."""
+        self.slot_end = now_us()
+
+    def update(self) -> None:
+        """Takes the steps that are known now."""
+        for attempt in self.attempts:
+            attempt.update()
+        response = self.response
+        if response is None or not response.started or not self.attempts:
+            return
+        times = response.times
+        self.first_token = self._token_at(times.monotonic_us(times.first_token_unix_ns))
+        if times.second_token_unix_ns:
+            self.second_token = self._token_at(times.monotonic_us(times.second_token_unix_ns))
+        if times.first_message_unix_ns:
+            self.first_message = times.monotonic_us(times.first_message_unix_ns)
+
+    def break_down(self) -> Breakdown:
+        """The sums. Without a first token, the first one lasts to the end of the request, or until now."""
+        if not self.end_us:
+            self.update()
+        return break_down(self, self.end_us or now_us())
+
+    def close(self) -> None:
+        """The request has ended, and what its workers reported has arrived."""
+        self.update()
+        self.end_us = now_us()
+        response, self.response = self.response, None
+        if response is not None:
+            times = response.times
+            self.tokens_unix_ns = (
+                times.first_token_unix_ns,
+                times.second_token_unix_ns,
+                times.last_token_unix_ns,
+            )
+            self.usage, self.finish_reason = response.usage, response.finish_reason
+            self.first_token_by = response.first_token_by
+        for attempt in self.attempts:
+            attempt.close()
+
+    def spans(self, resource: Resource = NO_RESOURCE) -> Iterator[ReadableSpan]:
+        """The spans of this process, the root first."""
+        maker, breakdown = self.maker(resource), self.break_down()
+        times_unix_ns = (self.arrival_unix_ns, self.end_unix_ns)
+        yield maker.at(
+            schema.SPAN_REQUEST,
+            self.parent,
+            times_unix_ns,
+            self._root_attributes(breakdown),
+            self.error,
+            context=self.context,
+        )
+        if self.tokenize is not None:
+            yield maker.of_steps(schema.SPAN_TOKENIZE, self.context, self.tokenize)
+        first_ns, second_ns, last_ns = self.tokens_unix_ns
+        if first_ns:
+            times = (self.arrival_unix_ns, first_ns)
+            yield maker.at(schema.SPAN_FIRST_TOKEN, self.context, times)
+            yield maker.at(schema.SPAN_STREAM, self.context, (first_ns, last_ns))
+        if first_ns and breakdown.second is not None:
+            attributes = sum_attributes(breakdown.second)
+            times = (first_ns, second_ns)
+            yield maker.at(schema.SPAN_SECOND_TOKEN, self.context, times, attributes)
+        previous: SpanContext | None = None
+        for attempt in self.attempts:
+            yield from attempt.spans(self, maker, previous)
+            previous = attempt.context or previous
+
+    def maker(self, resource: Resource = NO_RESOURCE, number: int = 0) -> SpanMaker:
+        """Makes spans of this trace."""
+        zero_unix_ns = self.arrival_unix_ns - self.arrival_ns
+        return SpanMaker(self.context, zero_unix_ns, resource, number)
+
+    def _root_attributes(self, breakdown: Breakdown) -> Attributes:
+        """Those of the request, of its answer, of its times, and of its attempts."""
+        usage = self.usage
+        answered = bool(self.tokens_unix_ns[0])
+        known: dict[str, AttributeValue | None] = {
+            schema.ATTRIBUTE_REQUEST_ID: self.request_id,
+            schema.ATTRIBUTE_PRIORITY: self.priority or None,
+            schema.ATTRIBUTE_GEN_AI_OPERATION: self.operation or None,
+            schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL: self.model or None,
+            schema.ATTRIBUTE_PROMPT_TOKENS: self.prompt_tokens if self.operation else None,
+            schema.ATTRIBUTE_CONVERSATION_ID: self.conversation_id or None,
+            schema.ATTRIBUTE_ERROR_REASON: self.error_reason or None,
+        }
+        if self.prediction is not None:
+            predicted_s, allowed_s, bound = self.prediction
+            known[schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S] = round(predicted_s, 6)
+            known[schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S] = round(allowed_s, 6)
+            known[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] = bound
+        if usage is not None:
+            maker, kept = _MAKER_NAMES[self.first_token_by], usage.HasField("kept")
+            known[schema.ATTRIBUTE_FIRST_TOKEN] = maker if answered else None
+            known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
+            known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens
+            known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
+            known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
+            known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]
+        attributes: Attributes = {
+            **{name: value for name, value in known.items() if value is not None},
+            **server_attributes(self.served),
+            **breakdown_attributes(breakdown),
+        }
+        if answered:
+            total_ns = self.end_unix_ns - self.arrival_unix_ns
+            attributes |= gen_ai_attributes(breakdown, total_ns)
+        attributes |= _clock_attributes(self.differences)
+        for attempt in self.attempts:
+            attributes |= attempt.root_attributes(self)
+        return attributes
+
+    async def wait_for_report(self, deadline: Deadline) -> None:
+        """Waits for the prefill worker's report, if one is missing, for 1 s at most.
+
+        It waits for half of the time to the deadline at most. The rest is for the answer that the report is a part of.
+        """
+        report = self._missing_report()
+        if report is not None:
+            await asyncio.wait({report}, timeout=min(REPORT_WAIT_S, deadline.remaining_s() / 2))
+
+    def when_reported(self, call: Callable[[], None]) -> None:
+        """Calls `call` once: now, or when the prefill worker has reported, after 1 s at the latest."""
+        report = self._missing_report()
+        if report is None:
+            call()
+            return
+        waiting = [call]
+
+        def once(_: object = None) -> None:
+            timer.cancel()
+            if waiting:
+                waiting.pop()()
+
+        timer = asyncio.get_running_loop().call_later(REPORT_WAIT_S, once)
+        report.add_done_callback(once)
+
+    def _missing_report(self) -> asyncio.Future[Any] | None:
+        """The outcome of the last attempt that made a token, if it is not there yet."""
+        if not self.attempts or self.response is None or not self.response.started:
+            return None
+        outcome = self.attempts[-1].outcome
+        return None if outcome is None or outcome.done() else outcome
+
+    def _token_at(self, time_us: int) -> tuple[int, int]:
+        """The arrival of a token, with the attempt that was running."""
+        index = len(self.attempts) - 1
+        while index > 0 and self.attempts[index].route_start > time_us:
+            index -= 1
+        return time_us, index
+
+
+def now_us() -> int:
+    """Microseconds of the monotonic clock."""
+    return time.monotonic_ns() // 1_000
+
+
+def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
+    """The name of a finish reason in telemetry, such as "length"."""
+    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+def _clock_attributes(differences: Mapping[str, ClockDifference]) -> Attributes:
+    """Those of a root span about the clocks of its request's workers. None without workers.
+
+    They are for collectors: these receive the workers' spans with the times of the workers' own clocks.
+    """
+    if not differences:
+        return {}
+    found = differences.values()
+    return {
+        schema.ATTRIBUTE_CLOCK_WORKER_IDS: tuple(differences),
+        schema.ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS: tuple(one.ahead_ns / 1e6 for one in found),
+        schema.ATTRIBUTE_CLOCK_WORKERS_ERROR_MS: tuple(one.error_ns / 1e6 for one in found),
+    }

@@ -1,0 +1,393 @@
+"""What a router records of one attempt: its steps on the router's clock, its decision, and the spans made from them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import first_token_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import HeadraceError
+from headrace_common.latency.clocks import ClockOffset
+from headrace_common.latency.steps import (
+    BY_DECODE,
+    BY_HIDDEN,
+    BY_PREFILL,
+    decode_steps,
+    prefill_steps,
+)
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import decode_intervals
+from headrace_common.telemetry.later import SpanMaker
+from headrace_frontend.running.record import AttemptRecord, Attributes, RequestRecord, now_us
+from headrace_router.costs import OtherDecision
+from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_router.placement import Decision, candidate_text
+from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
+
+_WORKERS_MAX: Final = 4_096
+_LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
+_MAKERS: Final = {
+    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: BY_PREFILL,
+    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: BY_HIDDEN,
+}
+
+
+class WorkerClocks:
+    """Relates workers' wall clocks to this router's monotonic clock, as the exchanges of all requests show.
+
+    One event loop owns it. Only the last 4,096 workers are kept.
+    """
+
+    def __init__(self) -> None:
+        self._clocks: OrderedDict[str, ClockOffset] = OrderedDict()
+
+    def clock(self, worker_id: str) -> ClockOffset:
+        """The clock of a worker, to add exchanges to."""
+        found = self._clocks.get(worker_id)
+        if found is not None:
+            self._clocks.move_to_end(worker_id)
+            return found
+        while len(self._clocks) >= _WORKERS_MAX:
+            self._clocks.popitem(last=False)
+        clock = self._clocks[worker_id] = ClockOffset()
+        return clock
+
+
+class Regret(NamedTuple):
+    """The best other decision, and by how much its first token would have been earlier. Negative: later."""
+
+    other: OtherDecision
+    gained_s: float
+
+
+@dataclass(eq=False, slots=True)
+class RoutedAttempt(AttemptRecord):
+    """One attempt of this router. Times are microseconds of its clock, 0 or None for what has not happened.
+
+    The workers' times are known once `update` has found their reports.
+    """
+
+    worker_clocks: WorkerClocks = field(default_factory=WorkerClocks, kw_only=True)
+    decision: Decision | None = None
+    route_end: int = 0
+    route_error: str = ""
+    own_context: SpanContext | None = None
+    """None while no attempt has followed the choice of workers."""
+    transfer_id: str = ""
+    number: int = 0
+    generated_tokens: int = 0
+    begin: int = 0
+    end: int = 0
+    reason: str = ""
+    """That of its error."""
+    prefill_worker_id: str = ""
+    tasks_ahead: int = 0
+    priority: str = ""
+    done: prefill_pb2.TaskDone | None = None
+    """What the prefill worker has reported at its end."""
+    _start_ns: int = field(default=0, init=False)
+    _answer: LinkedAnswer | None = field(default=None, init=False)
+    _queued: QueuedTask | None = field(default=None, init=False)
+
+    @property
+    def outcome(self) -> asyncio.Future[TaskOutcome] | None:
+        return self._queued.outcome if self._queued is not None else None
+
+    @property
+    def context(self) -> SpanContext | None:
+        return self.own_context
+
+    @property
+    def report_bytes(self) -> int:
+        return len(self.done.last_link.layers) if self.done is not None else 0
+
+    def routed(self, decision: Decision) -> None:
+        """The workers are chosen."""
+        self.decision, self.route_end = decision, now_us()
+
+    def not_routed(self, error: HeadraceError) -> None:
+        """No workers could be chosen."""
+        self.route_error, self.route_end = error.detail, now_us()
+
+    def started(
+        self, context: SpanContext, transfer_id: str, *, number: int, generated_tokens: int
+    ) -> None:
+        """The attempt has these ids. `generated_tokens` are those that the answer has already."""
+        self.own_context, self.transfer_id, self.begin = context, transfer_id, now_us()
+        self.number, self.generated_tokens = number, generated_tokens
+
+    def opened(
+        self, answer: LinkedAnswer, first_token: first_token_pb2.FirstTokenPolicy.ValueType
+    ) -> None:
+        """The decode worker is asked."""
+        self._start_ns, self._answer = time.monotonic_ns(), answer
+        self.start = self._start_ns // 1_000
+        self.remote = self.decision is not None and self.decision.remote
+        self.first_token_by = _MAKERS.get(first_token, BY_DECODE)
+
+    def enqueued(self, task: QueuedTask) -> None:
+        """The prompt is in the prefill queue."""
+        self._queued = task
+
+    def failed(self, error: HeadraceError) -> None:
+        """The attempt has failed."""
+        self.error, self.reason = error.detail, error.reason
+
+    def ended(self, queued: QueuedTask | None) -> None:
+        """The attempt has ended. `queued` is its prefill task."""
+        self.end = now_us()
+        if queued is not None:
+            self.tasks_ahead, self.priority = queued.tasks_ahead, queued.priority.label
+            self.prefill_worker_id = queued.worker.worker_id if queued.worker is not None else ""
+
+    def update(self) -> None:
+        answer, queued = self._answer, self._queued
+        if answer is not None:
+            self.reserved = _us_or_none(answer.reserved_ns)
+            if answer.times is not None and self.decision is not None:
+                self._add_decode(answer, answer.times, self.decision.worker.ref.worker_id)
+        if queued is not None:
+            self.reserved = self.queued = _us_or_none(queued.queued_ns)
+            self.pulled = _us_or_none(queued.pulled_ns)
+            if queued.worker is not None and queued.pulled_ns:
+                self._add_prefill(queued, queued.worker.worker_id)
+
+    def close(self) -> None:
+        self._answer = self._queued = None
+
+    def _add_decode(
+        self, answer: LinkedAnswer, times: decode_pb2.AttemptTimes, worker_id: str
+    ) -> None:
+        clock = self.worker_clocks.clock(worker_id)
+        received_ns = times.received_unix_ns
+        replied_ns = received_ns + 1_000 * times.reserved_us
+        clock.add_exchange(self._start_ns, received_ns, replied_ns, answer.reserved_ns)
+        self.decode = decode_steps(times, self._received_us(clock, worker_id, received_ns))
+
+    def _add_prefill(self, queued: QueuedTask, worker_id: str) -> None:
+        done = queued.outcome.result().done if queued.outcome.done() else None
+        first = queued.first_token.result() if queued.first_token.done() else None
+        report = done if done is not None and done.HasField("times") else first
+        if report is None or not report.HasField("times"):
+            return
+        self.done = done
+        times = report.times
+        clock = self.worker_clocks.clock(worker_id)
+        received_ns = times.received_unix_ns
+        if report is done:
+            replied_ns = received_ns + 1_000 * times.sent_us
+            clock.add_exchange(queued.pulled_ns, received_ns, replied_ns, queued.ended_ns)
+        if not clock.known:
+            return
+        received_us = self._received_us(clock, worker_id, received_ns)
+        self.prefill = prefill_steps(times, received_us)
+        if first is not None:
+            self.prefill = self.prefill._replace(sent=received_us + first.times.sent_us)
+
+    def _received_us(self, clock: ClockOffset, worker_id: str, received_unix_ns: int) -> int:
+        difference = self.differences[worker_id] = clock.difference
+        self.error_us = max(self.error_us, difference.error_ns // 1_000)
+        return (received_unix_ns - difference.ahead_ns) // 1_000
+
+    def root_attributes(self, request: RequestRecord) -> Attributes:
+        regret = regret_of(request)
+        if regret is None:
+            return {}
+        return {
+            schema.ATTRIBUTE_OTHER_DECISION: regret.other.kind,
+            schema.ATTRIBUTE_OTHER_DECODE_WORKER_ID: regret.other.worker.ref.worker_id,
+            schema.ATTRIBUTE_OTHER_PREFILL_WORKER_ID: regret.other.prefill.worker_id,
+            schema.ATTRIBUTE_OTHER_GAIN_MS: round(1e3 * regret.gained_s, 3),
+        }
+
+    def spans(
+        self, request: RequestRecord, maker: SpanMaker, previous: SpanContext | None
+    ) -> Iterator[ReadableSpan]:
+        decision, own = self.decision, self.own_context
+        if self.route_end:
+            attributes = _route_attributes(decision) if decision is not None else {}
+            times = (self.route_start, self.route_end)
+            yield maker.of_steps(
+                schema.SPAN_ROUTE, request.context, times, attributes, self.route_error
+            )
+        if own is None or decision is None:
+            return
+        yield maker.of_steps(
+            schema.SPAN_ATTEMPT,
+            request.context,
+            (self.begin, self.end),
+            self._attributes(request, decision),
+            self.error,
+            context=own,
+            link=previous,
+        )
+        if self.start is not None:
+            error = self.error if self.reserved is None else ""
+            times = (self.start, self.reserved or self.end)
+            yield maker.of_steps(schema.SPAN_RESERVE, own, times, error=error)
+        if self.queued is not None:
+            yield maker.of_steps(
+                schema.SPAN_QUEUE,
+                own,
+                (self.queued, self.pulled or self.end),
+                {
+                    schema.ATTRIBUTE_QUEUE_DEPTH: self.tasks_ahead,
+                    schema.ATTRIBUTE_PRIORITY: self.priority,
+                },
+                "never pulled" if self.pulled is None else "",
+            )
+
+    def worker_id(self, service: str) -> str:
+        """The id of its worker, "decode" or "prefill"."""
+        if service == "prefill":
+            return self.prefill_worker_id
+        return self.decision.worker.ref.worker_id if self.decision is not None else ""
+
+    def worker_spans(self, request: RequestRecord, service: str) -> list[ReadableSpan]:
+        """The spans of its worker, "decode" or "prefill", as far as its reports show them."""
+        if self.own_context is None or self.decision is None:
+            return []
+        number = 2 * request.attempts.index(self) + 1 + (service == "prefill")
+        make = self._prefill_spans if service == "prefill" else self._decode_spans
+        return list(make(request, request.maker(number=number), self.own_context, self.decision))
+
+    def _decode_spans(
+        self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
+    ) -> Iterator[ReadableSpan]:
+        decode = self.decode
+        if decode is None:
+            return
+        times = (decode.received, self.end)
+        attributes = self._ids(request)
+        own = maker.of_steps(schema.SPAN_DECODE, parent, times, attributes)
+        yield own
+        awaits_kv = decode.kv_arrived is not None
+        for name, start, end in decode_intervals(decode, self.first_token_by, awaits_kv=awaits_kv):
+            if end:
+                yield maker.of_steps(name, own.context, (start, end))
+        if decode.first_token:
+            times = (decode.first_token, self.end)
+            yield maker.of_steps(schema.SPAN_DECODE_GENERATE, own.context, times)
+
+    def _prefill_spans(
+        self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
+    ) -> Iterator[ReadableSpan]:
+        prefill, done = self.prefill, self.done or prefill_pb2.TaskDone()
+        if prefill is None:
+            return
+        ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
+        cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
+        own = maker.of_steps(
+            schema.SPAN_PREFILL,
+            parent,
+            (prefill.received, max(time or 0 for time in ends)),
+            {
+                **self._ids(request),
+                schema.ATTRIBUTE_PREFILL_WORKER_ID: self.prefill_worker_id,
+                **cached,
+                schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes,
+            },
+        )
+        yield own
+        if prefill.compute_start is not None and prefill.compute_end is not None:
+            times = (prefill.compute_start, prefill.compute_end)
+            tokens = request.prompt_tokens + self.generated_tokens - done.cached_tokens
+            counts = {**cached, schema.ATTRIBUTE_TOKENS: tokens}
+            yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
+        if done.HasField("last_link"):
+            link = done.last_link
+            yield maker.of_steps(
+                schema.SPAN_TRANSFER_LINK,
+                own.context,
+                (prefill.received + link.start_us, prefill.received + link.end_us),
+                {
+                    schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
+                    schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
+                    schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+                    schema.ATTRIBUTE_TRANSPORT: link.transport,
+                    schema.ATTRIBUTE_STRATEGY: link.strategy,
+                    schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,
+                    schema.ATTRIBUTE_MOVING_MS: link.moving_us / 1e3,
+                    schema.ATTRIBUTE_LINK_LAYERS: link.layers,
+                },
+            )
+
+    def _ids(self, request: RequestRecord) -> Attributes:
+        return {
+            schema.ATTRIBUTE_REQUEST_ID: request.request_id,
+            schema.ATTRIBUTE_TRANSFER_ID: self.transfer_id,
+        }
+
+    def _attributes(self, request: RequestRecord, decision: Decision) -> Attributes:
+        address, _, port = decision.worker.endpoint.rpartition(":")
+        attributes: Attributes = {
+            **self._ids(request),
+            schema.ATTRIBUTE_ATTEMPT: self.number,
+            schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+            schema.ATTRIBUTE_PLACEMENT: _placement_of(decision),
+            schema.ATTRIBUTE_GENERATED_TOKENS: self.generated_tokens,
+            schema.ATTRIBUTE_RPC_SYSTEM: "grpc",
+            schema.ATTRIBUTE_RPC_METHOD: _LINK_METHOD,
+            schema.ATTRIBUTE_SERVER_ADDRESS: address.strip("[]"),
+            schema.ATTRIBUTE_SERVER_PORT: int(port) if port.isdecimal() else 0,
+        }
+        if self.prefill_worker_id:
+            attributes[schema.ATTRIBUTE_PREFILL_WORKER_ID] = self.prefill_worker_id
+        if self.reason:
+            attributes[schema.ATTRIBUTE_ERROR_REASON] = self.reason
+        return attributes
+
+
+def regret_of(request: RequestRecord) -> Regret | None:
+    """The regret of a request by its only decision. None without an estimate.
+
+    There is none after a second attempt, and where not the planned worker computed the prompt. Nor is there one where
+    the prefill worker or its hidden state made the first token.
+    """
+    attempt = request.attempts[0] if len(request.attempts) == 1 else None
+    if not isinstance(attempt, RoutedAttempt) or attempt.decision is None:
+        return None
+    decision, decode, prefill = attempt.decision, attempt.decode, attempt.prefill
+    if not decision.others or decode is None or decode.first_token is None:
+        return None
+    other_worker = (
+        decision.prefill is not None and decision.prefill.worker_id != attempt.prefill_worker_id
+    )
+    if other_worker or attempt.first_token_by != BY_DECODE:
+        return None
+    prompt = decode.first_token
+    if decision.remote:
+        if prefill is None or prefill.compute_end is None:
+            return None
+        prompt = prefill.compute_end
+    # Messages before that have no part in predictions, and would take as long with another decision.
+    observed_s, prompt_s = (1e-6 * (at - decode.received) for at in (decode.first_token, prompt))
+    estimates = [(other.estimate_s(prompt_s), other) for other in decision.others]
+    estimate_s, best = min(estimates, key=lambda pair: pair[0])
+    return Regret(best, observed_s - estimate_s)
+
+
+def _us_or_none(time_ns: int) -> int | None:
+    return time_ns // 1_000 if time_ns else None
+
+
+def _route_attributes(decision: Decision) -> Attributes:
+    return {
+        schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+        schema.ATTRIBUTE_PLACEMENT: _placement_of(decision),
+        schema.ATTRIBUTE_EXPLANATION: decision.explanation,
+        schema.ATTRIBUTE_CANDIDATES: "; ".join(map(candidate_text, decision.candidates)),
+    }
+
+
+def _placement_of(decision: Decision) -> str:
+    return "remote" if decision.remote else "local"
