@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -40,14 +41,16 @@ class Body(BaseModel):
     def _prepare(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        without_effect = cls.without_effect
         kept = {
             name: item
             for name, item in value.items()
-            if item is not None and name not in cls.without_effect
+            if item is not None and name not in without_effect
         }
-        for name in cls.neutral.keys() & kept.keys():
-            if kept.pop(name) not in cls.neutral[name]:
-                raise ValueError(f"{name}: is not supported; leave it out")
+        if not cls.neutral.keys().isdisjoint(kept):
+            for name in cls.neutral.keys() & kept.keys():
+                if kept.pop(name) not in cls.neutral[name]:
+                    raise ValueError(f"{name}: is not supported; leave it out")
         return cls.translated(kept)
 
 
@@ -84,13 +87,25 @@ def _unknown(body: Body, path: str = "") -> Iterator[str]:
     """The paths may repeat."""
     for name in body.model_extra or ():
         yield f"{path}{name}"
-    for name in body.model_fields_set:
+    for name in _body_fields(type(body)):
         value = getattr(body, name)
         if isinstance(value, Body):
             yield from _unknown(value, f"{path}{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], Body):
             for item in value:
                 yield from _unknown(item, f"{path}{name}.")
+
+
+@cache
+def _body_fields(kind: type[Body]) -> tuple[str, ...]:
+    """The names of the fields that may have bodies."""
+    return tuple(name for name, field in kind.model_fields.items() if _has_body(field.annotation))
+
+
+def _has_body(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return True
+    return any(map(_has_body, get_args(annotation)))
 
 
 BodyKind = TypeVar("BodyKind", bound=Body)

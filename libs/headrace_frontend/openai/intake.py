@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, Final, Protocol
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
@@ -44,7 +45,11 @@ class ModelLister(Protocol):
         ...
 
 
-def system_fingerprint(layout_hashes: Iterable[bytes], adapter: Adapter | None) -> str:
+_FINGERPRINTS_MAX: Final = 256
+
+
+@lru_cache(maxsize=_FINGERPRINTS_MAX)
+def system_fingerprint(layout_hashes: frozenset[bytes], adapter: Adapter | None) -> str:
     """One text for equal models, weights, engines and versions. The hashes are those of all decode workers."""
     parts = sorted(layout.hex() for layout in layout_hashes)
     if not parts:
@@ -117,10 +122,10 @@ class Intake:
 
     def tenant_of(self, exchange: HttpExchange) -> str:
         """The tenant of the request's key. Raises Unauthenticated."""
-        with self._parts.runner.counter.count_failures():
-            try:
-                return self._parts.tenants.tenant_of(exchange.headers.items())
-            except Unauthenticated as error:
+        try:
+            return self._parts.tenants.tenant_of(exchange.headers.items())
+        except Unauthenticated as error:
+            with self._parts.runner.counter.count_failures():
                 # The remedy names gRPC's metadata.
                 raise Unauthenticated(
                     "a valid API key is required; send it as header 'Authorization: Bearer KEY'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -210,7 +211,7 @@ class GenerationBody(Body):
         Annotated[float, Field(gt=0, le=REQUEST_TIMEOUT_MAX_S, allow_inf_nan=False)] | None
     ) = None
 
-    @property
+    @cached_property
     def includes(self) -> Includes:
         """What the response has besides its choices."""
         options = self.stream_options or _NO_OPTIONS
@@ -229,6 +230,8 @@ class GenerationBody(Body):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if _CONSTRAINTS.keys().isdisjoint(fields):
+            return fields
         for name in _CONSTRAINTS.keys() & fields.keys():
             outputs = fields.get("structured_outputs", {})
             if not isinstance(outputs, dict) or _CONSTRAINTS[name] in outputs:
@@ -346,7 +349,7 @@ class CompletionBody(GenerationBody):
     best_of: Uint32 = 0
     echo: bool = False
 
-    @property
+    @cached_property
     def includes(self) -> Includes:
         return replace(super().includes, prompt_text=self.echo)
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import OneEach
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
@@ -21,7 +22,7 @@ from headrace_common.tasks import lower_priority
 from headrace_common.telemetry import schema
 from headrace_frontend.request.images import image_bytes
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
-from headrace_frontend.request.validation import PreparedRequest, prepare
+from headrace_frontend.request.validation import Caller, PreparedRequest, prepare
 from headrace_text.codec import TextCodec
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
@@ -107,19 +108,28 @@ class RequestPreparer:
         root: Span,
         deadline: Deadline | None,
         tenant: str,
+        priority: Priority = Priority.NORMAL,
     ) -> PreparedRequest:
         """The validated request. Raises InvalidRequest.
 
         Waits for a decode worker if a lost one may return, unless `deadline` is None.
         """
-        if deadline is not None and request.model not in ("", *self.codecs):
+        model = request.model
+        if deadline is not None and model and model not in self.codecs:
             # It may be an adapter. Workers that may return have announced theirs.
-            for model in self.codecs:
-                await self.workers.wait_for_worker(model, deadline)
-        prepared = await self._prepare(request, request_id, root, tenant)
+            for served in self.codecs:
+                await self.workers.wait_for_worker(served, deadline)
+        prepared = await self._run(request, request_id, tenant, priority)
         if deadline is not None and await self.workers.wait_for_worker(prepared.model, deadline):
             # The workers' context length is known only now.
-            prepared = await self._prepare(request, request_id, root, tenant)
+            prepared = await self._run(request, request_id, tenant, priority)
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        root.set_attribute(schema.ATTRIBUTE_GEN_AI_OPERATION, operation)
+        root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.served_name)
+        root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
+        conversation_id = request.conversation_id
+        if conversation_id:
+            root.set_attribute(schema.ATTRIBUTE_CONVERSATION_ID, conversation_id)
         return prepared
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
@@ -193,25 +203,12 @@ class RequestPreparer:
         """The context length of a served model. 0 while it is unknown."""
         return self.workers.max_model_len().get(model) or self.codecs[model].max_model_len
 
-    async def _prepare(
-        self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
-    ) -> PreparedRequest:
-        start_ns = time.monotonic_ns()
-        prepared = await self._run(request, request_id, tenant)
-        prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
-        operation = "chat" if request.HasField("chat") else "text_completion"
-        root.set_attribute(schema.ATTRIBUTE_GEN_AI_OPERATION, operation)
-        root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.served_name)
-        root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
-        if request.conversation_id:
-            root.set_attribute(schema.ATTRIBUTE_CONVERSATION_ID, request.conversation_id)
-        return prepared
-
     async def _run(
         self,
         request: inference_pb2.GenerateRequest,
         request_id: str,
         tenant: str,
+        priority: Priority = Priority.NORMAL,
         *,
         add_generation_prompt: bool = True,
     ) -> PreparedRequest:
@@ -221,10 +218,13 @@ class RequestPreparer:
             request_id=request_id,
             codecs=self.codecs,
             max_model_len=self.workers.max_model_len(),
-            cache_salt=self.salt_of(tenant),
+            caller=Caller(tenant, priority, self.salt_of(tenant)),
             adapters=self.workers.adapters(),
+            start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
-        # An image is hashed, which takes less time than tokenizing.
-        cost_bytes = request.ByteSize() - image_bytes(request.chat) * 255 // 256
+        cost_bytes = request.ByteSize()
+        if cost_bytes > _INLINE_BYTES:
+            # An image is hashed, which takes less time than tokenizing.
+            cost_bytes -= image_bytes(request.chat) * 255 // 256
         return await self._threads.run(tenant, cost_bytes, prepare_request)

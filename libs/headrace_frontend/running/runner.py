@@ -122,7 +122,9 @@ class RequestRunner:
         request_id = request_id_of(request)
 
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
-            return await self.preparer.prepare(request, request_id, root, deadline, tenant)
+            return await self.preparer.prepare(
+                request, request_id, root, deadline, tenant, priority
+            )
 
         with self.counter.count_failures():
             if not self.runs_while_draining:
@@ -180,7 +182,6 @@ class RequestRunner:
         with self.tracer.request_span(answer.request_id, timeline) as root:
             root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             prepared = await answer.prepare(root, permit.tenant)
-            prepared = prepared.of_caller(permit.tenant, terms.priority)
             timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_images(prepared.image_bytes)
             await permit.acquire_tokens(len(prepared.token_ids))

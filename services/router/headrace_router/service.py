@@ -138,10 +138,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 self._tracer.request_span(request_id, timeline, stored=False)
             )
             prepared = await self._parts.preparer.prepare(
-                request.request, request_id, root, None, tenant
+                request.request, request_id, root, None, tenant, priority
             )
             await self._parts.runner.wait_turn()
-            prepared = prepared.of_caller(tenant, priority)
             timeline.tokenized(prepared.tokenized_ns)
             decision = self._dispatcher.route(prepared, timeline, deadline)
         worker, candidates = decision.worker.ref, decision.candidates

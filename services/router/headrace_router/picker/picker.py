@@ -125,7 +125,6 @@ class EndpointPicker:
             if request is None:
                 return self._least_loaded(subset).http_endpoint
             prepared = await self.parts.preparer.tokenize(request, tenant)
-            prepared = prepared.of_caller(tenant, prepared.priority)
             otel_context.attach(context_from_traceparent(headers.get("traceparent", "")))
             return self._place(prepared, request_id, deadline, subset)
 
