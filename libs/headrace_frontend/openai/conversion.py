@@ -123,10 +123,10 @@ def tokenize_request(body: TokenizeBody) -> inference_pb2.GenerateRequest:
     return request
 
 
-def openai_violations(
-    violations: Mapping[str, str], *, chat: bool, formatted: bool = False, echoed: bool = False
-) -> dict[str, str]:
-    """Remedies by OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer.
+def openai_error(
+    error: InvalidRequest, *, chat: bool, formatted: bool = False, echoed: bool = False
+) -> InvalidRequest:
+    """The error with OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer.
 
     `echoed`: an echo with logprobs sets the prompt's.
     """
@@ -140,12 +140,12 @@ def openai_violations(
     if formatted:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
     renamed: dict[str, str] = {}
-    for path, remedy in violations.items():
+    for path, remedy in error.violations.items():
         field = path
         for pattern, name in _RENAMED:
             field = pattern.sub(name, field, count=1)
         renamed[names.get(field, field)] = remedy
-    return renamed
+    return InvalidRequest(renamed, cause=error.cause)
 
 
 def _request(body: GenerationBody, request_id: str) -> inference_pb2.GenerateRequest:

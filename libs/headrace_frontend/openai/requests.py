@@ -285,13 +285,12 @@ class ChatCompletionBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    @property
+    @cached_property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the chat template."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return {**effort, **(self.chat_template_kwargs or {})}
+        given = self.chat_template_kwargs or {}
+        effort = self.reasoning_effort
+        return given if effort is None else {"reasoning_effort": effort, **given}
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:

@@ -125,13 +125,15 @@ def byte_violations(
     """Remedies for a prompt of too many bytes or ids. Counts them, which takes far less time than tokenizing does."""
     if request.HasField("tokens"):
         return length_violations(request, len(request.tokens.ids), context)
-    if request.HasField("text"):
-        text = request.text
-        size = len(text) if text.isascii() else len(text.encode())
-    else:
-        size = text_bytes(request.chat)
     tokens_max = context or UNKNOWN_CONTEXT_TOKENS
     bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
+    if request.HasField("text"):
+        size = len(request.text.encode())
+    else:
+        # Most chats fit as they are, with more than their texts.
+        size = request.chat.ByteSize()
+        if size > bytes_max:
+            size = text_bytes(request.chat)
     if size <= bytes_max:
         return {}
     return {

@@ -76,9 +76,12 @@ class Caller(NamedTuple):
 DEFAULT_CALLER: Final = Caller()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedRequest:
-    """A valid request: the prompt as tokens, and every default filled in."""
+    """A valid request: the prompt as tokens, and every default filled in. It must not be changed.
+
+    It is not frozen, since each of its many fields would take ten times longer to set.
+    """
 
     request_id: str
     model: str
