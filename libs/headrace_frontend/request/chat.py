@@ -26,6 +26,7 @@ _MODE = tools_pb2.ToolChoice.Mode
 _MODES = frozenset(_MODE.values())
 _FORCING_MODES = (_MODE.MODE_REQUIRED, _MODE.MODE_FUNCTION)
 _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{CHAT_NAME_CHARACTERS_MAX}}}")
+_MESSAGES_MAX = 64
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -74,6 +75,16 @@ def _is_plain(message: inference_pb2.ChatMessage) -> bool:
 def text_bytes(chat: inference_pb2.Chat) -> int:
     """Bytes of all texts that the chat template may write."""
     return sum(len(text) if text.isascii() else len(text.encode()) for text in _texts(chat))
+
+
+def plain_text_bytes(request: inference_pb2.GenerateRequest) -> int:
+    """Bytes of a prompt's texts that are only encoded. 0 for many messages, of which the template takes more time."""
+    if not request.HasField("chat"):
+        return len(request.text.encode())
+    messages = request.chat.messages
+    if len(messages) > _MESSAGES_MAX:
+        return 0
+    return sum(len(message.content.encode()) for message in messages if _is_plain(message))
 
 
 def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:

@@ -20,6 +20,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.tasks import lower_priority
 from headrace_common.telemetry import schema
+from headrace_frontend.request.chat import plain_text_bytes
 from headrace_frontend.request.images import image_bytes
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.validation import Caller, PreparedRequest, prepare
@@ -27,6 +28,8 @@ from headrace_text.codec import TextCodec
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
 _INLINE_BYTES = 2_048
+# And one of this size, if it has little but text for a fast encoder.
+_INLINE_TEXT_BYTES = 8_192
 # A text of this size takes some 50 ms. Shorter ones do not wait for longer ones.
 _SHORT_BYTES = 64 * 1_024
 Result = TypeVar("Result")
@@ -223,8 +226,17 @@ class RequestPreparer:
             start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
-        cost_bytes = request.ByteSize()
-        if cost_bytes > _INLINE_BYTES:
-            # An image is hashed, which takes less time than tokenizing.
-            cost_bytes -= image_bytes(request.chat) * 255 // 256
+        size_bytes = request.ByteSize()
+        if size_bytes <= _INLINE_BYTES or self._is_quick(request, size_bytes):
+            return prepare_request()
+        # An image is hashed, which takes less time than tokenizing.
+        cost_bytes = size_bytes - image_bytes(request.chat) * 255 // 256
         return await self._threads.run(tenant, cost_bytes, prepare_request)
+
+    def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
+        """Whether a request has little but a prompt that is encoded fast."""
+        if size_bytes > _INLINE_TEXT_BYTES:
+            return False
+        if not all(codec.encodes_fast for codec in self.codecs.values()):
+            return False
+        return size_bytes - plain_text_bytes(request) <= _INLINE_BYTES

@@ -196,9 +196,9 @@ def beyond_vocabulary(
     """The remedy for the first token beyond the vocabulary. None for a list of more than `count_max`, if not 0."""
     if count_max and len(ids) > count_max:
         return {}
-    index = next((i for i, token_id in enumerate(ids) if token_id >= vocabulary_size), None)
-    if index is None:
+    if not ids or max(ids) < vocabulary_size:
         return {}
+    index = next(i for i, token_id in enumerate(ids) if token_id >= vocabulary_size)
     return {f"{path}[{index}]": f"must be below {vocabulary_size}, not {ids[index]}"}
 
 
