@@ -82,6 +82,11 @@ class TextCodec(ABC):
         """Texts to which a fast encoder has given other tokens, since the start."""
         return 0
 
+    @property
+    def encodes_fast(self) -> bool:
+        """Whether a text of 32 KiB takes about a millisecond to encode."""
+        return False
+
     @abstractmethod
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         """Tokens of plain text, including the special tokens that the tokenizer adds around it.

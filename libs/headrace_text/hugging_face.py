@@ -181,6 +181,10 @@ class HuggingFaceCodec(TextCodec):
     def encoder_differences(self) -> int:
         return self._encoder.differences
 
+    @property
+    def encodes_fast(self) -> bool:
+        return self._encoder.is_fast
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -40,14 +41,16 @@ class Body(BaseModel):
     def _prepare(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        without_effect = cls.without_effect
         kept = {
             name: item
             for name, item in value.items()
-            if item is not None and name not in cls.without_effect
+            if item is not None and name not in without_effect
         }
-        for name in cls.neutral.keys() & kept.keys():
-            if kept.pop(name) not in cls.neutral[name]:
-                raise ValueError(f"{name}: is not supported; leave it out")
+        if not cls.neutral.keys().isdisjoint(kept):
+            for name in cls.neutral.keys() & kept.keys():
+                if kept.pop(name) not in cls.neutral[name]:
+                    raise ValueError(f"{name}: is not supported; leave it out")
         return cls.translated(kept)
 
 
@@ -66,11 +69,13 @@ class UnknownFields:
 
     def check(self, body: Body) -> list[str]:
         """The paths of some unknown fields, without the indexes of lists. Raises InvalidRequest to reject them."""
-        found = (
-            _NO_NAME_CHARACTER.sub("_", path)[:_NAME_CHARACTERS_MAX] for path in _unknown(body)
-        )
-        paths = sorted(set(islice(found, _UNKNOWN_MAX)))
-        if paths and self._rejected:
+        found: list[str] = []
+        _add_unknown(body, "", found)
+        if not found:
+            return found
+        names = (_NO_NAME_CHARACTER.sub("_", path)[:_NAME_CHARACTERS_MAX] for path in found)
+        paths = sorted(set(islice(names, _UNKNOWN_MAX)))
+        if self._rejected:
             remedy = "is not a field of this request; correct its name or leave it out"
             raise InvalidRequest(dict.fromkeys(paths, remedy), cause="unknown_parameter")
         for path in paths:
@@ -80,17 +85,32 @@ class UnknownFields:
         return paths
 
 
-def _unknown(body: Body, path: str = "") -> Iterator[str]:
-    """The paths may repeat."""
-    for name in body.model_extra or ():
-        yield f"{path}{name}"
-    for name in body.model_fields_set:
+def _add_unknown(body: Body, path: str, found: list[str]) -> None:
+    """Adds paths, which may repeat. All of those that count are among the first ones."""
+    if body.model_extra:
+        found.extend(f"{path}{name}" for name in islice(body.model_extra, _UNKNOWN_MAX))
+    for name in _body_fields(type(body)):
         value = getattr(body, name)
         if isinstance(value, Body):
-            yield from _unknown(value, f"{path}{name}.")
+            _add_unknown(value, f"{path}{name}.", found)
         elif isinstance(value, list) and value and isinstance(value[0], Body):
+            inner = f"{path}{name}."
             for item in value:
-                yield from _unknown(item, f"{path}{name}.")
+                if len(found) >= _UNKNOWN_MAX:
+                    break
+                _add_unknown(item, inner, found)
+
+
+@cache
+def _body_fields(kind: type[Body]) -> tuple[str, ...]:
+    """The names of the fields that may have bodies."""
+    return tuple(name for name, field in kind.model_fields.items() if _has_body(field.annotation))
+
+
+def _has_body(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return True
+    return any(map(_has_body, get_args(annotation)))
 
 
 BodyKind = TypeVar("BodyKind", bound=Body)

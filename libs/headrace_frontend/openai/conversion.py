@@ -7,18 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
-from headrace.inference.v1 import (
-    image_pb2,
-    inference_pb2,
-    priority_pb2,
-    sampling_pb2,
-    tools_pb2,
-)
+from headrace.inference.v1 import inference_pb2, priority_pb2, sampling_pb2, tools_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.openai.messages import ContentPart, MessageBody, ToolBody, ToolChoice
+from headrace_frontend.openai.messages import FunctionBody, MessageBody, ToolBody, ToolChoice
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -34,15 +26,11 @@ from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 
 _NO_ID_CHARACTER = re.compile(r"[^!-~]")
 _SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "max_tokens",
-    "skip_special_tokens",
+    *("temperature", "top_p", "min_p", "max_tokens", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
 )
+_SAME_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 _MODES = {
     "none": tools_pb2.ToolChoice.MODE_NONE,
     "auto": tools_pb2.ToolChoice.MODE_AUTO,
@@ -76,18 +64,18 @@ def id_of(text: str) -> str:
 
 def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.GenerateRequest:
     """The request of a chat."""
-    sampling = _sampling(body)
+    request = _request(body, request_id)
+    sampling, chat = request.sampling, request.chat
+    _set_sampling(sampling, body)
     if body.max_completion_tokens is not None:
         sampling.max_tokens = body.max_completion_tokens
     if body.logprobs:
         sampling.logprobs = body.top_logprobs
-    chat = _chat(body.messages, body.tools, body.template_variables)
+    _set_chat(chat, body.messages, body.tools, body.template_variables)
     chat.continue_final_message = body.continue_final_message
     if body.tools and body.tool_choice is not None:
         single = not body.parallel_tool_calls
         chat.tool_choice.CopyFrom(_tool_choice(body.tool_choice, single=single))
-    request = _request(body, request_id, sampling, chat=chat)
-    _set_images(request.chat, body.messages)
     return request
 
 
@@ -95,7 +83,25 @@ def completion_requests(
     body: CompletionBody, request_id: str
 ) -> list[inference_pb2.GenerateRequest]:
     """One request for each prompt."""
-    sampling = _sampling(body)
+    requests: list[inference_pb2.GenerateRequest] = []
+    for index, prompt in enumerate(_prompts(body.prompt)):
+        request = _request(body, _numbered(request_id, index))
+        if body.best_of:
+            request.best_of = body.best_of
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.tokens.ids.extend(prompt)
+        if requests:
+            request.sampling.CopyFrom(requests[0].sampling)
+        else:
+            _set_completion_sampling(request.sampling, body)
+        requests.append(request)
+    return requests
+
+
+def _set_completion_sampling(sampling: sampling_pb2.SamplingParams, body: CompletionBody) -> None:
+    _set_sampling(sampling, body)
     if body.logprobs is not None:
         sampling.logprobs = body.logprobs
         if body.echo and not sampling.HasField("prompt_logprobs"):
@@ -103,29 +109,24 @@ def completion_requests(
     if not body.generates:
         # The engine reports the prompt with the first token. The response leaves that out.
         sampling.max_tokens = 1
-    return [
-        _request(body, _numbered(request_id, index), sampling, best_of=body.best_of, **prompt)
-        for index, prompt in enumerate(_prompts(body.prompt))
-    ]
 
 
 def tokenize_request(body: TokenizeBody) -> inference_pb2.GenerateRequest:
     """A request with the prompt to tokenize. Raises InvalidRequest."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest({"prompt": "set one of prompt and messages"})
-    if body.messages is not None:
-        chat = _chat(body.messages, body.tools, body.chat_template_kwargs or {})
-        chat.continue_final_message = body.continue_final_message
-        request = inference_pb2.GenerateRequest(model=body.model, chat=chat)
-        _set_images(request.chat, body.messages)
-        return request
-    return inference_pb2.GenerateRequest(model=body.model, text=body.prompt)
+    if body.messages is None:
+        return inference_pb2.GenerateRequest(model=body.model, text=body.prompt)
+    request = inference_pb2.GenerateRequest(model=body.model)
+    _set_chat(request.chat, body.messages, body.tools, body.chat_template_kwargs or {})
+    request.chat.continue_final_message = body.continue_final_message
+    return request
 
 
-def openai_violations(
-    violations: Mapping[str, str], *, chat: bool, formatted: bool = False, echoed: bool = False
-) -> dict[str, str]:
-    """Remedies by OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer.
+def openai_error(
+    error: InvalidRequest, *, chat: bool, formatted: bool = False, echoed: bool = False
+) -> InvalidRequest:
+    """The error with OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer.
 
     `echoed`: an echo with logprobs sets the prompt's.
     """
@@ -139,31 +140,30 @@ def openai_violations(
     if formatted:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
     renamed: dict[str, str] = {}
-    for path, remedy in violations.items():
+    for path, remedy in error.violations.items():
         field = path
         for pattern, name in _RENAMED:
             field = pattern.sub(name, field, count=1)
         renamed[names.get(field, field)] = remedy
-    return renamed
+    return InvalidRequest(renamed, cause=error.cause)
 
 
-def _request(
-    body: GenerationBody, request_id: str, sampling: sampling_pb2.SamplingParams, **fields: Any
-) -> inference_pb2.GenerateRequest:
-    """A request with the fields that completions and chats share, and with these."""
-    return inference_pb2.GenerateRequest(
-        model=body.model,
-        sampling=sampling,
-        request_id=request_id,
-        n=body.n,
-        include_latency=body.include_latency,
-        ttft_target=_target(body.ttft_target_s),
-        tpot_target=_target(body.tpot_target_s),
-        priority=_PRIORITIES[body.priority],
-        cache_salt=body.cache_salt,
-        conversation_id=id_of(body.prompt_cache_key),
-        **fields,
-    )
+def _request(body: GenerationBody, request_id: str) -> inference_pb2.GenerateRequest:
+    """A request with the fields that completions and chats share, but for the sampling."""
+    request = inference_pb2.GenerateRequest(model=body.model, request_id=request_id, n=body.n)
+    if body.priority:
+        request.priority = _PRIORITIES[body.priority]
+    if body.cache_salt:
+        request.cache_salt = body.cache_salt
+    if body.prompt_cache_key:
+        request.conversation_id = id_of(body.prompt_cache_key)
+    if body.include_latency:
+        request.include_latency = True
+    if body.ttft_target_s is not None:
+        request.ttft_target.CopyFrom(duration_from_seconds(body.ttft_target_s))
+    if body.tpot_target_s is not None:
+        request.tpot_target.CopyFrom(duration_from_seconds(body.tpot_target_s))
+    return request
 
 
 def _numbered(request_id: str, index: int) -> str:
@@ -172,27 +172,22 @@ def _numbered(request_id: str, index: int) -> str:
     return f"{request_id[: REQUEST_ID_CHARACTERS_MAX - len(suffix)]}{suffix}"
 
 
-def _target(seconds: float | None) -> Duration | None:
-    return None if seconds is None else duration_from_seconds(seconds)
-
-
-def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:
-    sampling = sampling_pb2.SamplingParams(
-        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=body.ignore_eos,
-        min_tokens=body.min_tokens,
-        bad_words=body.bad_words,
-        allowed_token_ids=body.allowed_token_ids,
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        # vLLM writes -1 for all tokens.
-        top_k=None if body.top_k is None else max(0, body.top_k),
-    )
+def _set_sampling(sampling: sampling_pb2.SamplingParams, body: GenerationBody) -> None:
     for name in _SAME_NAMES:
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
+    for name in _SAME_LISTS:
+        values = getattr(body, name)
+        if values is not None:
+            getattr(sampling, name).extend(values)
+    if body.stop is not None:
+        sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop)
+    for token, bias in (body.logit_bias or {}).items():
+        sampling.logit_bias[int(token)] = bias
+    if body.top_k is not None:
+        # vLLM writes -1 for all tokens.
+        sampling.top_k = max(0, body.top_k)
     # vLLM writes -1 for no seed, and counts other negative ones from the end of its range.
     if body.seed not in (None, -1):
         sampling.seed = body.seed if body.seed >= 0 else body.seed & SEED_MAX
@@ -202,7 +197,6 @@ def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:
         sampling.structured_outputs.CopyFrom(_structured_outputs(body.structured_outputs))
     if body.response_format is not None:
         _set_response_format(sampling, body.response_format)
-    return sampling
 
 
 def _structured_outputs(body: StructuredOutputsBody) -> sampling_pb2.StructuredOutputs:
@@ -232,56 +226,58 @@ def _set_response_format(sampling: sampling_pb2.SamplingParams, body: ResponseFo
         sampling.structured_outputs.json = _json(body.json_schema.schema_)
 
 
-def _chat(
-    messages: list[MessageBody], tools: list[ToolBody] | None, variables: Mapping[str, Any]
-) -> inference_pb2.Chat:
-    return inference_pb2.Chat(
-        messages=map(chat_message, messages),
-        tools=map(_tool, tools or ()),
-        template_kwargs=_json(variables) if variables else "",
-    )
-
-
-def _set_images(chat: inference_pb2.Chat, messages: list[MessageBody]) -> None:
-    """Sets the files of images. Each message around them would copy them once more."""
-    for message, body in zip(chat.messages, messages, strict=True):
-        for part, content in zip(message.parts, body.content, strict=False):
-            if isinstance(content, ContentPart) and content.image_url is not None:
-                part.image.data = content.image_url.data
+def _set_chat(
+    chat: inference_pb2.Chat,
+    messages: list[MessageBody],
+    tools: list[ToolBody] | None,
+    variables: Mapping[str, Any],
+) -> None:
+    for message in messages:
+        _set_message(chat.messages.add(), message)
+    for tool in tools or ():
+        _set_tool(chat.tools.add(), tool.function)
+    if variables:
+        chat.template_kwargs = _json(variables)
 
 
 def chat_message(body: MessageBody) -> inference_pb2.ChatMessage:
-    """One message, without the files of its images."""
-    return inference_pb2.ChatMessage(
-        role=body.role,
-        content="" if body.has_image else body.text,
-        parts=map(_part, body.content) if body.has_image else (),
-        name=body.name,
-        tool_calls=[
-            tools_pb2.ToolCall(
-                id=call.id, name=call.function.name, arguments=call.function.arguments
-            )
-            for call in body.tool_calls or ()
-        ],
-        tool_call_id=body.tool_call_id,
-        reasoning=body.reasoning_content or body.reasoning,
-    )
+    """One message."""
+    message = inference_pb2.ChatMessage()
+    _set_message(message, body)
+    return message
 
 
-def _part(body: str | ContentPart) -> image_pb2.ContentPart:
-    if isinstance(body, ContentPart) and body.image_url is not None:
-        return image_pb2.ContentPart(image=image_pb2.Image())
-    return image_pb2.ContentPart(text=body if isinstance(body, str) else body.text)
+def _set_message(message: inference_pb2.ChatMessage, body: MessageBody) -> None:
+    """A message that is filled in its place is not copied, with the files of its images."""
+    message.role = body.role
+    if isinstance(body.content, str):
+        message.content = body.content
+    elif body.has_image:
+        for part in body.content:
+            if part.image_url is not None:
+                message.parts.add().image.data = part.image_url.data
+            else:
+                message.parts.add(text=part.text)
+    else:
+        message.content = body.text
+    if body.name:
+        message.name = body.name
+    for call in body.tool_calls or ():
+        function = call.function
+        message.tool_calls.add(id=call.id, name=function.name, arguments=function.arguments)
+    if body.tool_call_id:
+        message.tool_call_id = body.tool_call_id
+    reasoning = body.reasoning_content or body.reasoning
+    if reasoning:
+        message.reasoning = reasoning
 
 
-def _tool(body: ToolBody) -> tools_pb2.Tool:
-    function = body.function
-    return tools_pb2.Tool(
-        name=function.name,
-        description=function.description,
-        parameters="" if function.parameters is None else _json(function.parameters),
-        strict=function.strict,
-    )
+def _set_tool(tool: tools_pb2.Tool, body: FunctionBody) -> None:
+    tool.name, tool.description = body.name, body.description
+    if body.parameters is not None:
+        tool.parameters = _json(body.parameters)
+    if body.strict is not None:
+        tool.strict = body.strict
 
 
 def _tool_choice(body: ToolChoice, *, single: bool) -> tools_pb2.ToolChoice:
@@ -295,12 +291,10 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _prompts(prompt: PromptField) -> Iterator[dict[str, Any]]:
-    """The prompt fields of a GenerateRequest, for each prompt."""
-    if isinstance(prompt, str):
-        yield {"text": prompt}
-    elif isinstance(prompt[0], int):
-        yield {"tokens": inference_pb2.TokenIds(ids=prompt)}
+def _prompts(prompt: PromptField) -> Iterator[str | list[int]]:
+    """The text or the tokens of each prompt."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        yield prompt
     else:
         for part in prompt:
             yield from _prompts(part)

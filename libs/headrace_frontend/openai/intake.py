@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import lru_cache
+from typing import Any, Final, Protocol
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import InvalidRequest, Unauthenticated
+from headrace_common.errors import Unauthenticated
 from headrace_common.registry.adapters import Adapter
 from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
@@ -20,7 +21,6 @@ from headrace_frontend.config import FrontendConfig
 from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.body import BodyKind, UnknownFields, parse_body
-from headrace_frontend.openai.conversion import openai_violations
 from headrace_frontend.openai.exchange import HttpExchange
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
@@ -44,7 +44,11 @@ class ModelLister(Protocol):
         ...
 
 
-def system_fingerprint(layout_hashes: Iterable[bytes], adapter: Adapter | None) -> str:
+_FINGERPRINTS_MAX: Final = 256
+
+
+@lru_cache(maxsize=_FINGERPRINTS_MAX)
+def system_fingerprint(layout_hashes: frozenset[bytes], adapter: Adapter | None) -> str:
     """One text for equal models, weights, engines and versions. The hashes are those of all decode workers."""
     parts = sorted(layout.hex() for layout in layout_hashes)
     if not parts:
@@ -117,10 +121,10 @@ class Intake:
 
     def tenant_of(self, exchange: HttpExchange) -> str:
         """The tenant of the request's key. Raises Unauthenticated."""
-        with self._parts.runner.counter.count_failures():
-            try:
-                return self._parts.tenants.tenant_of(exchange.headers.items())
-            except Unauthenticated as error:
+        try:
+            return self._parts.tenants.tenant_of(exchange.headers.items())
+        except Unauthenticated as error:
+            with self._parts.runner.counter.count_failures():
                 # The remedy names gRPC's metadata.
                 raise Unauthenticated(
                     "a valid API key is required; send it as header 'Authorization: Bearer KEY'"
@@ -158,15 +162,3 @@ class Intake:
     ) -> AbstractAsyncContextManager[Any]:
         """Admits work of a tenant, by default with the deadline of a request without a timeout."""
         return self._parts.runner.admitted(tenant, deadline or self.deadline())
-
-
-@contextmanager
-def openai_names(*, chat: bool, formatted: bool = False, echoed: bool = False) -> Iterator[None]:
-    """Renames the fields in an InvalidRequest of the block; see `openai_violations`."""
-    try:
-        yield
-    except InvalidRequest as error:
-        violations = openai_violations(
-            error.violations, chat=chat, formatted=formatted, echoed=echoed
-        )
-        raise InvalidRequest(violations, cause=error.cause) from error

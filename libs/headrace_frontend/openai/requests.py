@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -210,7 +211,7 @@ class GenerationBody(Body):
         Annotated[float, Field(gt=0, le=REQUEST_TIMEOUT_MAX_S, allow_inf_nan=False)] | None
     ) = None
 
-    @property
+    @cached_property
     def includes(self) -> Includes:
         """What the response has besides its choices."""
         options = self.stream_options or _NO_OPTIONS
@@ -229,6 +230,8 @@ class GenerationBody(Body):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if _CONSTRAINTS.keys().isdisjoint(fields):
+            return fields
         for name in _CONSTRAINTS.keys() & fields.keys():
             outputs = fields.get("structured_outputs", {})
             if not isinstance(outputs, dict) or _CONSTRAINTS[name] in outputs:
@@ -282,13 +285,12 @@ class ChatCompletionBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    @property
+    @cached_property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the chat template."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return {**effort, **(self.chat_template_kwargs or {})}
+        given = self.chat_template_kwargs or {}
+        effort = self.reasoning_effort
+        return given if effort is None else {"reasoning_effort": effort, **given}
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -346,7 +348,7 @@ class CompletionBody(GenerationBody):
     best_of: Uint32 = 0
     echo: bool = False
 
-    @property
+    @cached_property
     def includes(self) -> Includes:
         return replace(super().includes, prompt_text=self.echo)
 

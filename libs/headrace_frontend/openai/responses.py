@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
@@ -118,17 +119,14 @@ class ResponseFormat(AnswerFormat):
         self._head = head
         self._codec = codec
         self._includes = includes
-        self._names = TokenNames(
-            codec, by_id=includes.names_tokens_by_id, beside_top=self.lists_beside_top
-        )
         self._prompts: list[Sequence[int]] = []
         """The tokens of each choice's prompt, where `includes` needs them."""
         self._prompt_texts: list[str] = []
         """Their texts, too."""
+        fingerprint = quote(head.system_fingerprint) if head.system_fingerprint else "null"
         self._prefix = (
             f'data: {{"id": {quote(head.id)}, "object": "{self.chunk_kind}", "created": {head.created}, '
-            f'"model": {quote(head.model)}, "system_fingerprint": {json.dumps(head.system_fingerprint)}, '
-            '"choices": ['
+            f'"model": {quote(head.model)}, "system_fingerprint": {fingerprint}, "choices": ['
         )
         self._suffix = '], "usage": null}\n\n' if includes.usage else "]}\n\n"
         self._templates: dict[int, tuple[bytes, bytes]] = {}
@@ -136,6 +134,11 @@ class ResponseFormat(AnswerFormat):
         self._sends_texts = not includes.prompt
         """Whether events can depend on their text alone."""
         self._completion_tokens: dict[int, int] = {}
+
+    @cached_property
+    def _names(self) -> TokenNames:
+        by_id = self._includes.names_tokens_by_id
+        return TokenNames(self._codec, by_id=by_id, beside_top=self.lists_beside_top)
 
     def add_prompt(self, token_ids: Sequence[int], choices: int, text: str = "") -> None:
         """The tokens and the text of the prompt of the next choices, where the response includes them."""
@@ -174,7 +177,7 @@ class ResponseFormat(AnswerFormat):
             logprobs = json.dumps(self._logprobs(index, self.tokens_of(message), message))
         ending = f'"{reason}"' if reason else "null"
         for name, value in self._extensions(index, message).items():
-            ending += f', "{name}": {json.dumps(value)}'
+            ending += f', "{name}": {"null" if value is None else json.dumps(value)}'
         return (
             f'{self._prefix}{{"index": {index}, {delta}, "logprobs": {logprobs}, '
             f'"finish_reason": {ending}}}{self._suffix_of(index)}'
@@ -187,9 +190,9 @@ class ResponseFormat(AnswerFormat):
             extensions["token_ids"] = list(message.token_ids)
         if message.finish_reason:
             extensions["stop_reason"] = message.stop_text or None
-        latency = _latency_of(message) if message.finish_reason else None
-        if latency is not None:
-            extensions["latency"] = latency
+            latency = _latency_of(message)
+            if latency is not None:
+                extensions["latency"] = latency
         return extensions
 
     def _suffix_of(self, index: int, fields: Mapping[str, Any] = _NO_FIELDS) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import NotFound
+from headrace_common.errors import InvalidRequest, NotFound
 from headrace_frontend.openai.answers import AnswerRules, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
@@ -27,11 +27,12 @@ from headrace_frontend.openai.conversion import (
     chat_request,
     completion_requests,
     id_of,
+    openai_error,
     tokenize_request,
 )
 from headrace_frontend.openai.errors import HttpError
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.intake import ClientParts, Intake, openai_names
+from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -89,14 +90,10 @@ class Answering:
 
     async def answer(self, exchange: HttpExchange, generation: Generation) -> None:
         """Sends the answer. Raises InvalidRequest with OpenAI's names of the fields."""
-        form = generation.format
-        includes = generation.body.includes
-        respond = self._stream if generation.body.stream else self._collect
-        with openai_names(
-            chat=not isinstance(form, CompletionFormat),
-            formatted=generation.body.formatted,
-            echoed=not includes.prompt_logprobs,
-        ):
+        form, body = generation.format, generation.body
+        includes = body.includes
+        respond = self._stream if body.stream else self._collect
+        try:
             ask_to_keep(exchange.headers.get(KEEP_HEADER), generation.requests)
             if (includes.prompt or includes.prompt_text) and isinstance(form, ResponseFormat):
                 for request in generation.requests:
@@ -106,6 +103,13 @@ class Answering:
                 async with self._intake.admitted(generation.tenant):
                     await self._parts.preparer.fit(generation.requests[0], generation.tenant)
             await exchange.run_while_connected(respond(exchange, generation))
+        except InvalidRequest as error:
+            raise openai_error(
+                error,
+                chat=not isinstance(form, CompletionFormat),
+                formatted=body.formatted,
+                echoed=not includes.prompt_logprobs,
+            ) from error
 
     async def _prompt_of(
         self, generation: Generation, request: inference_pb2.GenerateRequest
@@ -308,7 +312,7 @@ class TokenizeRoutes:
         if body.messages is not None:
             model = preparer.choice(body.model).model
             await self._parts.images.fetch(body.messages, self._parts.codecs[model])
-        with openai_names(chat=False):
+        try:
             async with self._intake.admitted(tenant):
                 prepared = await preparer.tokenize(
                     tokenize_request(body),
@@ -321,6 +325,8 @@ class TokenizeRoutes:
                 elif body.prompt is None and body.adds_special_tokens:
                     before, after = preparer.special_tokens(prepared.model)
                     tokens = (*before, *tokens, *after)
+        except InvalidRequest as error:
+            raise openai_error(error, chat=False) from error
         return prepared.model, tokens
 
     async def detokenize(self, exchange: HttpExchange) -> None:

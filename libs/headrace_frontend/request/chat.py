@@ -23,8 +23,10 @@ from headrace_frontend.request.schema import moved_schema, schema_problem
 from headrace_text.codec import RESERVED_NAMES, ChatMessage, ToolCall
 
 _MODE = tools_pb2.ToolChoice.Mode
+_MODES = frozenset(_MODE.values())
 _FORCING_MODES = (_MODE.MODE_REQUIRED, _MODE.MODE_FUNCTION)
 _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{CHAT_NAME_CHARACTERS_MAX}}}")
+_MESSAGES_MAX = 64
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -38,6 +40,8 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
         }
     violations: dict[str, str] = {}
     for index, message in enumerate(chat.messages):
+        if _is_plain(message):
+            continue
         if len(violations) >= VIOLATIONS_MAX:
             break
         violations.update(_message_violations(f"chat.messages[{index}]", message))
@@ -48,11 +52,24 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
     if not violations:
         violations.update(image_violations(chat))
     violations.update(_tool_violations(chat))
-    violations.update(_tool_choice_violations(chat))
-    if not violations and forces_call(chat):
-        violations.update(_forced_call_violations(chat))
-    violations.update(_kwargs_violations(chat.template_kwargs))
+    if chat.HasField("tool_choice"):
+        violations.update(_tool_choice_violations(chat))
+        if not violations and forces_call(chat):
+            violations.update(_forced_call_violations(chat))
+    if chat.template_kwargs:
+        violations.update(_kwargs_violations(chat.template_kwargs))
     return violations
+
+
+def _is_plain(message: inference_pb2.ChatMessage) -> bool:
+    """Whether a message has a known role and text, and nothing else."""
+    return message.role in CHAT_ROLES and not (
+        message.name
+        or message.tool_call_id
+        or message.reasoning
+        or message.tool_calls
+        or message.parts
+    )
 
 
 def text_bytes(chat: inference_pb2.Chat) -> int:
@@ -60,23 +77,20 @@ def text_bytes(chat: inference_pb2.Chat) -> int:
     return sum(len(text) if text.isascii() else len(text.encode()) for text in _texts(chat))
 
 
+def plain_text_bytes(request: inference_pb2.GenerateRequest) -> int:
+    """Bytes of a prompt's texts that are only encoded. 0 for many messages, of which the template takes more time."""
+    if not request.HasField("chat"):
+        return len(request.text.encode())
+    messages = request.chat.messages
+    if len(messages) > _MESSAGES_MAX:
+        return 0
+    return sum(len(message.content.encode()) for message in messages if _is_plain(message))
+
+
 def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:
     """The messages of a valid chat, for the chat template."""
     return [
-        ChatMessage(
-            message.role,
-            _content(message),
-            name=message.name,
-            tool_calls=tuple(
-                ToolCall(call.id, call.name, _arguments(call.arguments))
-                for call in message.tool_calls
-            ),
-            tool_call_id=message.tool_call_id,
-            reasoning=message.reasoning,
-            parts=tuple(None if part.HasField("image") else part.text for part in message.parts)
-            if has_image(message)
-            else (),
-        )
+        ChatMessage(message.role, message.content) if _is_plain(message) else _message_of(message)
         for message in chat.messages
     ]
 
@@ -95,14 +109,14 @@ def template_kwargs_of(chat: inference_pb2.Chat) -> dict[str, Any]:
 
 def forces_call(chat: inference_pb2.Chat) -> bool:
     """Whether the answer must call a function."""
-    return chat.tool_choice.mode in _FORCING_MODES
+    return chat.HasField("tool_choice") and chat.tool_choice.mode in _FORCING_MODES
 
 
 def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
     """The JSON Schema of an answer that must call a function, as text. None where the model decides."""
-    choice = chat.tool_choice
     if not forces_call(chat):
         return None
+    choice = chat.tool_choice
     schemas = {tool.name: _parameters(tool) for tool in chat.tools}
     if choice.mode == _MODE.MODE_FUNCTION:
         return json.dumps(schemas[choice.function_name], ensure_ascii=False)
@@ -185,7 +199,7 @@ def _tool_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
 
 def _tool_choice_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
     choice, path = chat.tool_choice, "chat.tool_choice"
-    if choice.mode not in _MODE.values():
+    if choice.mode not in _MODES:
         yield f"{path}.mode", "must be one of the named values"
         return
     if choice.mode in _FORCING_MODES and not chat.tools:
@@ -220,8 +234,6 @@ def _forced_call_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str
 
 def _kwargs_violations(text: str) -> dict[str, str]:
     path = "chat.template_kwargs"
-    if not text:
-        return {}
     try:
         kwargs = parse_object(text, TEMPLATE_KWARGS_BYTES_MAX)
     except JsonRejected as error:
@@ -246,6 +258,22 @@ def _texts(chat: inference_pb2.Chat) -> Iterator[str]:
         yield tool.name
         yield tool.description
         yield tool.parameters
+
+
+def _message_of(message: inference_pb2.ChatMessage) -> ChatMessage:
+    calls = (
+        ToolCall(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls
+    )
+    parts = (None if part.HasField("image") else part.text for part in message.parts)
+    return ChatMessage(
+        message.role,
+        _content(message),
+        name=message.name,
+        tool_calls=tuple(calls),
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning,
+        parts=tuple(parts) if has_image(message) else (),
+    )
 
 
 def _content(message: inference_pb2.ChatMessage) -> str:

@@ -24,9 +24,10 @@ PromptImages: TypeAlias = tuple[image_pb2.PromptImage, ...]
 def images_of(chat: inference_pb2.Chat) -> Iterator[tuple[str, bytes]]:
     """The path and the file of each image."""
     for index, message in enumerate(chat.messages):
-        for number, part in enumerate(message.parts):
-            if part.HasField("image"):
-                yield f"chat.messages[{index}].parts[{number}].image", part.image.data
+        if parts := message.parts:
+            for number, part in enumerate(parts):
+                if part.HasField("image"):
+                    yield f"chat.messages[{index}].parts[{number}].image", part.image.data
 
 
 def image_bytes(chat: inference_pb2.Chat) -> int:

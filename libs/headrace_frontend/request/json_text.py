@@ -49,7 +49,7 @@ def is_text(text: str) -> bool:
 
 def values_at_most(data: bytes) -> int:
     """At most so many values are in some JSON. Texts in it may have as many commas and brackets."""
-    return 1 + data.count(b",") + data.count(b"[") + data.count(b"{")
+    return 1 + len(data) - len(data.translate(None, b",[{"))
 
 
 def count_values(data: bytes, strings_max: int) -> tuple[int, int]:

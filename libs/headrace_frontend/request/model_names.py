@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -13,7 +13,7 @@ Adapters: TypeAlias = Mapping[str, Mapping[str, Adapter]]
 """By served model, the adapters of its live decode workers by name."""
 
 _NAMES_SHOWN_MAX: Final = 16
-_NO_ADAPTERS: Final[Adapters] = {}
+NO_ADAPTERS: Final[Adapters] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class ModelChoice:
 
 
 def resolve_model(
-    name: str, models: Iterable[str], adapters: Adapters = _NO_ADAPTERS, adapter: str = ""
+    name: str, models: Collection[str], adapters: Adapters = NO_ADAPTERS, adapter: str = ""
 ) -> ModelChoice:
     """What a client selects by the name of a model or of an adapter, and by that of an adapter beside it.
 
     A model has precedence over an adapter of its name. Raises InvalidRequest, which lists the names.
     """
-    served = sorted(models)
-    if name in served:
+    if name in models:
         return ModelChoice(name, _adapter_of(name, adapter, adapters))
+    served = sorted(models)
     if name:
         owners = sorted(model for model in served if name in adapters.get(model, {}))
         if not owners:

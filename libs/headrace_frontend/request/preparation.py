@@ -6,23 +6,27 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import OneEach
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.tasks import lower_priority
+from headrace_frontend.request.chat import plain_text_bytes
 from headrace_frontend.request.images import image_bytes
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
-from headrace_frontend.request.validation import PreparedRequest, prepare
+from headrace_frontend.request.validation import Caller, PreparedRequest, prepare
 from headrace_text.codec import TextCodec
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
 _INLINE_BYTES = 2_048
+# And one of this size, if it has little but text for a fast encoder.
+_INLINE_TEXT_BYTES = 8_192
 # A text of this size takes some 50 ms. Shorter ones do not wait for longer ones.
 _SHORT_BYTES = 64 * 1_024
 Result = TypeVar("Result")
@@ -103,19 +107,21 @@ class RequestPreparer:
         request_id: str,
         deadline: Deadline | None,
         tenant: str,
+        priority: Priority = Priority.NORMAL,
     ) -> PreparedRequest:
         """The validated request. Raises InvalidRequest.
 
         Waits for a decode worker if a lost one may return, unless `deadline` is None.
         """
-        if deadline is not None and request.model not in ("", *self.codecs):
+        model = request.model
+        if deadline is not None and model and model not in self.codecs:
             # It may be an adapter. Workers that may return have announced theirs.
-            for model in self.codecs:
-                await self.workers.wait_for_worker(model, deadline)
-        prepared = await self._prepare(request, request_id, tenant)
+            for served in self.codecs:
+                await self.workers.wait_for_worker(served, deadline)
+        prepared = await self._run(request, request_id, tenant, priority)
         if deadline is not None and await self.workers.wait_for_worker(prepared.model, deadline):
             # The workers' context length is known only now.
-            prepared = await self._prepare(request, request_id, tenant)
+            prepared = await self._run(request, request_id, tenant, priority)
         return prepared
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
@@ -189,18 +195,12 @@ class RequestPreparer:
         """The context length of a served model. 0 while it is unknown."""
         return self.workers.max_model_len().get(model) or self.codecs[model].max_model_len
 
-    async def _prepare(
-        self, request: inference_pb2.GenerateRequest, request_id: str, tenant: str
-    ) -> PreparedRequest:
-        start_ns = time.monotonic_ns()
-        prepared = await self._run(request, request_id, tenant)
-        return replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
-
     async def _run(
         self,
         request: inference_pb2.GenerateRequest,
         request_id: str,
         tenant: str,
+        priority: Priority = Priority.NORMAL,
         *,
         add_generation_prompt: bool = True,
     ) -> PreparedRequest:
@@ -210,10 +210,22 @@ class RequestPreparer:
             request_id=request_id,
             codecs=self.codecs,
             max_model_len=self.workers.max_model_len(),
-            cache_salt=self.salt_of(tenant),
+            caller=Caller(tenant, priority, self.salt_of(tenant)),
             adapters=self.workers.adapters(),
+            start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
+        size_bytes = request.ByteSize()
+        if size_bytes <= _INLINE_BYTES or self._is_quick(request, size_bytes):
+            return prepare_request()
         # An image is hashed, which takes less time than tokenizing.
-        cost_bytes = request.ByteSize() - image_bytes(request.chat) * 255 // 256
+        cost_bytes = size_bytes - image_bytes(request.chat) * 255 // 256
         return await self._threads.run(tenant, cost_bytes, prepare_request)
+
+    def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
+        """Whether a request has little but a prompt that is encoded fast."""
+        if size_bytes > _INLINE_TEXT_BYTES:
+            return False
+        if not all(codec.encodes_fast for codec in self.codecs.values()):
+            return False
+        return size_bytes - plain_text_bytes(request) <= _INLINE_BYTES

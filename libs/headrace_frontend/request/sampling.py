@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.limits import (
@@ -83,6 +83,9 @@ def _choice_violations(path: str, texts: Sequence[str]) -> Iterator[tuple[str, s
 _Field: TypeAlias = Literal[
     "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"
 ]
+_RangeField: TypeAlias = Literal[
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+]
 SEED_MAX = 2**63 - 1
 _LOGPROBS = ("logprobs", "prompt_logprobs")
 
@@ -102,7 +105,7 @@ class _Range:
         return f"{'from' if self.low_included else 'above'} {self.low:g} to {self.high:g}"
 
 
-_RANGES = {
+_RANGES: Final[Mapping[_RangeField, _Range]] = {
     "temperature": _Range(0, 2, 1),
     "top_p": _Range(0, 1, 1, low_included=False),
     "min_p": _Range(0, 1, 0),
@@ -125,33 +128,41 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
     """Remedies by path of the invalid field. Needs no knowledge of the model."""
     violations: dict[str, str] = {}
     for name, allowed in _RANGES.items():
-        value = getattr(sampling, name)
-        if sampling.HasField(name) and not allowed.contains(value):  # type: ignore[arg-type]
+        if sampling.HasField(name) and not allowed.contains(value := getattr(sampling, name)):
             violations[f"sampling.{name}"] = f"must be {allowed}, not {value:g}"
     if sampling.seed > SEED_MAX:
         violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {sampling.seed}"
-    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+    if not sampling.max_tokens and sampling.HasField("max_tokens"):
         violations["sampling.max_tokens"] = (
             "must be 1 or more; leave it out to use the rest of the context"
         )
-    for name in _LOGPROBS:
-        if getattr(sampling, name) > LOGPROBS_MAX:
-            count = getattr(sampling, name)
-            violations[f"sampling.{name}"] = f"must be from 0 to {LOGPROBS_MAX}, not {count}"
-    violations.update(
-        _text_violations(
-            "sampling.stop", sampling.stop, STOP_STRINGS_MAX, STOP_STRING_CHARACTERS_MAX
+    for counted in _LOGPROBS:
+        if (count := getattr(sampling, counted)) > LOGPROBS_MAX:
+            violations[f"sampling.{counted}"] = f"must be from 0 to {LOGPROBS_MAX}, not {count}"
+    if texts := sampling.stop:
+        bounds = STOP_STRINGS_MAX, STOP_STRING_CHARACTERS_MAX
+        violations.update(_text_violations("sampling.stop", texts, *bounds))
+    if texts := sampling.bad_words:
+        bounds = BAD_WORDS_MAX, BAD_WORD_CHARACTERS_MAX
+        violations.update(_text_violations("sampling.bad_words", texts, *bounds))
+    if _names_tokens(sampling):
+        violations.update(_token_violations(sampling))
+    if sampling.min_tokens > sampling.max_tokens and sampling.HasField("max_tokens"):
+        violations["sampling.min_tokens"] = (
+            f"must be at most max_tokens, {sampling.max_tokens}, not {sampling.min_tokens}"
         )
-    )
-    violations.update(
-        _text_violations(
-            "sampling.bad_words", sampling.bad_words, BAD_WORDS_MAX, BAD_WORD_CHARACTERS_MAX
-        )
-    )
-    violations.update(_token_violations(sampling))
     if sampling.HasField("structured_outputs"):
         violations.update(structured_outputs_violations(sampling.structured_outputs))
     return violations
+
+
+def _names_tokens(sampling: sampling_pb2.SamplingParams) -> bool:
+    return bool(
+        sampling.stop_token_ids
+        or sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.bad_token_sequences
+    )
 
 
 def vocabulary_violations(
@@ -159,6 +170,8 @@ def vocabulary_violations(
 ) -> dict[str, str]:
     """Remedies by path of the field with a token beyond the vocabulary. Ignores lists that are too long."""
     violations: dict[str, str] = {}
+    if not _names_tokens(sampling):
+        return violations
     lists: dict[str, tuple[Sequence[int], int]] = {
         "stop_token_ids": (sampling.stop_token_ids, STOP_TOKENS_MAX),
         "allowed_token_ids": (sampling.allowed_token_ids, ALLOWED_TOKENS_MAX),
@@ -183,9 +196,9 @@ def beyond_vocabulary(
     """The remedy for the first token beyond the vocabulary. None for a list of more than `count_max`, if not 0."""
     if count_max and len(ids) > count_max:
         return {}
-    index = next((i for i, token_id in enumerate(ids) if token_id >= vocabulary_size), None)
-    if index is None:
+    if not ids or max(ids) < vocabulary_size:
         return {}
+    index = next(i for i, token_id in enumerate(ids) if token_id >= vocabulary_size)
     return {f"{path}[{index}]": f"must be below {vocabulary_size}, not {ids[index]}"}
 
 
@@ -228,11 +241,6 @@ def _token_violations(sampling: sampling_pb2.SamplingParams) -> Iterator[tuple[s
                 f"must be from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, not {bias:g}",
             )
             break
-    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
-        yield (
-            "sampling.min_tokens",
-            f"must be at most max_tokens, {sampling.max_tokens}, not {sampling.min_tokens}",
-        )
 
 
 def with_defaults(

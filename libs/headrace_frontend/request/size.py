@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
     IMAGES_BYTES_MAX,
@@ -125,9 +125,15 @@ def byte_violations(
     """Remedies for a prompt of too many bytes or ids. Counts them, which takes far less time than tokenizing does."""
     if request.HasField("tokens"):
         return length_violations(request, len(request.tokens.ids), context)
-    size = len(request.text.encode()) if request.HasField("text") else text_bytes(request.chat)
     tokens_max = context or UNKNOWN_CONTEXT_TOKENS
     bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
+    if request.HasField("text"):
+        size = len(request.text.encode())
+    else:
+        # Most chats fit as they are, with more than their texts.
+        size = request.chat.ByteSize()
+        if size > bytes_max:
+            size = text_bytes(request.chat)
     if size <= bytes_max:
         return {}
     return {
@@ -142,15 +148,16 @@ def length_violations(
     request: inference_pb2.GenerateRequest, prompt_tokens: int, context: int
 ) -> dict[str, str]:
     """Remedies for a prompt of so many tokens."""
-    path = prompt_field(request)
     if not prompt_tokens:
-        return {path: "must make at least one token"}
+        return {prompt_field(request): "must make at least one token"}
     if not context:
         return {}
     room = context - prompt_tokens
     if room < 1:
         return {
-            path: f"has {prompt_tokens} tokens, and {CONTEXT_WORDS} {context} tokens, which must "
+            prompt_field(
+                request
+            ): f"has {prompt_tokens} tokens, and {CONTEXT_WORDS} {context} tokens, which must "
             f"also fit one generated token; shorten it by {1 - room}"
         }
     if request.sampling.max_tokens > room:
@@ -161,15 +168,18 @@ def length_violations(
     return {}
 
 
-def room_violations(request: inference_pb2.GenerateRequest, max_tokens: int) -> dict[str, str]:
+def room_violations(
+    sampling: sampling_pb2.SamplingParams, max_tokens: int, generated_tokens: int
+) -> dict[str, str]:
     """Remedies that need the number of tokens that fit into the context."""
     violations: dict[str, str] = {}
-    count = len(request.generated.ids)
-    if count > max_tokens:
-        violations["generated.ids"] = f"must hold at most max_tokens, {max_tokens}, not {count}"
-    if request.sampling.min_tokens > max_tokens:
+    if generated_tokens > max_tokens:
+        violations["generated.ids"] = (
+            f"must hold at most max_tokens, {max_tokens}, not {generated_tokens}"
+        )
+    if sampling.min_tokens > max_tokens:
         violations["sampling.min_tokens"] = (
-            f"must be at most {max_tokens}, the rest of the context, not {request.sampling.min_tokens}"
+            f"must be at most {max_tokens}, the rest of the context, not {sampling.min_tokens}"
         )
     return violations
 
@@ -177,9 +187,7 @@ def room_violations(request: inference_pb2.GenerateRequest, max_tokens: int) -> 
 def prompt_logprobs_violations(
     request: inference_pb2.GenerateRequest, prompt_tokens: int
 ) -> dict[str, str]:
-    """The remedy for more logprobs of the prompt than are reported."""
-    if not request.sampling.HasField("prompt_logprobs"):
-        return {}
+    """The remedy for more logprobs of the prompt than are reported, where they are asked for."""
     answers = max(1, request.n, request.best_of)
     alternatives = request.sampling.prompt_logprobs
     values = prompt_tokens * (alternatives + 1) * answers

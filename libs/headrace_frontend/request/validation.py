@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -31,7 +32,7 @@ from headrace_frontend.request.chat import (
     tools_of,
 )
 from headrace_frontend.request.images import PromptImages, rule_for, with_placeholders
-from headrace_frontend.request.model_names import Adapters, resolve_model
+from headrace_frontend.request.model_names import NO_ADAPTERS, Adapters, resolve_model
 from headrace_frontend.request.sampling import (
     bad_word_tokens,
     beyond_vocabulary,
@@ -57,14 +58,30 @@ from headrace_text.codec import TextCodec, TooManyTokens
 
 REQUEST_ID_CHARACTERS_MAX = 128
 _REQUEST_ID = re.compile(r"[!-~]*")
-_PROMPT_FIELDS = ("text", "chat", "tokens")
+_PROMPT_FIELDS: Final[tuple[Literal["text", "chat", "tokens"], ...]] = ("text", "chat", "tokens")
+_ID_FIELDS: Final[tuple[Literal["tokens", "generated"], ...]] = ("tokens", "generated")
+_TARGETS: Final[tuple[Literal["ttft_target", "tpot_target"], ...]] = ("ttft_target", "tpot_target")
 _PLACEMENTS = frozenset(inference_pb2.PrefillPlacement.values())
 _FIRST_TOKEN_POLICIES = frozenset(first_token_pb2.FirstTokenPolicy.values())
 
 
-@dataclass(frozen=True, slots=True)
+class Caller(NamedTuple):
+    """The tenant that sends a request, the class that it may use, and its cache salt."""
+
+    tenant: str = DEFAULT_TENANT
+    priority: Priority = Priority.NORMAL
+    cache_salt: str = ""
+
+
+DEFAULT_CALLER: Final = Caller()
+
+
+@dataclass(slots=True)
 class PreparedRequest:
-    """A valid request: the prompt as tokens, and every default filled in."""
+    """A valid request: the prompt as tokens, and every default filled in. It must not be changed.
+
+    It is not frozen, since each of its many fields would take ten times longer to set.
+    """
 
     request_id: str
     model: str
@@ -93,9 +110,9 @@ class PreparedRequest:
     cached_on: WorkerRef | None = None
     """A decode worker that has the prompt's KV cache, as another answer to it has shown."""
     priority: Priority = Priority.NORMAL
-    """The class that the caller's tenant may use. `prepare` does not know it."""
+    """The class that the caller's tenant may use."""
     tenant: str = DEFAULT_TENANT
-    """The caller's tenant. `prepare` does not know it."""
+    """The caller's tenant."""
     ttft_target_s: float | None = None
     """The client's longest time to first token. None for that of the policy."""
     tpot_target_s: float | None = None
@@ -105,15 +122,16 @@ class PreparedRequest:
     includes_latency: bool = False
     """Whether the client wants its times to the first tokens as parts."""
     tokenized_ns: tuple[int, int] = (0, 0)
-    """When this was made, by the monotonic clock: the start and the end."""
+    """When this was made, by the monotonic clock: the start of the wait for it, and the end."""
     images: PromptImages = ()
     """Images in the prompt, in order."""
     image_prefix_ids: array[int] | None = None
     """`prefix_ids` of a prompt with images."""
 
-    def of_caller(self, tenant: str, priority: Priority) -> PreparedRequest:
-        """The same request of a tenant, in a class."""
-        return replace(self, tenant=tenant, priority=priority)
+    def all_token_ids(self, generated: tuple[int, ...]) -> inference_pb2.TokenIds:
+        """The tokens of the prompt and of the completion so far."""
+        words = self.token_ids
+        return token_ids_message(words + array("I", generated) if generated else words)
 
     @property
     def prefix_ids(self) -> array[int]:
@@ -138,19 +156,21 @@ def prepare(
     codecs: Mapping[str, TextCodec],
     max_model_len: Mapping[str, int],
     bytes_per_token: int = BYTES_PER_TOKEN_MAX,
-    cache_salt: str = "",
-    adapters: Adapters | None = None,
+    caller: Caller = DEFAULT_CALLER,
+    adapters: Adapters = NO_ADAPTERS,
+    start_ns: int = 0,
     add_generation_prompt: bool = True,
 ) -> PreparedRequest:
     """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
 
     `max_model_len` is the context length of the live decode workers by model. The model's own files count for a model
-    without workers. `cache_salt` is that of the tenant. A text of more than `bytes_per_token` times the context length
-    is not tokenized. Raises InvalidRequest with every violation at once.
+    without workers. A text of more than `bytes_per_token` times the context length
+    is not tokenized. `start_ns` becomes that of `tokenized_ns`. Raises InvalidRequest with every violation at once.
     """
+    sampling = request.sampling
     violations = request_violations(request)
     try:
-        choice = resolve_model(request.model, codecs, adapters or {}, request.adapter)
+        choice = resolve_model(request.model, codecs, adapters, request.adapter)
     except InvalidRequest as error:
         raise InvalidRequest({**error.violations, **violations}, cause=error.cause) from error
     model = choice.model
@@ -162,43 +182,53 @@ def prepare(
         prompt_violations = byte_violations(request, codec, context, bytes_per_token)
         if not prompt_violations:
             token_ids, images, prompt_violations = _tokenized(
-                request, codec, context, cache_salt, add_generation_prompt=add_generation_prompt
+                request,
+                codec,
+                context,
+                caller.cache_salt,
+                add_generation_prompt=add_generation_prompt,
             )
         violations.update(prompt_violations)
     violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
     if violations:
         beyond = any(CONTEXT_WORDS in remedy for remedy in violations.values())
         raise InvalidRequest(violations, cause="context_length_exceeded" if beyond else "")
-    max_tokens = request.sampling.max_tokens or tokens_left(context, len(token_ids))
-    violations = room_violations(request, max_tokens)
-    violations.update(prompt_logprobs_violations(request, len(token_ids)))
+    max_tokens = sampling.max_tokens or tokens_left(context, len(token_ids))
+    generated = tuple(request.generated.ids) if request.HasField("generated") else ()
+    violations = room_violations(sampling, max_tokens, len(generated))
+    gives_logprobs = sampling.HasField("prompt_logprobs")
+    if gives_logprobs:
+        violations.update(prompt_logprobs_violations(request, len(token_ids)))
     if violations:
         raise InvalidRequest(violations)
-    model_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
+    model_stops = frozenset() if sampling.ignore_eos else codec.stop_token_ids
     return PreparedRequest(
         request_id=request_id,
         model=model,
         codec=codec,
         token_ids=token_ids,
         sampling=_workers_sampling(request, codec, max_tokens),
-        stop_token_ids=tuple(sorted(model_stops.union(request.sampling.stop_token_ids))),
-        stop_strings=tuple(request.sampling.stop),
+        stop_token_ids=tuple(sorted(model_stops.union(sampling.stop_token_ids))),
+        stop_strings=tuple(sampling.stop),
         # Only the engine that generates has the logits of all positions, when it computes them all.
         placement=inference_pb2.PREFILL_PLACEMENT_LOCAL
-        if request.sampling.HasField("prompt_logprobs")
+        if gives_logprobs
         else request.prefill_placement,
         first_token=request.first_token,
-        generated=tuple(request.generated.ids),
-        cache_salt=adapter_salt(client_salt(cache_salt, request.cache_salt), choice.adapter),
-        tenant_salt=cache_salt,
+        generated=generated,
+        cache_salt=adapter_salt(client_salt(caller.cache_salt, request.cache_salt), choice.adapter),
+        tenant_salt=caller.cache_salt,
         adapter=choice.adapter,
-        keeps_stop=request.sampling.include_stop_str_in_output,
-        skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
-        or request.sampling.skip_special_tokens,
+        keeps_stop=sampling.include_stop_str_in_output,
+        skips_special_tokens=sampling.skip_special_tokens
+        or not sampling.HasField("skip_special_tokens"),
+        priority=caller.priority,
+        tenant=caller.tenant,
         ttft_target_s=_seconds(request, "ttft_target"),
         tpot_target_s=_seconds(request, "tpot_target"),
         keep_s=_seconds(request, "keep"),
         includes_latency=request.include_latency,
+        tokenized_ns=(start_ns, time.monotonic_ns()),
         images=images,
         image_prefix_ids=hashed_token_ids(token_ids, images) if images else None,
     )
@@ -214,9 +244,10 @@ def _workers_sampling(
     request: inference_pb2.GenerateRequest, codec: TextCodec, max_tokens: int
 ) -> sampling_pb2.SamplingParams:
     sampling = with_defaults(request.sampling, max_tokens)
-    for ids in bad_word_tokens(request.sampling.bad_words, codec):
-        sampling.bad_token_sequences.add(ids=ids)
-    schema = forced_call_schema(request.chat)
+    if words := request.sampling.bad_words:
+        for ids in bad_word_tokens(words, codec):
+            sampling.bad_token_sequences.add(ids=ids)
+    schema = forced_call_schema(request.chat) if request.HasField("chat") else None
     if schema is not None:
         sampling.structured_outputs.json = schema
     return sampling
@@ -224,30 +255,44 @@ def _workers_sampling(
 
 def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
     """Remedies by path of the invalid field. Needs no knowledge of the model."""
-    violations = sampling_violations(request.sampling)
-    given = [name for name in _PROMPT_FIELDS if request.HasField(name)]  # type: ignore[arg-type]
-    if not given:
-        violations["prompt"] = "set one of text, chat and tokens"
-    elif len(given) > 1:
-        violations["prompt"] = f"set only one of text, chat and tokens, not {' and '.join(given)}"
-    if given == ["text"] and not request.text:
-        violations["text"] = "must not be empty"
-    if given == ["tokens"] and not request.tokens.ids:
-        violations["tokens.ids"] = "must not be empty"
-    if given == ["chat"]:
-        violations.update(chat_violations(request.chat))
-        if request.sampling.HasField("structured_outputs") and forces_call(request.chat):
-            violations["chat.tool_choice.mode"] = (
-                "excludes sampling.structured_outputs; leave out one of them"
-            )
+    sampling = request.sampling
+    violations = sampling_violations(sampling)
+    violations.update(_prompt_violations(request))
     violations.update(_id_violations(request))
     violations.update(_answer_violations(request))
-    violations.update(_placement_violations(request))
+    placement = request.prefill_placement
+    if placement not in _PLACEMENTS:
+        violations["prefill_placement"] = "must be one of the named values"
+    elif placement == inference_pb2.PREFILL_PLACEMENT_REMOTE and sampling.HasField(
+        "prompt_logprobs"
+    ):
+        violations["prefill_placement"] = "excludes sampling.prompt_logprobs; leave out one of them"
     if request.first_token not in _FIRST_TOKEN_POLICIES:
         violations["first_token"] = "must be one of the named values"
     if len(request.cache_salt) > CLIENT_SALT_CHARACTERS_MAX:
         violations["cache_salt"] = f"must have at most {CLIENT_SALT_CHARACTERS_MAX} characters"
-    violations.update(_target_violations(request))
+    for target in _TARGETS:
+        seconds = _seconds(request, target)
+        if seconds is not None and not 0 < seconds <= TOKEN_TARGET_MAX_S:
+            violations[target] = f"must be above 0 s and at most {TOKEN_TARGET_MAX_S} s"
+    return violations
+
+
+def _prompt_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
+    given = [name for name in _PROMPT_FIELDS if request.HasField(name)]
+    if not given:
+        return {"prompt": "set one of text, chat and tokens"}
+    if len(given) > 1:
+        return {"prompt": f"set only one of text, chat and tokens, not {' and '.join(given)}"}
+    if given == ["text"]:
+        return {} if request.text else {"text": "must not be empty"}
+    if given == ["tokens"]:
+        return {} if request.tokens.ids else {"tokens.ids": "must not be empty"}
+    violations = chat_violations(request.chat)
+    if request.sampling.HasField("structured_outputs") and forces_call(request.chat):
+        violations["chat.tool_choice.mode"] = (
+            "excludes sampling.structured_outputs; leave out one of them"
+        )
     return violations
 
 
@@ -260,46 +305,29 @@ def _id_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str
             yield name, "must hold visible ASCII characters only, without spaces"
 
 
-def _placement_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
-    placement = request.prefill_placement
-    if placement not in _PLACEMENTS:
-        return {"prefill_placement": "must be one of the named values"}
-    remote = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-    if remote and request.sampling.HasField("prompt_logprobs"):
-        return {"prefill_placement": "excludes sampling.prompt_logprobs; leave out one of them"}
-    return {}
-
-
-def _target_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
-    targets = {"ttft_target": request.ttft_target, "tpot_target": request.tpot_target}
-    return {
-        name: f"must be above 0 s and at most {TOKEN_TARGET_MAX_S} s"
-        for name, target in targets.items()
-        if request.HasField(name)  # type: ignore[arg-type]
-        and not 0 < seconds_from_duration(target) <= TOKEN_TARGET_MAX_S
-    }
-
-
 def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:
-    if request.n > ANSWERS_MAX:
-        yield "n", f"must be from 1 to {ANSWERS_MAX}, not {request.n}"
-    if request.best_of > ANSWERS_MAX:
-        yield "best_of", f"must be from n to {ANSWERS_MAX}, not {request.best_of}"
-    elif request.best_of and request.best_of < max(1, request.n):
-        yield "best_of", f"must be at least n, {request.n}, not {request.best_of}"
-    if request.HasField("keep"):
-        if not 0 < seconds_from_duration(request.keep) <= KEEP_MAX_S:
-            yield "keep", f"must be above 0 s and at most {KEEP_MAX_S} s"
-        elif max(request.n, request.best_of) > 1:
-            yield "keep", "excludes several answers; ask for one"
-    if request.generated.ids and max(request.n, request.best_of) > 1:
+    n, best_of = request.n, request.best_of
+    several = max(n, best_of) > 1
+    continued = request.HasField("generated") and bool(request.generated.ids)
+    if n > ANSWERS_MAX:
+        yield "n", f"must be from 1 to {ANSWERS_MAX}, not {n}"
+    if best_of > ANSWERS_MAX:
+        yield "best_of", f"must be from n to {ANSWERS_MAX}, not {best_of}"
+    elif best_of and best_of < max(1, n):
+        yield "best_of", f"must be at least n, {n}, not {best_of}"
+    keep_s = _seconds(request, "keep")
+    if keep_s is not None and not 0 < keep_s <= KEEP_MAX_S:
+        yield "keep", f"must be above 0 s and at most {KEEP_MAX_S} s"
+    elif keep_s is not None and several:
+        yield "keep", "excludes several answers; ask for one"
+    if continued and several:
         yield "generated", "must be empty for several answers; send n=1 for each of them"
     # Generate has replaced it by the messages.
     if request.resume:
         yield "resume", "needs chat, and Generate of a router; send all messages"
     if request.store and not request.HasField("chat"):
         yield "store", "needs chat; set chat, or leave it out"
-    elif request.store and (request.generated.ids or max(request.n, request.best_of) > 1):
+    elif request.store and (continued or several):
         yield "store", "excludes generated and several answers; leave it out"
 
 
@@ -314,23 +342,24 @@ def _tokenized(
     """The prompt's tokens and images, and the violations that only they show."""
     images: PromptImages = ()
     try:
-        rule = rule_for(request.chat, codec)
         if request.HasField("tokens"):
             token_ids = array("I", request.tokens.ids)
         elif request.HasField("text"):
             token_ids = array("I", codec.encode(request.text, context or None))
         else:
+            chat = request.chat
+            rule = rule_for(chat, codec)
             token_ids = codec.encode_chat(
-                messages_of(request.chat),
-                continue_final_message=request.chat.continue_final_message,
+                messages_of(chat),
+                continue_final_message=chat.continue_final_message,
                 tokens_max=context or None,
-                tools=tools_of(request.chat),
-                template_kwargs=template_kwargs_of(request.chat),
+                tools=tools_of(chat),
+                template_kwargs=template_kwargs_of(chat),
                 cache_scope=cache_scope,
                 add_generation_prompt=add_generation_prompt,
             )
-        if rule is not None:
-            token_ids, images = with_placeholders(token_ids, request.chat, rule)
+            if rule is not None:
+                token_ids, images = with_placeholders(token_ids, chat, rule)
     except TooManyTokens as error:
         if not error.count:
             why = f"has far too many tokens, and {CONTEXT_WORDS} {context} tokens; shorten it"
@@ -345,12 +374,11 @@ def _vocabulary_violations(
     request: inference_pb2.GenerateRequest, vocabulary_size: int, context: int
 ) -> dict[str, str]:
     violations = vocabulary_violations(request.sampling, vocabulary_size)
-    for path, ids in (
-        ("tokens.ids", request.tokens.ids),
-        ("generated.ids", request.generated.ids),
-    ):
-        # A longer list is rejected for its length.
-        violations.update(beyond_vocabulary(path, ids, context, vocabulary_size))
+    for name in _ID_FIELDS:
+        if request.HasField(name):
+            ids = getattr(request, name).ids
+            # A longer list is rejected for its length.
+            violations.update(beyond_vocabulary(f"{name}.ids", ids, context, vocabulary_size))
     return violations
 
 
@@ -362,26 +390,28 @@ def decode_request(
     incarnation: str,
     remote_prefill: bool,
 ) -> decode_pb2.GenerateRequest:
-    """The request to one incarnation of a decode worker, without a ticket, for a first token from decode.
+    """The request to one incarnation of a decode worker, without tokens and a ticket, for a first token from decode.
 
-    `generated` is the completion so far.
+    `generated` is the completion so far. `PreparedRequest.all_token_ids` has the tokens.
     """
     call = decode_pb2.GenerateRequest(
         request_id=request.request_id,
         transfer_id=transfer_id,
         incarnation=incarnation,
-        token_ids=token_ids_message(request.token_ids + array("I", generated)).ids,
         generated_token_count=len(generated),
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,
         remote_prefill=remote_prefill,
         cache_salt=request.cache_salt,
         tenant_salt=request.tenant_salt,
-        adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
         priority=request.priority.to_proto(),
-        keep=None if request.keep_s is None else terms_to_proto(request.tenant, request.keep_s),
-        images=request.images,
     )
+    if request.adapter is not None:
+        call.adapter.CopyFrom(adapter_to_proto(request.adapter))
+    if request.keep_s is not None:
+        call.keep.CopyFrom(terms_to_proto(request.tenant, request.keep_s))
+    if request.images:
+        call.images.extend(request.images)
     if generated:
         # They came with the first token.
         call.sampling.ClearField("prompt_logprobs")

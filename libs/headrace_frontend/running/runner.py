@@ -118,7 +118,7 @@ class RequestRunner:
         request_id = request_id_of(request)
 
         async def prepare(tenant: str) -> PreparedRequest:
-            return await self.preparer.prepare(request, request_id, deadline, tenant)
+            return await self.preparer.prepare(request, request_id, deadline, tenant, priority)
 
         with self.counter.count_failures():
             if not self.runs_while_draining:
@@ -175,7 +175,6 @@ class RequestRunner:
         with self.tracer.record(answer.request_id, terms.arrival) as record:
             record.priority = terms.priority.label
             prepared = await answer.prepare(permit.tenant)
-            prepared = prepared.of_caller(permit.tenant, terms.priority)
             record.prepared(terms.request, prepared)
             await permit.acquire_images(prepared.image_bytes)
             await permit.acquire_tokens(len(prepared.token_ids))

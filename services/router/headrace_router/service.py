@@ -133,9 +133,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 self._parts.runner.admitted(tenant, deadline, request.request.priority)
             )
             record = stack.enter_context(self._tracer.record(request_id, stored=False))
-            prepared = await self._parts.preparer.prepare(request.request, request_id, None, tenant)
+            prepared = await self._parts.preparer.prepare(
+                request.request, request_id, None, tenant, priority
+            )
             await self._parts.runner.wait_turn()
-            prepared = prepared.of_caller(tenant, priority)
             record.prepared(request.request, prepared)
             decision = self._dispatcher.route(prepared, record, deadline)
         worker, candidates = decision.worker.ref, decision.candidates

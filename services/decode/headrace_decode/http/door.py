@@ -46,7 +46,7 @@ class _OwnModel:
         self.name = name
         self._max_model_len = engine.max_model_len
         self._adapters = adapters
-        self._engine_hash = engine_hash(engine.descriptor.layout)
+        self._engine_hashes = frozenset([engine_hash(engine.descriptor.layout)])
         self._host = host
 
     def max_model_len(self) -> Mapping[str, int]:
@@ -59,7 +59,7 @@ class _OwnModel:
         return False
 
     def system_fingerprint(self, choice: ModelChoice) -> str:
-        return system_fingerprint([self._engine_hash], choice.adapter)
+        return system_fingerprint(self._engine_hashes, choice.adapter)
 
     def list_models(self) -> Sequence[inference_pb2.Model]:
         members = self._host.members.of_role(*COMPUTE_PROMPTS)

@@ -17,7 +17,6 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, WorkerGone
 from headrace_common.identity import new_transfer_id
 from headrace_common.logs import TRACE_NAMES
-from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.promises import kept_of
@@ -102,7 +101,7 @@ class Attempt:
             generated=request.response.generated,
             first_token=plan.first_token,
         )
-        self._token_ids = detach_token_ids(self._request)
+        self._token_ids = request.prepared.all_token_ids(request.response.generated)
         self._request.ticket_key_id = plan.ticket_key_id
         self._request.early_admission = begins_early(self._request, plan.decision)
         if plan.bounds is not None:

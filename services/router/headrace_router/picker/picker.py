@@ -20,7 +20,7 @@ from headrace_frontend.openai.body import parse_body
 from headrace_frontend.openai.conversion import (
     chat_request,
     completion_requests,
-    openai_violations,
+    openai_error,
 )
 from headrace_frontend.openai.image_fetch import has_remote_images
 from headrace_frontend.openai.intake import ClientParts
@@ -103,9 +103,7 @@ class EndpointPicker:
             if not isinstance(error, InvalidRequest):
                 raise
             chat = _path(headers) == "/v1/chat/completions"
-            raise InvalidRequest(
-                openai_violations(error.violations, chat=chat), cause=error.cause
-            ) from error
+            raise openai_error(error, chat=chat) from error
         self.count_pick("picked")
         return endpoint
 
@@ -124,7 +122,6 @@ class EndpointPicker:
             if request is None:
                 return self._least_loaded(subset).http_endpoint
             prepared = await self.parts.preparer.tokenize(request, tenant)
-            prepared = prepared.of_caller(tenant, prepared.priority)
             otel_context.attach(context_from_traceparent(headers.get("traceparent", "")))
             return self._place(prepared, request_id, deadline, subset)
 

@@ -81,6 +81,8 @@ class PrefixTable:
 
         Of a prompt, it hashes about twice as many blocks as the deepest holder has, at most.
         """
+        if not self._mask_of:
+            return []
         mask_of = self._mask_of.get
         last = len(hashes) - 1
         holders = mask_of(hashes[0], 0) & among if last >= 0 else 0

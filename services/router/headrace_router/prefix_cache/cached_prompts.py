@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import PrefixHasher, PromptHashes, TokenIds, prefix_hasher
-from headrace_router.prefix_cache.index import PrefixIndex
+from headrace_router.prefix_cache.index import PrefixIndex, TierBlocks
 from headrace_router.workers.table import LoadTable, Numbers
 
 # Between two slices of a sweep, so that requests are served first.
@@ -46,7 +46,7 @@ class ModelIndex:
         self._tokens: object = None
         self._cache_salt = ""
         self._prompt: PromptHashes | None = None
-        self._blocks: list[Numbers] = []
+        self._blocks: TierBlocks = []
         self._blocks_prompt: PromptHashes | None = None
         self._blocks_change_count = 0
         self._indexed: dict[type, IndexedWorkers] = {}
@@ -74,14 +74,14 @@ class ModelIndex:
                 self._indexed[type(given)] = cached
         return cached
 
-    def blocks(self, prompt: PromptHashes) -> list[Numbers]:
-        """By tier, fastest first, how many blocks of the prompt each worker holds. Shape [slot].
+    def blocks(self, prompt: PromptHashes) -> TierBlocks:
+        """As PrefixIndex.find_all.
 
         Cached while the index is unchanged: a request looks up its decode workers, then its prefill workers.
         """
         change_count = self.index.change_count
         if self._blocks_prompt is not prompt or self._blocks_change_count != change_count:
-            self._blocks = [self.index.find(prompt, tier) for tier in Tier]
+            self._blocks = self.index.find_all(prompt)
             self._blocks_prompt, self._blocks_change_count = prompt, change_count
         return self._blocks
 
@@ -195,10 +195,13 @@ class CachedPrompts:
         found: Numbers = np.zeros(len(table))
         model = table.workers[0].model if table.workers else ""
         for model_index, prompt in self._prompts(model, token_ids, cache_salt):
+            held = model_index.blocks(prompt)
+            if not held:
+                continue
             workers = model_index.indexed(table)
-            blocks, reached = self._own_blocks(model, model_index, prompt, workers)
-            pooled = model_index.blocks(prompt)[-1]
-            if np.any(pooled):
+            blocks, reached = self._own_blocks(model, model_index, held, workers)
+            pooled = held[-1]
+            if pooled is not None:
                 blocks = blocks + REMOTE_SHARE * np.maximum(pooled.max() - reached, 0.0)
             found[workers.rows] = blocks * model_index.block_tokens
         return found
@@ -216,32 +219,47 @@ class CachedPrompts:
         """
         found: dict[WorkerRef, int] = {}
         for model_index, prompt in self._prompts(model, token_ids, cache_salt):
+            held = model_index.blocks(prompt)
+            if not held:
+                continue
             workers = model_index.indexed(refs)
-            blocks, _ = self._own_blocks(model, model_index, prompt, workers)
+            blocks, _ = self._own_blocks(model, model_index, held, workers)
             holding = blocks.nonzero()[0].tolist()
             tokens = (blocks[holding] * model_index.block_tokens).astype(np.int64).tolist()
             found |= zip(map(workers.refs.__getitem__, holding), tokens, strict=True)
         return found
 
     def _own_blocks(
-        self, model: str, model_index: ModelIndex, prompt: PromptHashes, workers: IndexedWorkers
+        self,
+        model: str,
+        model_index: ModelIndex,
+        held: TierBlocks,
+        workers: IndexedWorkers,
     ) -> tuple[Numbers, Numbers]:
         """The blocks of each worker's own tiers, as blocks of the fastest, and how many there are. Shape [worker].
 
         A tier contains the blocks of faster ones.
         """
-        *own, _ = model_index.blocks(prompt)
-        device, *slower = (blocks[workers.slots] for blocks in own)
-        reached = np.maximum.reduce([device, *slower])
+        *own, _ = held
+        slots = workers.slots
+        found, *slower = (None if blocks is None else blocks[slots] for blocks in own)
+        device = np.zeros(len(slots)) if found is None else found
+        reached = device
+        for blocks in slower:
+            if blocks is not None:
+                reached = np.maximum(reached, blocks)
+        if reached is device:
+            return device, device
         deeper = (reached > device).nonzero()[0]
         if len(deeper):
             refs = map(workers.refs.__getitem__, deeper.tolist())
             shares = self._prices.shares(model, model_index.block_tokens, refs)
             faster = device[deeper]
             for share, blocks in zip(shares, slower, strict=True):
-                both = np.maximum(faster, blocks[deeper])
-                device[deeper] += share * (both - faster)
-                faster = both
+                if blocks is not None:
+                    both = np.maximum(faster, blocks[deeper])
+                    device[deeper] += share * (both - faster)
+                    faster = both
         return device, reached
 
     def _prompts(

@@ -153,6 +153,9 @@ class WorkerDirectory:
         self._tables: dict[str, LoadTable] = {}
         self._reserved: set[WorkerConnection] = set()
         """Those with other reservations than their table shows."""
+        # What all tables say of their models, which they never change.
+        self._max_model_len: Mapping[str, int] = {}
+        self._adapters: Adapters = {}
         self._availability = WorkerAvailability(worker_wait_s)
         self._on_slots = on_slots
         self._slots: dict[str, DecodeSlots] = {}
@@ -233,13 +236,13 @@ class WorkerDirectory:
         """Waits for a reachable decode worker. Returns whether it had to wait. See WorkerAvailability."""
         return await self._availability.wait(model, deadline)
 
-    def max_model_len(self) -> dict[str, int]:
+    def max_model_len(self) -> Mapping[str, int]:
         """By model, the most tokens that every live decode worker of it accepts."""
-        return {model: table.max_model_len for model, table in self._tables.items()}
+        return self._max_model_len
 
     def adapters(self) -> Adapters:
         """By model, the adapters of its live decode workers by name. Of one name, the adapter of most workers."""
-        return {model: table.adapters for model, table in self._tables.items() if table.adapters}
+        return self._adapters
 
     def decode_worker_counts(self) -> dict[str, int]:
         """The number of live decode workers by model."""
@@ -337,6 +340,9 @@ class WorkerDirectory:
             del self._tables[model]
         for model, connections in by_model.items():
             self._rebuild_table(model, connections)
+        tables = self._tables.items()
+        self._max_model_len = {model: table.max_model_len for model, table in tables}
+        self._adapters = {model: table.adapters for model, table in tables if table.adapters}
         for model in (*unserved, *self._tables):
             self._table_changed(model)
 

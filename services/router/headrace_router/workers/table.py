@@ -302,7 +302,9 @@ class LoadTable:
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
         # Workers of one kind have one layout, with all its fields.
-        self._kinds, kind_of = _groups(self.workers, engine_hash)
+        kinds, kind_of = _groups(self.workers, engine_hash)
+        self.engine_hashes = frozenset(kinds)
+        """Of the workers' layouts: one where all engines are alike."""
         self.times = TimeColumns(kind_of)
         self.token_bytes: Numbers = np.array([w.layout.token_bytes for w in self.workers])
         """KV of one token, over all ranks."""
@@ -312,11 +314,6 @@ class LoadTable:
         # Workers with one layout fingerprint can receive from the same prefill workers.
         self.layouts, self.layout_of = _groups(self.workers, fingerprint)
         self.adapters = _adapters_by_name(self.workers)
-
-    @property
-    def engine_hashes(self) -> frozenset[bytes]:
-        """Of the workers' layouts: one where all engines are alike."""
-        return frozenset(self._kinds)
 
     def __len__(self) -> int:
         return len(self.workers)

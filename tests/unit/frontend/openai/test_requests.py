@@ -16,7 +16,7 @@ from headrace_frontend.openai.body import checked_body, parse_body
 from headrace_frontend.openai.conversion import (
     chat_request,
     completion_requests,
-    openai_violations,
+    openai_error,
     tokenize_request,
 )
 from headrace_frontend.openai.requests import (
@@ -406,6 +406,7 @@ def test_violations_have_the_names_of_openai_fields() -> None:
         "sampling.structured_outputs.json": "response_format.json_schema.schema",
     }
     for name, openai_name in names.items():
-        violations = openai_violations({name: "remedy"}, chat=True, formatted=True)
-        assert violations == {openai_name: "remedy"}
-    assert openai_violations({"tokens.ids[3]": "x"}, chat=False) == {"prompt[3]": "x"}
+        error = openai_error(InvalidRequest({name: "remedy"}), chat=True, formatted=True)
+        assert error.violations == {openai_name: "remedy"}
+    error = openai_error(InvalidRequest({"tokens.ids[3]": "x"}), chat=False)
+    assert error.violations == {"prompt[3]": "x"}

@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.request.validation import PreparedRequest, decode_request
+from headrace_frontend.request.validation import Caller, PreparedRequest, decode_request
 from headrace_text.load import ByteCodec
 from tests.kit.requests import prepared
 
@@ -185,7 +185,7 @@ def test_cached_tokens_of_chats_belong_to_a_salt() -> None:
             Recording(),
             64,
             bytes_per_token=16,
-            cache_salt=salt,
+            caller=Caller(cache_salt=salt),
         )
     assert scopes == ["a", "b"]
 
