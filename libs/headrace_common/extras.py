@@ -27,6 +27,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "registry": ("httptools", "uvicorn"),
         "planner": ("httptools", "uvicorn"),
         "kubernetes": ("httpx2", "lightkube"),
+        "etcd": ("etcd3", "tenacity"),
         "router": (
             "PIL",
             "httptools",

@@ -244,21 +244,14 @@ Identity: TypeAlias = "ServiceConfig | Credentials | TlsFiles | None"
 """What a channel presents: the settings of a service, credentials, TLS files only, or nothing."""
 
 
-def open_channel(
-    endpoint: str,
-    identity: Identity = None,
-    options: Sequence[tuple[str, int | str]] | None = None,
-) -> grpc.aio.Channel:
+def open_channel(endpoint: str, identity: Identity = None) -> grpc.aio.Channel:
     """Opens a channel to "host:port", with mutual TLS and a role token when `identity` has them.
-
-    `options` are those of gRPC; without them, they are for services of Headrace.
 
     The channel connects on first use. After a change of the TLS files or of the token, new calls present the new
     ones, and calls in progress go on. Raises ConfigError when a file cannot be read.
     """
     credentials = _credentials_of(identity)
-    if options is None:
-        options = _channel_options()
+    options = _channel_options()
     tls = _identity_of(credentials)
     token = partial(credentials.token_for, endpoint)
     has_token = bool(token())

@@ -12,7 +12,6 @@ from typing import Final, NoReturn
 from opentelemetry.sdk.resources import Resource
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
@@ -26,8 +25,6 @@ from headrace_common.telemetry.metrics.process import Metrics
 from headrace_registry.config import MEMORY_STORE, RegistryConfig
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store.base import MemoryStore, Store
-from headrace_registry.store.etcd_client import EtcdAccess
-from headrace_registry.store.etcd_store import EtcdStore
 
 _INTERVAL_S: Final = 1.0
 
@@ -66,18 +63,20 @@ def _role_name(member: registry_pb2.Member) -> str:
 
 
 def open_store(config: RegistryConfig) -> Store:
-    """The store that the settings name, not started. Raises ConfigError when a file is missing."""
+    """The store that the settings name, not started. Raises ConfigError when its package or a file is missing."""
     if config.store == MEMORY_STORE:
         return MemoryStore(config.history_size)
+    # Imported here, so that a registry without etcd does not need etcd3.
+    from headrace_registry.store.etcd_endpoint import EtcdAccess
+    from headrace_registry.store.etcd_store import EtcdStore
+
     return EtcdStore(
         EtcdAccess(
-            endpoints=tuple(f"{host}:{port}" for host, port in config.etcd_endpoints),
+            endpoints=config.etcd_endpoints,
             timeout_s=config.store_timeout_s,
-            tls=TlsFiles(
-                config.store_tls_certificate_file,
-                config.store_tls_key_file,
-                config.store_tls_authority_file,
-            ),
+            authority_file=config.store_tls_authority_file,
+            certificate_file=config.store_tls_certificate_file,
+            key_file=config.store_tls_key_file,
             user=config.store_user,
             password_file=config.store_password_file,
         ),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from headrace.etcd.v1 import etcd_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import ConfigError, HeadraceError, RegistryUnavailable, WatchExpired
@@ -17,7 +16,8 @@ from headrace_common.registry.view import default_policy
 from headrace_common.tasks import end_task, run_forever
 from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 from headrace_registry.store.base import Registration, Store, descriptor_missing
-from headrace_registry.store.etcd_client import EtcdAccess, EtcdClient
+from headrace_registry.store.etcd_connection import EtcdConnection
+from headrace_registry.store.etcd_endpoint import EtcdAccess
 from headrace_registry.store.etcd_table import (
     Content,
     CorruptRecord,
@@ -113,6 +113,8 @@ class BatchedRenewals:
 
 _log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _RETRY_S: Final = (0.1, 0.2, 0.4, 0.8, 1.0)
 _READ_OWN_WRITE_S: Final = 1.0
 
@@ -128,16 +130,19 @@ class EtcdStore(Store):
     def __init__(
         self, access: EtcdAccess, *, prefix: str, history_size: int, start_timeout_s: float
     ) -> None:
-        """Raises ConfigError when a file cannot be read."""
+        """Raises ConfigError when etcd3 is missing or a file cannot be read."""
         super().__init__(ChangeFeed(history_size))
-        self._client = EtcdClient(access)
-        self._table = EtcdTable(self._client, prefix)
+        self._connection = EtcdConnection(access)
+        self._prefix = prefix
+        self._timeout_s = access.timeout_s
         self._start_timeout_s = start_timeout_s
         self._cluster_id: int | None = None
         self._leases = MemberLeases()
         self._descriptors: dict[str, layout_pb2.KvDescriptor] = {}
         self._corrupt = CorruptRecords()
-        self._renewals = BatchedRenewals(self._renew_all)
+        self._renewals = BatchedRenewals(
+            lambda leases: self._call(lambda table: table.renew_all(leases))
+        )
         self._follower: asyncio.Task[None] | None = None
         self._failure_count = 0
 
@@ -149,11 +154,11 @@ class EtcdStore(Store):
         deadline_s = asyncio.get_running_loop().time() + self._start_timeout_s
         while True:
             try:
-                await self._read_records_now()
+                self._load(await self._call(EtcdTable.list_records))
                 break
             except RegistryUnavailable as error:
                 if asyncio.get_running_loop().time() >= deadline_s:
-                    await self._client.close()
+                    self._connection.close()
                     raise ConfigError(
                         f"store: {error.detail} Correct this, or give --store memory",
                         metadata=error.metadata,
@@ -164,11 +169,10 @@ class EtcdStore(Store):
     async def close(self) -> None:
         await end_task(self._follower)
         await self._renewals.close()
-        await self._client.close()
+        self._connection.close()
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
-        async with self._client.operation():
-            registration = await self._table.register(member, ttl_s)
+        registration = await self._call(lambda table: table.register(member, ttl_s))
         await self.feed.wait_for_revision(registration.revision, _READ_OWN_WRITE_S)
         return registration
 
@@ -182,9 +186,13 @@ class EtcdStore(Store):
         lease = _parse_lease(lease_id)
         if lease is None or not await self._has_member(lease):
             return
-        async with self._client.operation():
-            revision = await self._table.revoke(lease)
-        await self.feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
+        worker_id = self._leases.worker_of(lease)
+        await self._call(lambda table: table.revoke(lease))
+        # etcd3 does not return the revision of a revocation, so this waits for the change itself.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READ_OWN_WRITE_S):
+                while worker_id is not None and self._leases.worker_of(lease) == worker_id:
+                    await self.feed.wait_for_revision(self.feed.revision + 1, _READ_OWN_WRITE_S)
 
     async def put_descriptor(
         self,
@@ -193,8 +201,9 @@ class EtcdStore(Store):
         descriptor: layout_pb2.KvDescriptor,
     ) -> int:
         lease = _parse_lease(lease_id) or 0
-        async with self._client.operation():
-            revision = await self._table.put_descriptor(lease, reference, descriptor)
+        revision = await self._call(
+            lambda table: table.put_descriptor(lease, reference, descriptor)
+        )
         await self.feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
 
@@ -203,29 +212,29 @@ class EtcdStore(Store):
         if known is not None:
             return known
         # Another registry may have written it a moment ago.
-        async with self._client.operation():
-            found = await self._table.get_descriptor(reference)
+        found = await self._call(lambda table: table.get_descriptor(reference))
         if found is None:
             raise descriptor_missing(reference)
         return found
 
     async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
-        async with self._client.operation():
-            revision = await self._table.set_policy(policy, expected_revision)
+        # When a response was lost, the policy may have the new revision, so a second try would be a conflict.
+        revision = await self._call(
+            lambda table: table.set_policy(policy, expected_revision),
+            repeatable=expected_revision == 0,
+        )
         await self.feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
 
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
-        async with self._client.operation():
-            return await self._table.ensure_prefix_hash_key(proposed)
+        return await self._call(lambda table: table.ensure_prefix_hash_key(proposed))
 
     async def watch(
         self, start_revision: int, wanted: WatchFilter = ALL
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
         if start_revision > self.feed.revision:
             # The revision may come from another registry, ahead of this one. One ahead of etcd comes from another etcd.
-            async with self._client.operation():
-                current = await self._table.current_revision()
+            current = await self._call(EtcdTable.current_revision)
             if start_revision > current:
                 raise WatchExpired(
                     f"this registry has no revision {start_revision}: watch again from 0",
@@ -234,20 +243,21 @@ class EtcdStore(Store):
         async for response in self.feed.watch(start_revision, wanted, allow_future=True):
             yield response
 
-    async def _renew_all(self, leases: Collection[int]) -> Mapping[int, float]:
-        async with self._client.operation():
-            return await self._table.renew_all(leases)
+    async def _call(self, function: Callable[[EtcdTable], _T], *, repeatable: bool = True) -> _T:
+        """As EtcdConnection.call, with the records."""
+        return await self._connection.call(
+            lambda client: function(EtcdTable(client, self._prefix)), repeatable=repeatable
+        )
 
     async def _has_member(self, lease: int) -> bool:
         if self._leases.worker_of(lease) is not None:
             return True
-        async with self._client.operation():
-            return await self._table.has_member(lease)
+        return await self._call(lambda table: table.has_member(lease))
 
     async def _follow(self) -> None:
         while True:
             try:
-                await self._read_records_now()
+                self._load(await self._call(EtcdTable.list_records))
                 await self._follow_watch()
             except RegistryUnavailable as error:
                 if self._failure_count == 0:
@@ -256,22 +266,20 @@ class EtcdStore(Store):
             self._failure_count += 1
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
-    async def _read_records_now(self) -> None:
-        async with self._client.operation():
-            listing = await self._table.list_records()
-        self._load(listing)
-
     async def _follow_watch(self) -> None:
-        async with aclosing(self._table.watch(self.feed.revision + 1)) as responses:
-            async for response in responses:
+        watch = self._connection.watch(self._prefix, self.feed.revision + 1)
+        try:
+            async for response in watch.responses(self._timeout_s):
                 if response.canceled or response.compact_revision:
                     raise RegistryUnavailable(
                         f"etcd cancelled the watch: {response.cancel_reason or 'compacted'}"
                     )
                 if self._failure_count:
-                    _log.info("following etcd at %s again", self._client.endpoint)
+                    _log.info("following etcd at %s again", self._connection.endpoint.name)
                 self._failure_count = 0
                 self._apply_events(response.events)
+        finally:
+            watch.close()
 
     def _load(self, listing: Listing) -> None:
         before = self._leases.take_all()
@@ -296,18 +304,18 @@ class EtcdStore(Store):
         other = listing.cluster_id != self._cluster_id
         _log.error(
             "etcd at %s has lost data: %s. %d members are missing and register again. Every watch starts again",
-            self._client.name,
+            self._connection.name,
             f"it is another cluster, {listing.cluster_id:x} instead of {self._cluster_id:x}"
             if other
             else f"its revision went back from {self.feed.revision} to {listing.revision}",
             len(removed),
         )
 
-    def _apply_events(self, events: Iterable[etcd_pb2.Event]) -> None:
+    def _apply_events(self, events: Any) -> None:
         """Applies the events of one watch response, revision by revision."""
         by_revision: dict[int, list[Record]] = {}
         for event in events:
-            record = parse_record(self._table.prefix, event.kv, deleted=event.type != 0)
+            record = parse_record(self._prefix, event.kv, deleted=event.type != 0)
             by_revision.setdefault(record.revision, []).append(record)
         for revision, records in by_revision.items():
             members, policy = self._read_records((one, try_read(one)) for one in records)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.etcd.v1 import etcd_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, RegistryUnavailable
 from tests.component.registry.harness import ETCD, EtcdServer, running_cluster, worker
@@ -37,7 +37,7 @@ async def test_a_lost_endpoint_is_replaced_by_the_next(
     lease_id = (await store.register(worker(), 60)).lease_id
     watch = store.watch(0)
     await anext(watch)
-    used = next(one for one in cluster if store._client.endpoint.endswith(f":{one.port}"))
+    used = next(one for one in cluster if store._connection.endpoint.name.endswith(f":{one.port}"))
     getattr(used, how)()
     try:
         # The lost member may have been the leader. The others elect one within some seconds.
@@ -66,11 +66,15 @@ async def test_refusals_use_no_other_endpoint(shared_etcd: EtcdServer, etcd_pref
     endpoints = f"127.0.0.1:{shared_etcd.port},127.0.0.1:{free_port()}"
     store = shared_etcd.store(etcd_prefix, store=f"etcd://{endpoints}")
     await store.start()
-    first = store._client.endpoint
+    first = store._connection.endpoint
     await store.set_policy(registry_pb2.Policy(), 0)
     with pytest.raises(Conflict):
         await store.set_policy(registry_pb2.Policy(), 1)
+
+    def refused(client: Any) -> None:
+        client.get_response(b"")
+
     with pytest.raises(RegistryUnavailable, match="INVALID_ARGUMENT"):
-        await store._client.call("KV/Range", etcd_pb2.RangeRequest(), etcd_pb2.RangeResponse)
-    assert store._client.endpoint == first
+        await store._connection.call(refused)
+    assert store._connection.endpoint is first
     await store.close()

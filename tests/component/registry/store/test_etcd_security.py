@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +93,15 @@ async def test_replaced_certificates_are_used_without_a_restart(
         await store.register(other, 30)
         # The watch uses the new certificate too.
         await until(lambda: "decode-1" in store.feed.members, PATIENCE_S, "the member")
+        # The connections of the second and third certificates stay open.
+        endpoint = store._connection.endpoint
+        closed: list[object] = []
+        first, second = endpoint._clients
+        monkeypatch.setattr(first, "close", lambda: closed.append(first))
+        copy_into(files, new.sign("registry"), "tls_certificate_file", "tls_key_file")
+        await until(lambda: endpoint.client is not second, PATIENCE_S, "a new client")
+        assert closed == [first]
+        assert endpoint._clients == [second, endpoint.client]
         await store.close()
 
 
@@ -113,9 +122,9 @@ class Users:
     def __init__(self, etcd: EtcdServer, folder: Path) -> None:
         self.etcd = etcd
         self.file = folder / "password"
-        self.file.write_text("first-password\n")
+        self.file.write_text("first password\n")
         root_file = folder / "root"
-        root_file.write_text("root-password")
+        root_file.write_text("root password")
         self.settings = {"store_user": "registry", "store_password_file": str(self.file)}
         self.root_settings = {"store_user": "root", "store_password_file": str(root_file)}
 
@@ -123,33 +132,41 @@ class Users:
         store = self.etcd.store("/any/")
         # Waits until etcd serves.
         await store.start()
+        messages = store._connection.endpoint.messages
+        end = PREFIX[:-1].encode() + b"0"
+        # 2 is READWRITE.
+        permission = {"permType": 2, "key": PREFIX.encode(), "range_end": end}
+        requests = [
+            ("RoleAdd", messages.AuthRoleAddRequest(name="mine")),
+            ("RoleAdd", messages.AuthRoleAddRequest(name="root")),
+            (
+                "RoleGrantPermission",
+                messages.AuthRoleGrantPermissionRequest(name="mine", perm=permission),
+            ),
+            ("UserAdd", messages.AuthUserAddRequest(name="registry", password="first password")),
+            ("UserAdd", messages.AuthUserAddRequest(name="root", password="root password")),
+            ("UserGrantRole", messages.AuthUserGrantRoleRequest(user="registry", role="mine")),
+            ("UserGrantRole", messages.AuthUserGrantRoleRequest(user="root", role="root")),
+            ("AuthEnable", messages.AuthEnableRequest()),
+        ]
+        for name, request in requests:
+            await store._connection.call(self._request(messages, name, request))
         await store.close()
-        for command in (
-            "role add mine",
-            "role add root",
-            f"role grant-permission mine readwrite --prefix=true {PREFIX}",
-            "user add registry:first-password",
-            "user add root:root-password",
-            "user grant-role registry mine",
-            "user grant-role root root",
-            "auth enable",
-        ):
-            await self.control(command)
 
-    async def change_password(self, password: str) -> None:
-        """Of the user `registry`."""
-        await self.control(
-            "user passwd registry --interactive=false", "--user=root:root-password", text=password
-        )
+    async def as_root(self, name: str, make: Any) -> None:
+        """Calls etcd's Auth service as root. `make` builds the request."""
+        store = self.etcd.store("/any/", **self.root_settings)
+        messages = store._connection.endpoint.messages
+        await store._connection.call(self._request(messages, name, make(messages)))
+        await store.close()
 
-    async def control(self, command: str, *flags: str, text: str = "") -> None:
-        """Runs etcdctl with a text as its input."""
-        process = await asyncio.create_subprocess_exec(
-            "etcdctl", f"--endpoints=127.0.0.1:{self.etcd.port}", *flags, *command.split(),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, env={**os.environ, "ETCDCTL_API": "3"},
-        )  # fmt: skip
-        await process.communicate(text.encode())
-        assert process.returncode == 0, command
+    @staticmethod
+    def _request(messages: Any, name: str, request: Any) -> Any:
+        def send(client: Any) -> None:
+            stub = messages.AuthStub(client.channel)
+            getattr(stub, name)(request, 10, metadata=client.metadata)
+
+        return send
 
 
 @pytest.fixture
@@ -203,8 +220,13 @@ async def test_a_token_that_etcd_no_longer_knows_is_replaced(users: Users) -> No
     await asyncio.to_thread(users.etcd.start)
     await until_renewed(store, lease_id)
     # So does a change of the password. The new one is in the file.
-    users.file.write_text("second-password\n")
-    await users.change_password("second-password")
+    users.file.write_text("second password\n")
+    await users.as_root(
+        "UserChangePassword",
+        lambda messages: messages.AuthUserChangePasswordRequest(
+            name="registry", password="second password"
+        ),
+    )
     assert await store.keep_alive(lease_id) is not None
     revision = await store.set_policy(registry_pb2.Policy(retry_budget=7), 0)
     await until(lambda: store.feed.revision >= revision, PATIENCE_S, "the policy")
