@@ -17,6 +17,7 @@ from headrace.inference.v1 import inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
+from headrace_common.http.exchange import HttpExchange
 from headrace_frontend.answers import ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
@@ -186,41 +187,82 @@ class Reply:
 
 
 class Request:
-    """A request with a body in parts; endless, the first one again and again. Headers may have underscores."""
+    """A request whose body arrives once a handler reads it; endless, again and again. Headers may have underscores.
+
+    It is the connection of its exchange too.
+    """
 
     PARTS_MAX = 32
 
     def __init__(
         self,
-        *parts: bytes,
+        *body: bytes,
         path: str = "/v1/completions",
         method: str = "POST",
         endless: bool = False,
+        every_s: float = 0.0,
         **headers: str,
     ) -> None:
-        named = {"content_type": "application/json", **headers}
-        self._parts = list(parts)
+        """Without a body, none arrives. Each part of an endless one arrives after `every_s`."""
+        self._body = body
         self._endless = endless
-        self.scope = {
-            "method": method,
-            "path": path,
-            "headers": [
-                (name.replace("_", "-").encode(), value.encode("latin-1"))
-                for name, value in named.items()
-            ],
-        }
+        self._every_s = every_s
         self.received = 0
-        self.sent: list[Any] = []
+        """Parts that have arrived."""
+        self.sent = b""
+        self.server = self
+        self.caller, self.peer_names, self.write_paused = "unknown", (), False
+        named = {"content_type": "application/json", **headers}
+        connection: Any = self
+        self.exchange = HttpExchange(
+            connection,
+            method,
+            path,
+            {name.replace("_", "-"): value for name, value in named.items()},
+            chunks=False,
+            keeps_alive=True,
+        )
 
-    async def receive(self) -> Any:
-        if not self._parts or self.received == self.PARTS_MAX:
-            await asyncio.Event().wait()
+    @property
+    def status(self) -> int:
+        """That of the response."""
+        return int(self.sent.split(b" ", 2)[1])
+
+    @property
+    def response_headers(self) -> dict[str, str]:
+        lines = self.sent.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")[1:]
+        return {name: value for name, _, value in (line.partition(": ") for line in lines)}
+
+    @property
+    def response_body(self) -> bytes:
+        return self.sent.partition(b"\r\n\r\n")[2]
+
+    def date(self) -> str:
+        return "now"
+
+    def count_input(self) -> None:
+        if self._body:
+            asyncio.get_running_loop().call_later(self._every_s, self._receive)
+
+    def _receive(self) -> None:
+        if self.sent or self.received == self.PARTS_MAX:
+            return
         self.received += 1
-        part = self._parts[0] if self._endless else self._parts.pop(0)
-        return {"type": "http.request", "body": part, "more_body": self._endless}
+        self.exchange.add_body(self._body[0])
+        if self._endless:
+            self.count_input()
+        else:
+            self.exchange.end_body()
 
-    async def send(self, message: Any) -> None:
-        self.sent.append(message)
+    async def until_writable(self) -> None:
+        pass
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
+        assert keeps_alive
+        self.sent += data
 
 
 class LocalApp:
@@ -282,13 +324,10 @@ class LocalApp:
         request, runner = Request(data, **given), self.runner
         before = len(runner.requests)
         status = await self.status(request)
-        answered = {
-            name.decode(): value.decode("latin-1") for name, value in request.sent[0]["headers"]
-        }
         return Reply(
             status=status,
-            headers=answered,
-            body=b"".join(message.get("body", b"") for message in request.sent[1:]),
+            headers=request.response_headers,
+            body=request.response_body,
             requests=runner.requests[before:],
             prepared=runner.prepared[before:],
             timeouts_s=runner.timeouts_s[before:],
@@ -296,9 +335,8 @@ class LocalApp:
 
     async def status(self, request: Request) -> int:
         """The status of the response to a request."""
-        await self._app(request.scope, request.receive, request.send)
-        status: int = request.sent[0]["status"]
-        return status
+        await self._app(request.exchange)
+        return request.status
 
     async def chat(self, **fields: Any) -> Reply:
         """The response to a chat."""

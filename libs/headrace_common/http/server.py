@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine
+from contextvars import Context
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
-
-import uvicorn
-from uvicorn.server import ServerState
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.tls import server_context
@@ -20,15 +19,12 @@ from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.protocol import BoundedProtocol, refusal_of
+from headrace_common.http.connection import Connection, refusal_of
+from headrace_common.http.exchange import HttpExchange
 
 _LOG = logging.getLogger(__name__)
 
-Message: TypeAlias = MutableMapping[str, Any]
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
-AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+HttpApp: TypeAlias = Callable[[HttpExchange], Coroutine[Any, Any, None]]
 
 # The kernel ends a connection to a client that reads nothing for this long.
 _UNREAD_MAX_MS: Final = 60_000
@@ -41,41 +37,33 @@ _CANCEL_WAIT_S: Final = 1.0
 
 
 class HttpServer:
-    """Serves an ASGI application within bounds.
+    """Serves an application within bounds.
 
     When all connections are in use, a new one ends that which has waited longest without a request: first of those
     that never had one, then of handshakes, then of the others. Without any, the new one gets status 503.
     """
 
     def __init__(
-        self, app: AsgiApp, listen: str, *, setting: str, tls: TlsFiles, bounds: HttpBounds
+        self, app: HttpApp, listen: str, *, setting: str, tls: TlsFiles, bounds: HttpBounds
     ) -> None:
         """`setting` names the setting with the address. Raises ConfigError when it cannot listen there."""
         self._listen = listen
         self._bounds = bounds
         self._tls = server_context(tls, setting)
         self._socket = _listening_socket(listen, setting)
-        self._state = ServerState()
-        self._config = uvicorn.Config(
-            app,
-            http=BoundedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=max(1, round(bounds.idle_s)),
-        )
-        self._config.load()
+        self._app = app
         self._loop: asyncio.AbstractEventLoop | None = None
         self._accepts = False
+        self._date = ""
         self._date_s = 0
         self._ended = asyncio.Event()
+        self._requests: set[asyncio.Task[None]] = set()
+        self._connections: set[Connection] = set()
+        self._unsent: list[Connection] = []
         # In the order in which their waits began.
         self._handshakes: dict[asyncio.Task[None], None] = {}
-        self._new: dict[BoundedProtocol, None] = {}
-        self._idle: dict[BoundedProtocol, None] = {}
+        self._new: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
 
     @property
     def port(self) -> int:
@@ -99,51 +87,83 @@ class HttpServer:
     async def drain(self, deadline: Deadline) -> None:
         """Accepts no more connections, and returns when the requests in flight have ended, at the deadline at last."""
         self._stop_accepting()
-        for connection in tuple(self._state.connections):
-            connection.shutdown()
+        for connection in tuple(self._connections):
+            connection.shut_down()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline.remaining_s() + _CANCEL_WAIT_S):
-                while self._state.connections:
+                while self._connections:
                     self._ended.clear()
                     await self._ended.wait()
-                if self._state.tasks:
-                    await asyncio.wait(self._state.tasks)
+                if self._requests:
+                    await asyncio.wait(self._requests)
 
     async def stop(self) -> None:
         """Ends all requests."""
         self._stop_accepting()
         for handshake in tuple(self._handshakes):
             handshake.cancel()
-        for connection in tuple(self._state.connections):
+        for connection in tuple(self._connections):
             connection.transport.abort()
-        tasks = {*self._handshakes, *self._state.tasks}
+        tasks = {*self._handshakes, *self._requests}
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
-    def add(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
-        self._new[connection] = None
-
-    def start_request(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
-        self._new.pop(connection, None)
-        self._idle.pop(connection, None)
+    def date(self) -> str:
+        """The time now, as a header has it."""
         assert self._loop is not None
         now_s = int(self._loop.time())
         if now_s != self._date_s:
-            self._date_s = now_s
-            date = formatdate(usegmt=True).encode()
-            self._state.default_headers = [(b"date", date), *self._config.encoded_headers]
+            self._date_s, self._date = now_s, formatdate(usegmt=True)
+        return self._date
 
-    def end_request(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
+    def add(self, connection: Connection) -> None:
+        """The connection waits for its first request."""
+        self._connections.add(connection)
+        self._new[connection] = None
+
+    def start_request(self, connection: Connection) -> None:
+        """The headers of a request have arrived."""
+        self._new.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def serve(self, connection: Connection, exchange: HttpExchange) -> None:
+        """Runs the application for a request, and reports its end to the connection."""
+        assert self._loop is not None
+        # Without what an earlier request has put into its context.
+        request = self._loop.create_task(self._app(exchange), context=Context())
+        self._requests.add(request)
+        request.add_done_callback(partial(self._end_serving, connection, exchange))
+
+    def _end_serving(
+        self, connection: Connection, exchange: HttpExchange, request: asyncio.Task[None]
+    ) -> None:
+        self._requests.discard(request)
+        if not request.cancelled() and (error := request.exception()) is not None:
+            _LOG.error("%s %s has failed", exchange.method, exchange.path, exc_info=error)
+        connection.end_serving(exchange)
+
+    def end_request(self, connection: Connection) -> None:
+        """The connection waits for another request."""
         self._idle[connection] = None
 
-    def forget(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
+    def forget(self, connection: Connection) -> None:
+        """The connection has ended."""
+        self._connections.discard(connection)
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         self._ended.set()
+
+    def flush_soon(self, connection: Connection) -> None:
+        """Calls `flush` at the end of the event loop's turn."""
+        if not self._unsent:
+            assert self._loop is not None
+            self._loop.call_soon(self._flush)
+        self._unsent.append(connection)
+
+    def _flush(self) -> None:
+        connections, self._unsent = self._unsent, []
+        for connection in connections:
+            connection.flush()
 
     def _resume_accepting(self) -> None:
         if self._accepts:
@@ -182,7 +202,7 @@ class HttpServer:
 
     def _has_room(self) -> bool:
         """Whether a new connection fits, after the end of one that waits if need be."""
-        if len(self._state.connections) + len(self._handshakes) < self._bounds.connections_max:
+        if len(self._connections) + len(self._handshakes) < self._bounds.connections_max:
             return True
         for waiting in (self._new, self._idle):
             if waiting is self._idle and self._handshakes:
@@ -193,7 +213,6 @@ class HttpServer:
             if waiting:
                 oldest = next(iter(waiting))
                 self.forget(oldest)
-                self._state.connections.discard(oldest)
                 oldest.transport.abort()
                 return True
         return False
@@ -232,8 +251,8 @@ class HttpServer:
             _LOG.debug("a handshake failed: %s", error)
             accepted.close()
 
-    def _new_connection(self) -> BoundedProtocol:
-        return BoundedProtocol(self._config, self._state, self._bounds, self)
+    def _new_connection(self) -> Connection:
+        return Connection(self._bounds, self)
 
 
 def _listening_socket(listen: str, setting: str) -> socket.socket:

@@ -18,7 +18,7 @@ from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.metrics.prometheus import content_type
 
 if TYPE_CHECKING:
-    from headrace_common.http.server import Receive, Scope, Send
+    from headrace_common.http.exchange import HttpExchange
 import sys
 import threading
 import time
@@ -157,43 +157,36 @@ async def _served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]
 
 
 class _MetricsApp:
-    """The ASGI application. Each connection has one request."""
+    """The application. Each connection has one request."""
 
     def __init__(self, metrics: Metrics, keys: ReloadedFiles[Mapping[str, str]] | None) -> None:
         """`keys`: None serves every caller."""
         self._metrics = metrics
         self._keys = keys
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
+        exchange.close_after()
         status = HTTPStatus.OK
         try:
-            self._check(scope, headers)
-            kind = content_type(headers.get("accept", ""))
+            self._check(exchange)
+            kind = content_type(exchange.headers.get("accept", ""))
             text = await asyncio.to_thread(self._metrics.text, kind)
-            further = {"content-type": kind}
+            headers = {"content-type": kind}
         except _Refused as refusal:
             status, text = refusal.status, f"{refusal.text}\n"
-            further = {"content-type": _PLAIN, **refusal.headers}
-        body = text.encode()
-        further |= {"content-length": str(len(body)), "connection": "close"}
-        pairs = [(name.encode(), value.encode("latin-1")) for name, value in further.items()]
-        await send({"type": "http.response.start", "status": status.value, "headers": pairs})
-        await send({"type": "http.response.body", "body": body})
+            headers = {"content-type": _PLAIN, **refusal.headers}
+        await exchange.respond(status, text.encode(), headers)
 
-    def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        if scope["method"] != "GET":
+    def _check(self, exchange: HttpExchange) -> None:
+        if exchange.method != "GET":
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "use GET", allow="GET")
         known = None if self._keys is None else self._keys.current()
-        if known is not None and key_digest(key_in(headers.items())) not in known:
+        if known is not None and key_digest(key_in(exchange.headers.items())) not in known:
             raise _Refused(
                 HTTPStatus.UNAUTHORIZED,
                 "a key of metrics_keys_file is required; send it as header 'Authorization: Bearer KEY'",
                 **{"www-authenticate": "Bearer"},
             )
-        if scope["path"] != _PATH:
+        if exchange.path != _PATH:
             raise _Refused(HTTPStatus.NOT_FOUND, f"this listener serves {_PATH} only")

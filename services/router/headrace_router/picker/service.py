@@ -15,11 +15,12 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import PICKER_METHOD, Listener
 from headrace_common.errors import HeadraceError, ProtocolViolation
 from headrace_common.http.bounds import BODY_WAIT_S
+from headrace_common.http.exchange import HttpError
 from headrace_common.rpc.access import InternalAccess
 from headrace_common.rpc.listener import Address, RpcListener, internal_options
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.tasks import end_task, run_forever
-from headrace_frontend.openai.errors import HttpError, error_bytes, headers_of, status_of
+from headrace_frontend.openai.errors import error_bytes, headers_of, status_of
 from headrace_router.config import RouterConfig
 from headrace_router.picker.picker import EndpointPicker, has_prompt
 

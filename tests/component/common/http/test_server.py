@@ -19,10 +19,10 @@ import pytest
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.protocol import BoundedProtocol
+from headrace_common.http.connection import Connection
+from headrace_common.http.exchange import HttpExchange
 from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
-from headrace_frontend.openai.exchange import HttpExchange
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority
 
@@ -74,11 +74,10 @@ class SlowApp:
         self.entered = asyncio.Event()
         self.release = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         self.entered.set()
         await self.release.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"done"})
+        await exchange.respond(200, b"done")
 
 
 @pytest.mark.parametrize("required", ["true", "false"])
@@ -135,8 +134,7 @@ class ChunkApp:
         self.sent_at_once = 0
         self.refused = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        exchange = HttpExchange(scope, receive, send)
+    async def __call__(self, exchange: HttpExchange) -> None:
         assert not exchange.write_now(b"too early")
         await exchange.start(200, {})
         number = 0
@@ -170,13 +168,12 @@ async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
 class BothWays:
     """Sends the same response at once, or for the path /waiting message by message."""
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        exchange = HttpExchange(scope, receive, send)
+    async def __call__(self, exchange: HttpExchange) -> None:
         exchange.add_header("x-more", "1")
-        if scope["method"] == "POST":
+        if exchange.method == "POST":
             async with exchange.json_body(100) as body:
                 assert body == b"{}"
-        if scope["path"] == "/waiting":
+        if exchange.path == "/waiting":
             await exchange.start(200, {"x-name": "value"})
             await exchange.write(b"first")
             await exchange.write(b"second")
@@ -256,8 +253,7 @@ class WaitingApp:
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        exchange = HttpExchange(scope, receive, send)
+    async def __call__(self, exchange: HttpExchange) -> None:
         assert exchange.start_now({}, b"first")
         self.entered.set()
         with pytest.raises(Cancelled):
@@ -289,10 +285,10 @@ async def test_a_connection_without_a_whole_request_is_closed() -> None:
 @pytest.mark.parametrize("head", [b"", GET[:-2], GET, GET.replace(b"close", b"keep-alive") * 2])
 async def test_an_ended_connection_is_freed_without_a_garbage_collection(head: bytes) -> None:
     async with serving(BothWays()) as server:
-        made: list[weakref.ref[BoundedProtocol]] = []
+        made: list[weakref.ref[Connection]] = []
         add = server.add
 
-        def recorded(connection: BoundedProtocol) -> None:
+        def recorded(connection: Connection) -> None:
             made.append(weakref.ref(connection))
             add(connection)
 
