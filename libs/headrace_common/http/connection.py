@@ -6,6 +6,9 @@ import asyncio
 from collections import deque
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
+
+import httptools
 
 from headrace_common.callers.bounds import host_of
 from headrace_common.http.bounds import (
@@ -16,11 +19,12 @@ from headrace_common.http.bounds import (
     HttpBounds,
 )
 from headrace_common.http.exchange import HttpExchange
-from headrace_common.http.parser import Refused, RequestParser
 
 if TYPE_CHECKING:
     from headrace_common.http.server import HttpServer
 
+# A chunk of one byte takes six. Other bytes around a body, such as trailers, are few.
+_FRAMING_PER_BODY_BYTE: Final = 8
 # Less than this is not worth its counting: a connection has no more, and connections are bounded.
 _COUNTED_BYTES: Final = 4_096
 # What a request that waits takes beside its body: its headers and objects of Python.
@@ -29,6 +33,145 @@ _WAITING_REQUEST_BYTES: Final = 8_192
 _UNREAD_MAX: Final = 65_536
 # So much is sent before the end of the event loop's turn.
 _UNSENT_MAX: Final = 65_536
+
+
+class Refused(Exception):
+    """A request that is not valid, or beyond the bounds."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
+class RequestParser:
+    """Refuses requests beyond the bounds, and ignores upgrades such as that to h2c (RFC 9110, 7.8)."""
+
+    _exchange: HttpExchange
+    """That of the newest request."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parser = httptools.HttpRequestParser(self)
+        # A request with "connection: close" is answered, whatever follows it.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        # Whether a part of the headers has arrived, and whether more of the body must arrive.
+        self.in_head = self.in_body = False
+        # Whether a request has ended in the piece that is parsed.
+        self._ended_in_piece = False
+        self._message_bytes = self._body_bytes = 0
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of incomplete headers."""
+        return self._message_bytes if self.in_head else 0
+
+    def close(self) -> None:
+        """Ends its use. Its parts refer to each other, and are freed now without a garbage collection."""
+        vars(self).clear()
+
+    def feed(self, data: bytes) -> None:
+        """Parses bytes that arrived. Raises Refused."""
+        pieces = [memoryview(data)]
+        while pieces:
+            piece = pieces.pop()
+            fitting = HEAD_BYTES_MAX - self.head_bytes
+            if len(piece) > fitting:
+                pieces.append(piece[fitting:])
+                piece = piece[:fitting]
+            self._ended_in_piece = False
+            try:
+                self._parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as stopped:
+                if self._offers_upgrade():
+                    # The parser has stopped at the end of the headers.
+                    pieces += (piece[stopped.args[0] :], memoryview(self._head_without_upgrade()))
+            except httptools.HttpParserError as error:
+                # A callback's own error is its context.
+                refused = error.__context__
+                if not isinstance(refused, Refused):
+                    refused = Refused(HTTPStatus.BAD_REQUEST)
+                raise refused from None
+            else:
+                if self.in_head or self.in_body:
+                    self._count(len(piece))
+
+    def _count(self, size: int) -> None:
+        """Counts a piece that does not end the request."""
+        if self._ended_in_piece:
+            # The piece has other requests too.
+            size = self._body_bytes + len(self._url)
+            size += sum(len(name) + len(value) for name, value in self._headers)
+        self._message_bytes += size
+        bytes_max = HEAD_BYTES_MAX - 1
+        if not self.in_head:
+            bytes_max = 2 * HEAD_BYTES_MAX + _FRAMING_PER_BODY_BYTE * self._body_bytes
+        if self._message_bytes > bytes_max or len(self._headers) > HEADERS_MAX:
+            raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def _offers_upgrade(self) -> bool:
+        return self._parser.should_upgrade() and any(
+            name.lower() == b"upgrade" for name, _ in self._headers
+        )
+
+    def _head_without_upgrade(self) -> bytes:
+        """What the parser gets instead of a head, so that it reads the body too."""
+        version = self._parser.get_http_version().encode()
+        lines = [self._parser.get_method() + b" " + self._url + b" HTTP/" + version]
+        lines += [name + b": " + text for name, text in self._headers if name.lower() != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        self._connection.begin_head()
+        self.in_head = True
+        self._message_bytes = self._body_bytes = 0
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools. Trailers are among them."""
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self.in_head = False
+        if self._offers_upgrade():
+            return
+        if len(self._headers) > HEADERS_MAX:
+            raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        path = httptools.parse_url(self._url).path.decode("ascii")
+        chunks = self._parser.get_http_version() == "1.1"
+        self._exchange = HttpExchange(
+            self._connection,
+            self._parser.get_method().decode("ascii"),
+            unquote(path) if "%" in path else path,
+            {
+                name.decode("latin-1").lower(): value.decode("latin-1")
+                for name, value in self._headers
+            },
+            chunks=chunks,
+            keeps_alive=chunks and self._parser.should_keep_alive(),
+        )
+        self.in_body = True
+        self._connection.start_request(self._exchange)
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        self._body_bytes += len(body)
+        self._exchange.add_body(body)
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        if not self._offers_upgrade():
+            self.in_body = False
+            self._ended_in_piece = True
+            self._exchange.end_body()
+            self._connection.end_body()
 
 
 class Connection(asyncio.Protocol):
@@ -55,12 +198,10 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         # Whether no request has arrived yet.
         self._new = True
-        self._holds_input = False
         self._unsent = b""
         self._writable = asyncio.Event()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self.peer_names = _subject_names(transport.get_extra_info("peercert"))
         self.caller = host_of((transport.get_extra_info("peername") or ("unknown",))[0])
@@ -69,7 +210,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._release_input()
+        UNREAD_INPUT.release(self)
         self.server.forget(self)
         exchanges = tuple(self._exchanges)
         # Each refers to this object, which is freed now, and not by a later garbage collection.
@@ -148,17 +289,9 @@ class Connection(asyncio.Protocol):
         if len(self._exchanges) == 1:
             self.server.serve(self, exchange)
 
-    def add_body(self, data: bytes) -> None:
-        """A part of the request's body has arrived."""
-        # Nothing wants the rest of a request that was answered.
-        if self._exchanges:
-            self._exchanges[-1].add_body(data)
-
     def end_body(self) -> None:
-        """The request is complete."""
-        if self._exchanges:
-            self._exchanges[-1].end_body()
-        else:
+        """The newest request is complete."""
+        if not self._exchanges:
             self._start_timer(self._bounds.idle_s)
 
     def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
@@ -175,8 +308,10 @@ class Connection(asyncio.Protocol):
             self.server.serve(self, self._exchanges[0])
             return
         self.server.end_request(self)
-        in_body = self._parser.in_body
-        self._start_timer(self._bounds.body_pause_s if in_body else self._bounds.idle_s)
+        if self._parser.in_body:
+            self._start_timer(self._bounds.body_pause_s)
+        elif not self._parser.in_head:
+            self._start_timer(self._bounds.idle_s)
 
     def end_serving(self, exchange: HttpExchange) -> None:
         """The application has ended, for this request."""
@@ -195,19 +330,12 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
         held += self._parser.head_bytes + waiting * _WAITING_REQUEST_BYTES
         if held >= _COUNTED_BYTES:
-            self._holds_input = True
             UNREAD_INPUT.hold(self, held)
         else:
-            self._release_input()
-
-    def _release_input(self) -> None:
-        if self._holds_input:
-            self._holds_input = False
             UNREAD_INPUT.release(self)
 
     def end_input(self) -> None:
         """Refuses the request, so that others have its memory."""
-        self._holds_input = False
         self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _refuse(self, status: HTTPStatus) -> None:

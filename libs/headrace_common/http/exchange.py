@@ -53,31 +53,26 @@ class HttpExchange:
     ) -> None:
         """`path` is decoded, without the query. `headers` have lower-case names. `chunks`: the client accepts them."""
         self.method, self.path, self.headers = method, path, headers
-        self.request_id = _NO_HEADER_CHARACTER.sub(
-            "", headers.get("x-request-id", "")
-        ) or secrets.token_hex(12)
-        """The client's X-Request-Id, or a new one."""
-        self.host = connection.caller
-        """The client's host."""
-        self.caller = self.host
-        """Shares the memory for bodies with its other requests: a tenant, or a host until `set_caller`."""
+        # The client's X-Request-Id, or a new one.
+        request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
+        self.request_id = request_id or secrets.token_hex(12)
+        # The client's host. The caller shares the memory for bodies with its other requests: a tenant, or that host
+        # until `set_caller`.
+        self.host = self.caller = connection.caller
+        # The URIs in the client's certificate.
         self.peer_names = connection.peer_names
-        """The URIs in the client's certificate."""
+        # Whether the response's status is sent.
         self.started = False
-        """Whether the response's status is sent."""
         self._connection = connection
         self._keeps_alive = keeps_alive
         self._chunked = chunks and method != "HEAD"
         self._response_headers: dict[str, str] = {}
-        self._ended = False
+        self._ended = self._disconnected = False
         self._on_disconnect: Callable[[], None] | None = None
-        self._disconnected = False
         # What has arrived of the body.
         self._parts: list[bytes] = []
         self._body_bytes = 0
-        self._body_complete = False
-        self._body_read = False
-        self._body_refused = False
+        self._body_complete = self._body_read = self._body_refused = False
         self._body_clock: asyncio.Timeout | None = None
         self._arrival: asyncio.Future[None] | None = None
 
@@ -94,10 +89,11 @@ class HttpExchange:
         self._keeps_alive = False
 
     def add_body(self, data: bytes) -> None:
-        """A part of the body has arrived."""
-        self._parts.append(data)
-        self._body_bytes += len(data)
-        self._wake_reader()
+        """A part of the body has arrived. Nothing wants the rest once there is a response."""
+        if not self._ended:
+            self._parts.append(data)
+            self._body_bytes += len(data)
+            self._wake_reader()
 
     def end_body(self) -> None:
         """The body is complete."""
@@ -274,7 +270,6 @@ class HttpExchange:
             raise RuntimeError("the response has ended")
         self._ended = True
         await self._connection.until_writable()
-        # What arrives of the body from now on is not kept.
         self._parts, self._body_bytes = [], 0
         self._connection.end_response(data, keeps_alive=self._keeps_alive)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context
 from email.utils import formatdate
 from functools import partial
@@ -49,10 +49,16 @@ class HttpServer:
         """`setting` names the setting with the address. Raises ConfigError when it cannot listen there."""
         self._listen = listen
         self._bounds = bounds
-        self._tls = server_context(tls, setting)
+        self._tls_options: Mapping[str, Any] = {}
+        if (context := server_context(tls, setting)) is not None:
+            wait_s = {
+                "ssl_handshake_timeout": bounds.head_wait_s,
+                "ssl_shutdown_timeout": _SHUTDOWN_S,
+            }
+            self._tls_options = {"ssl": context, **wait_s}
         self._socket = _listening_socket(listen, setting)
         self._app = app
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.get_running_loop()
         self._accepts = False
         self._date = ""
         self._date_s = 0
@@ -61,7 +67,7 @@ class HttpServer:
         self._connections: set[Connection] = set()
         self._unsent: list[Connection] = []
         # In the order in which their waits began.
-        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._handshakes: dict[asyncio.Task[Any], None] = {}
         self._new: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
 
@@ -74,13 +80,12 @@ class HttpServer:
     @property
     def url(self) -> str:
         """The URL of the API, with the port that is really used."""
-        scheme = "http" if self._tls is None else "https"
+        scheme = "https" if self._tls_options else "http"
         host, _ = split_host_port(self._listen)
         return f"{scheme}://{host}:{self.port}"
 
     def start(self) -> None:
         """Serves from now on."""
-        self._loop = asyncio.get_running_loop()
         self._accepts = True
         self._resume_accepting()
 
@@ -110,7 +115,6 @@ class HttpServer:
 
     def date(self) -> str:
         """The time now, as a header has it."""
-        assert self._loop is not None
         now_s = int(self._loop.time())
         if now_s != self._date_s:
             self._date_s, self._date = now_s, formatdate(usegmt=True)
@@ -128,7 +132,6 @@ class HttpServer:
 
     def serve(self, connection: Connection, exchange: HttpExchange) -> None:
         """Runs the application for a request, and reports its end to the connection."""
-        assert self._loop is not None
         # Without what an earlier request has put into its context.
         request = self._loop.create_task(self._app(exchange), context=Context())
         self._requests.add(request)
@@ -156,7 +159,6 @@ class HttpServer:
     def flush_soon(self, connection: Connection) -> None:
         """Calls `flush` at the end of the event loop's turn."""
         if not self._unsent:
-            assert self._loop is not None
             self._loop.call_soon(self._flush)
         self._unsent.append(connection)
 
@@ -167,12 +169,10 @@ class HttpServer:
 
     def _resume_accepting(self) -> None:
         if self._accepts:
-            assert self._loop is not None
             self._loop.add_reader(self._socket, self._accept)
 
     def _stop_accepting(self) -> None:
         if self._accepts:
-            assert self._loop is not None
             self._accepts = False
             self._loop.remove_reader(self._socket)
         self._socket.close()
@@ -196,7 +196,6 @@ class HttpServer:
 
     def _pause_accepting(self, error: OSError) -> None:
         _LOG.error("%s: no connection is accepted for %g s: %s", self.url, _ACCEPT_PAUSE_S, error)
-        assert self._loop is not None
         self._loop.remove_reader(self._socket)
         self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
 
@@ -218,41 +217,25 @@ class HttpServer:
         return False
 
     def _refuse(self, accepted: socket.socket) -> None:
-        with accepted:
-            if self._tls is None:
-                try:
-                    accepted.send(refusal_of(HTTPStatus.SERVICE_UNAVAILABLE))
-                except OSError as error:
-                    _LOG.debug("a refused client has left: %s", error)
+        # A client that has left gets nothing.
+        with accepted, contextlib.suppress(OSError):
+            if not self._tls_options:
+                accepted.send(refusal_of(HTTPStatus.SERVICE_UNAVAILABLE))
 
     def _open(self, accepted: socket.socket) -> None:
-        assert self._loop is not None
-        handshake = self._loop.create_task(self._shake_hands(accepted))
+        opening = self._loop.connect_accepted_socket(
+            lambda: Connection(self._bounds, self), accepted, **self._tls_options
+        )
+        handshake = self._loop.create_task(opening)
         self._handshakes[handshake] = None
+        handshake.add_done_callback(partial(self._end_handshake, accepted))
 
-        def end(handshake: asyncio.Task[None]) -> None:
-            self._handshakes.pop(handshake, None)
-            if handshake.cancelled():
-                # It had not begun.
-                accepted.close()
-
-        handshake.add_done_callback(end)
-
-    async def _shake_hands(self, accepted: socket.socket) -> None:
-        assert self._loop is not None
-        tls: Any = {}
-        if self._tls is not None:
-            tls = {"ssl": self._tls, "ssl_handshake_timeout": self._bounds.head_wait_s}
-            tls["ssl_shutdown_timeout"] = _SHUTDOWN_S
-        try:
-            await self._loop.connect_accepted_socket(self._new_connection, accepted, **tls)
-        except (OSError, asyncio.CancelledError) as error:
-            # TLS's errors and ends of the time are among them.
-            _LOG.debug("a handshake failed: %s", error)
+    def _end_handshake(self, accepted: socket.socket, handshake: asyncio.Task[Any]) -> None:
+        self._handshakes.pop(handshake, None)
+        # TLS's errors and ends of the time are among them.
+        if handshake.cancelled() or handshake.exception() is not None:
+            _LOG.debug("a handshake has failed: %s", handshake)
             accepted.close()
-
-    def _new_connection(self) -> Connection:
-        return Connection(self._bounds, self)
 
 
 def _listening_socket(listen: str, setting: str) -> socket.socket:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.key_file import key_digest, key_in, load_keys
 from headrace_common.config import ServiceConfig
 from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.metrics.prometheus import content_type
-
-if TYPE_CHECKING:
-    from headrace_common.http.exchange import HttpExchange
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 _LOG = logging.getLogger(__name__)
 _STUCK_S: Final = 5.0
@@ -110,14 +105,6 @@ _PATH: Final = "/metrics"
 _PLAIN: Final = "text/plain; charset=utf-8"
 
 
-class _Refused(Exception):
-    """The answer to a request without metrics."""
-
-    def __init__(self, status: HTTPStatus, text: str, **headers: str) -> None:
-        super().__init__(text)
-        self.status, self.text, self.headers = status, text, headers
-
-
 @asynccontextmanager
 async def metrics_served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]:
     """Serves the metrics over the block, if `metrics_listen` is set, and yields the URL, else an empty text.
@@ -167,26 +154,27 @@ class _MetricsApp:
     async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
         exchange.close_after()
-        status = HTTPStatus.OK
+        status = 200
         try:
             self._check(exchange)
             kind = content_type(exchange.headers.get("accept", ""))
             text = await asyncio.to_thread(self._metrics.text, kind)
             headers = {"content-type": kind}
-        except _Refused as refusal:
-            status, text = refusal.status, f"{refusal.text}\n"
-            headers = {"content-type": _PLAIN, **refusal.headers}
+        except HttpError as error:
+            status, text = error.status, f"{error}\n"
+            headers = {"content-type": _PLAIN, **error.headers}
         await exchange.respond(status, text.encode(), headers)
 
     def _check(self, exchange: HttpExchange) -> None:
         if exchange.method != "GET":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "use GET", allow="GET")
+            raise HttpError(405, "method", "use GET", {"allow": "GET"})
         known = None if self._keys is None else self._keys.current()
         if known is not None and key_digest(key_in(exchange.headers.items())) not in known:
-            raise _Refused(
-                HTTPStatus.UNAUTHORIZED,
+            raise HttpError(
+                401,
+                "key",
                 "a key of metrics_keys_file is required; send it as header 'Authorization: Bearer KEY'",
-                **{"www-authenticate": "Bearer"},
+                {"www-authenticate": "Bearer"},
             )
         if exchange.path != _PATH:
-            raise _Refused(HTTPStatus.NOT_FOUND, f"this listener serves {_PATH} only")
+            raise HttpError(404, "unknown_path", f"this listener serves {_PATH} only")
