@@ -46,8 +46,8 @@ class Refused(Exception):
 class RequestParser:
     """Refuses requests beyond the bounds, and ignores upgrades such as that to h2c (RFC 9110, 7.8)."""
 
+    # That of the newest request.
     _exchange: HttpExchange
-    """That of the newest request."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -183,13 +183,11 @@ class Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, bounds: HttpBounds, server: HttpServer) -> None:
-        self.caller = ""
-        """The client's host."""
-        self.peer_names: tuple[bytes, ...] = ()
-        """The URIs in the client's certificate."""
+        # The client's host, and the URIs in its certificate.
+        self.caller, self.peer_names = "", tuple[bytes, ...]()
         self.server = server
+        # Whether the client must read before more is written.
         self.write_paused = False
-        """Whether the client must read before more is written."""
         self._bounds = bounds
         self._loop = asyncio.get_running_loop()
         self._parser = RequestParser(self)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -68,13 +68,13 @@ class HttpExchange:
         self._chunked = chunks and method != "HEAD"
         self._response_headers: dict[str, str] = {}
         self._ended = self._disconnected = False
-        self._on_disconnect: Callable[[], None] | None = None
+        self._worker: asyncio.Task[Any] | None = None
         # What has arrived of the body.
         self._parts: list[bytes] = []
         self._body_bytes = 0
         self._body_complete = self._body_read = self._body_refused = False
         self._body_clock: asyncio.Timeout | None = None
-        self._arrival: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
 
     def set_caller(self, caller: str) -> None:
         """States to which caller the request belongs, before its body is read."""
@@ -93,19 +93,19 @@ class HttpExchange:
         if not self._ended:
             self._parts.append(data)
             self._body_bytes += len(data)
-            self._wake_reader()
+            self._arrived.set()
 
     def end_body(self) -> None:
         """The body is complete."""
         self._body_complete = True
-        self._wake_reader()
+        self._arrived.set()
 
     def disconnect(self) -> None:
         """The client has closed the connection."""
         self._disconnected = True
-        self._wake_reader()
-        if self._on_disconnect is not None and not self._ended:
-            self._on_disconnect()
+        self._arrived.set()
+        if self._worker is not None and not self._ended:
+            self._worker.cancel()
 
     def count_body(self) -> int:
         """Counts what a handler reads of the body for its caller. The number of bytes that none reads yet."""
@@ -153,48 +153,38 @@ class HttpExchange:
             if self._parts:
                 size_s = self._body_bytes / BODY_BYTES_PER_S
                 clock.reschedule(min(end_s + size_s, loop.time() + BODY_PAUSE_S))
-            self._arrival = loop.create_future()
-            await self._arrival
+            self._arrived.clear()
+            await self._arrived.wait()
         clock.reschedule(None)
         return b"".join(self._parts)
 
     def _has_body(self, bytes_max: int) -> bool:
         """Whether the body is complete. Raises HttpError when it exceeds its bounds."""
-        if self._disconnected:
-            raise Cancelled("the client closed the connection")
+        self._check_connected()
         if self._body_bytes > bytes_max:
-            raise _too_large(bytes_max)
+            raise too_large(bytes_max)
         if self._body_refused:
             raise _memory_in_use()
         return self._body_complete
 
-    def _wake_reader(self) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
     async def run_while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which is cancelled when the client closes the connection. Raises Cancelled then."""
-        task = asyncio.current_task()
-        assert task is not None
-        disconnected = False
-
-        def end() -> None:
-            nonlocal disconnected
-            disconnected = True
-            task.cancel()
-
-        self._on_disconnect = end
-        if self._disconnected:
-            end()
+        self._worker = task = asyncio.current_task()
         try:
+            self._check_connected()
             return await work
         except asyncio.CancelledError:
-            if not disconnected:
-                raise
-            task.uncancel()
-            raise Cancelled("the client closed the connection") from None
+            if task is not None and self._disconnected:
+                task.uncancel()
+            self._check_connected()
+            raise
         finally:
-            self._on_disconnect = None
+            self._worker = None
+            work.close()
+
+    def _check_connected(self) -> None:
+        if self._disconnected:
+            raise Cancelled("the client closed the connection")
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Sends the status and the headers."""
@@ -285,7 +275,7 @@ def _check_json(headers: Mapping[str, str], bytes_max: int) -> None:
         raise HttpError(415, "content_encoding", "send the body without content-encoding")
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > bytes_max:
-        raise _too_large(bytes_max)
+        raise too_large(bytes_max)
 
 
 def _late_body() -> HttpError:
@@ -305,7 +295,8 @@ def _memory_in_use() -> HttpError:
     )
 
 
-def _too_large(bytes_max: int) -> HttpError:
+def too_large(bytes_max: int) -> HttpError:
+    """The error of a body with more than `bytes_max` bytes."""
     return HttpError(
         413, "body_too_large", f"the body has more than {bytes_max} bytes; shorten the prompt"
     )

@@ -203,16 +203,14 @@ class HttpServer:
         """Whether a new connection fits, after the end of one that waits if need be."""
         if len(self._connections) + len(self._handshakes) < self._bounds.connections_max:
             return True
-        for waiting in (self._new, self._idle):
-            if waiting is self._idle and self._handshakes:
-                handshake = next(iter(self._handshakes))
-                self._handshakes.pop(handshake)
-                handshake.cancel()
-                return True
-            if waiting:
-                oldest = next(iter(waiting))
-                self.forget(oldest)
-                oldest.transport.abort()
+        for waiting in (self._new, self._handshakes, self._idle):
+            for oldest in waiting:
+                if isinstance(oldest, Connection):
+                    self.forget(oldest)
+                    oldest.transport.abort()
+                else:
+                    del self._handshakes[oldest]
+                    oldest.cancel()
                 return True
         return False
 

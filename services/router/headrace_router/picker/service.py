@@ -15,7 +15,7 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import PICKER_METHOD, Listener
 from headrace_common.errors import HeadraceError, ProtocolViolation
 from headrace_common.http.bounds import BODY_WAIT_S
-from headrace_common.http.exchange import HttpError
+from headrace_common.http.exchange import HttpError, too_large
 from headrace_common.rpc.access import InternalAccess
 from headrace_common.rpc.listener import Address, RpcListener, internal_options
 from headrace_common.rpc.status import ErrorInterceptor
@@ -196,11 +196,7 @@ class PickerService:
                     size += len(parts[-1])
                     bytes_max = self._picker.parts.body_bytes_max
                     if size > bytes_max:
-                        raise HttpError(
-                            413,
-                            "body_too_large",
-                            f"the body has more than {bytes_max} bytes; shorten the prompt",
-                        )
+                        raise too_large(bytes_max)
                     if request.request_body.end_of_stream:
                         return b"".join(parts), False
         except TimeoutError:
