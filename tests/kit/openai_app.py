@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -193,6 +193,7 @@ class Request:
     """
 
     PARTS_MAX = 32
+    caller, peer_names, write_paused = "unknown", (), False
 
     def __init__(
         self,
@@ -204,55 +205,26 @@ class Request:
         **headers: str,
     ) -> None:
         """Without a body, none arrives. Each part of an endless one arrives after `every_s`."""
-        self._body = body
-        self._endless = endless
-        self._every_s = every_s
-        self.received = 0
-        """Parts that have arrived."""
-        self.sent = b""
-        self.server = self
-        self.caller, self.peer_names, self.write_paused = "unknown", (), False
-        named = {"content_type": "application/json", **headers}
+        self._body, self._endless, self._every_s = body, endless, every_s
+        self.received, self.sent = 0, b""
+        named = {"content-type": "application/json"}
+        named |= {name.replace("_", "-"): value for name, value in headers.items()}
+        self.server: Any = SimpleNamespace(date=lambda: "now")
         connection: Any = self
         self.exchange = HttpExchange(
-            connection,
-            method,
-            path,
-            {name.replace("_", "-"): value for name, value in named.items()},
-            chunks=False,
-            keeps_alive=True,
+            connection, method, path, named, chunks=False, keeps_alive=True
         )
 
-    @property
-    def status(self) -> int:
-        """That of the response."""
-        return int(self.sent.split(b" ", 2)[1])
-
-    @property
-    def response_headers(self) -> dict[str, str]:
-        lines = self.sent.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")[1:]
-        return {name: value for name, _, value in (line.partition(": ") for line in lines)}
-
-    @property
-    def response_body(self) -> bytes:
-        return self.sent.partition(b"\r\n\r\n")[2]
-
-    def date(self) -> str:
-        return "now"
-
     def count_input(self) -> None:
-        if self._body:
+        if self._body and self.received < self.PARTS_MAX:
             asyncio.get_running_loop().call_later(self._every_s, self._receive)
 
     def _receive(self) -> None:
-        if self.sent or self.received == self.PARTS_MAX:
-            return
-        self.received += 1
-        self.exchange.add_body(self._body[0])
-        if self._endless:
-            self.count_input()
-        else:
-            self.exchange.end_body()
+        if not self.sent:
+            self.received += 1
+            self.exchange.add_body(self._body[0])
+            more = self.count_input if self._endless else self.exchange.end_body
+            more()
 
     async def until_writable(self) -> None:
         pass
@@ -261,8 +233,14 @@ class Request:
         self.sent += data
 
     def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
-        assert keeps_alive
         self.sent += data
+
+    def reply(self) -> Reply:
+        """The response."""
+        head, _, body = self.sent.partition(b"\r\n\r\n")
+        line, *lines = head.decode("latin-1").split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        return Reply(int(line.split()[1]), headers, body)
 
 
 class LocalApp:
@@ -323,11 +301,9 @@ class LocalApp:
         given: dict[str, Any] = {"path": path, **headers}
         request, runner = Request(data, **given), self.runner
         before = len(runner.requests)
-        status = await self.status(request)
-        return Reply(
-            status=status,
-            headers=request.response_headers,
-            body=request.response_body,
+        await self.status(request)
+        return replace(
+            request.reply(),
             requests=runner.requests[before:],
             prepared=runner.prepared[before:],
             timeouts_s=runner.timeouts_s[before:],
@@ -336,7 +312,7 @@ class LocalApp:
     async def status(self, request: Request) -> int:
         """The status of the response to a request."""
         await self._app(request.exchange)
-        return request.status
+        return request.reply().status
 
     async def chat(self, **fields: Any) -> Reply:
         """The response to a chat."""

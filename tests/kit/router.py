@@ -192,14 +192,11 @@ class Rig:
         """A client of the HTTP API, without a port. `library` may be httpx2 too."""
 
         async def answer(request: Any) -> Any:
-            headers = {name.lower(): value for name, value in request.headers.items()}
-            asked = Request(
-                request.content, path=request.url.path, method=request.method, **headers
-            )
+            fields = {"path": request.url.path, "method": request.method, **request.headers}
+            asked = Request(request.content, **fields)
             await self.router.openai(asked.exchange)
-            return library.Response(
-                asked.status, headers=asked.response_headers, content=asked.response_body
-            )
+            reply = asked.reply()
+            return library.Response(reply.status, headers=reply.headers, content=reply.body)
 
         transport = library.MockTransport(answer)
         return library.AsyncClient(transport=transport, base_url="http://router")

@@ -69,9 +69,8 @@ class HttpExchange:
         self._response_headers: dict[str, str] = {}
         self._ended = self._disconnected = False
         self._worker: asyncio.Task[Any] | None = None
-        # What has arrived of the body.
-        self._parts: list[bytes] = []
-        self._body_bytes = 0
+        # What has arrived of the body. A list of its parts could take many times its bytes.
+        self._body = bytearray()
         self._body_complete = self._body_read = self._body_refused = False
         self._body_clock: asyncio.Timeout | None = None
         self._arrived = asyncio.Event()
@@ -91,8 +90,7 @@ class HttpExchange:
     def add_body(self, data: bytes) -> None:
         """A part of the body has arrived. Nothing wants the rest once there is a response."""
         if not self._ended:
-            self._parts.append(data)
-            self._body_bytes += len(data)
+            self._body += data
             self._arrived.set()
 
     def end_body(self) -> None:
@@ -110,9 +108,9 @@ class HttpExchange:
     def count_body(self) -> int:
         """Counts what a handler reads of the body for its caller. The number of bytes that none reads yet."""
         if not self._body_read:
-            return self._body_bytes
-        if self._body_bytes >= _COUNTED_BYTES or not self._body_complete:
-            READ_BODIES.hold(self, self._body_bytes)
+            return len(self._body)
+        if len(self._body) >= _COUNTED_BYTES or not self._body_complete:
+            READ_BODIES.hold(self, len(self._body))
         return 0
 
     def end_input(self) -> None:
@@ -131,8 +129,8 @@ class HttpExchange:
         self._body_read = True
         self._connection.count_input()
         try:
-            if self._body_bytes < _COUNTED_BYTES and self._has_body(bytes_max):
-                yield b"".join(self._parts)
+            if len(self._body) < _COUNTED_BYTES and self._has_body(bytes_max):
+                yield bytes(self._body)
             else:
                 async with asyncio.timeout(BODY_WAIT_S) as self._body_clock:
                     yield await self._read(bytes_max, self._body_clock)
@@ -141,7 +139,7 @@ class HttpExchange:
         finally:
             self._body_clock = None
             self._body_read = False
-            self._parts, self._body_bytes = [], 0
+            self._body.clear()
             READ_BODIES.release(self)
 
     async def _read(self, bytes_max: int, clock: asyncio.Timeout) -> bytes:
@@ -150,18 +148,19 @@ class HttpExchange:
         if not self._body_complete and self.headers.get("expect", "").lower() == "100-continue":
             self._connection.write(_CONTINUE)
         while not self._has_body(bytes_max):
-            if self._parts:
-                size_s = self._body_bytes / BODY_BYTES_PER_S
+            if self._body:
+                size_s = len(self._body) / BODY_BYTES_PER_S
                 clock.reschedule(min(end_s + size_s, loop.time() + BODY_PAUSE_S))
             self._arrived.clear()
             await self._arrived.wait()
         clock.reschedule(None)
-        return b"".join(self._parts)
+        data, self._body = bytes(self._body), bytearray()
+        return data
 
     def _has_body(self, bytes_max: int) -> bool:
         """Whether the body is complete. Raises HttpError when it exceeds its bounds."""
         self._check_connected()
-        if self._body_bytes > bytes_max:
+        if len(self._body) > bytes_max:
             raise too_large(bytes_max)
         if self._body_refused:
             raise _memory_in_use()
@@ -260,7 +259,7 @@ class HttpExchange:
             raise RuntimeError("the response has ended")
         self._ended = True
         await self._connection.until_writable()
-        self._parts, self._body_bytes = [], 0
+        self._body.clear()
         self._connection.end_response(data, keeps_alive=self._keeps_alive)
 
 
