@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +17,7 @@ from headrace.inference.v1 import inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
+from headrace_common.http.exchange import HttpExchange
 from headrace_frontend.answers import ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
@@ -179,41 +180,60 @@ class Reply:
 
 
 class Request:
-    """A request with a body in parts; endless, the first one again and again. Headers may have underscores."""
+    """A request whose body arrives once a handler reads it; endless, again and again. Headers may have underscores.
+
+    It is the connection of its exchange too.
+    """
 
     PARTS_MAX = 32
+    caller, peer_names, write_paused = "unknown", (), False
 
     def __init__(
         self,
-        *parts: bytes,
+        *body: bytes,
         path: str = "/v1/completions",
         method: str = "POST",
         endless: bool = False,
+        every_s: float = 0.0,
         **headers: str,
     ) -> None:
-        named = {"content_type": "application/json", **headers}
-        self._parts = list(parts)
-        self._endless = endless
-        self.scope = {
-            "method": method,
-            "path": path,
-            "headers": [
-                (name.replace("_", "-").encode(), value.encode("latin-1"))
-                for name, value in named.items()
-            ],
-        }
-        self.received = 0
-        self.sent: list[Any] = []
+        """Without a body, none arrives. Each part of an endless one arrives after `every_s`."""
+        self._body, self._endless, self._every_s = body, endless, every_s
+        self.received, self.sent = 0, b""
+        named = {"content-type": "application/json"}
+        named |= {name.replace("_", "-"): value for name, value in headers.items()}
+        self.server: Any = SimpleNamespace(date=lambda: "now")
+        connection: Any = self
+        self.exchange = HttpExchange(
+            connection, method, path, named, chunks=False, keeps_alive=True
+        )
 
-    async def receive(self) -> Any:
-        if not self._parts or self.received == self.PARTS_MAX:
-            await asyncio.Event().wait()
-        self.received += 1
-        part = self._parts[0] if self._endless else self._parts.pop(0)
-        return {"type": "http.request", "body": part, "more_body": self._endless}
+    def count_input(self) -> None:
+        if self._body and self.received < self.PARTS_MAX:
+            asyncio.get_running_loop().call_later(self._every_s, self._receive)
 
-    async def send(self, message: Any) -> None:
-        self.sent.append(message)
+    def _receive(self) -> None:
+        if not self.sent:
+            self.received += 1
+            self.exchange.add_body(self._body[0])
+            more = self.count_input if self._endless else self.exchange.end_body
+            more()
+
+    async def until_writable(self) -> None:
+        pass
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
+        self.sent += data
+
+    def reply(self) -> Reply:
+        """The response."""
+        head, _, body = self.sent.partition(b"\r\n\r\n")
+        line, *lines = head.decode("latin-1").split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        return Reply(int(line.split()[1]), headers, body)
 
 
 class LocalApp:
@@ -274,14 +294,9 @@ class LocalApp:
         given: dict[str, Any] = {"path": path, **headers}
         request, runner = Request(data, **given), self.runner
         before = len(runner.requests)
-        status = await self.status(request)
-        answered = {
-            name.decode(): value.decode("latin-1") for name, value in request.sent[0]["headers"]
-        }
-        return Reply(
-            status=status,
-            headers=answered,
-            body=b"".join(message.get("body", b"") for message in request.sent[1:]),
+        await self.status(request)
+        return replace(
+            request.reply(),
             requests=runner.requests[before:],
             prepared=runner.prepared[before:],
             timeouts_s=runner.timeouts_s[before:],
@@ -289,9 +304,8 @@ class LocalApp:
 
     async def status(self, request: Request) -> int:
         """The status of the response to a request."""
-        await self._app(request.scope, request.receive, request.send)
-        status: int = request.sent[0]["status"]
-        return status
+        await self._app(request.exchange)
+        return request.reply().status
 
     async def chat(self, **fields: Any) -> Reply:
         """The response to a chat."""

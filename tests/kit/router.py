@@ -36,6 +36,7 @@ from headrace_router.config import RouterConfig
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
 from tests.channels import operator_channel
+from tests.kit.openai_app import Request
 from tests.kit.workers import Behaviour, FakeDecode, FakePrefill, Handoff, ReadTokens, Script
 from tests.router_key import RouterKey
 from tests.waiting import until
@@ -187,11 +188,18 @@ class Rig:
             answer = await client.post("/v1/completions", json=body, headers=headers)
         return answer.status_code, answer.headers, answer.json()
 
-    def http(self) -> httpx.AsyncClient:
-        """A client of the HTTP API, without a port."""
-        app: Any = self.router.openai
-        transport = httpx.ASGITransport(app=app)
-        return httpx.AsyncClient(transport=transport, base_url="http://router")
+    def http(self, library: Any = httpx) -> Any:
+        """A client of the HTTP API, without a port. `library` may be httpx2 too."""
+
+        async def answer(request: Any) -> Any:
+            fields = {"path": request.url.path, "method": request.method, **request.headers}
+            asked = Request(request.content, **fields)
+            await self.router.openai(asked.exchange)
+            reply = asked.reply()
+            return library.Response(reply.status, headers=reply.headers, content=reply.body)
+
+        transport = library.MockTransport(answer)
+        return library.AsyncClient(transport=transport, base_url="http://router")
 
     def http_server(self) -> HttpServer:
         """A server of the HTTP API at `http_listen`."""

@@ -21,7 +21,6 @@ FOREIGN = {
     # The objects are of the standard library.
     ("libs/headrace_common/logs.py", "root.handlers"): "a logger has no method that replaces its handlers",
     ("libs/headrace_common/logs.py", "grpc_server.__class__"): "gRPC makes the logger itself",
-    ("libs/headrace_common/http/server.py", "self._state.default_headers"): "uvicorn's ServerState",
     ("libs/headrace_engine/vllm/deployment.py", "ours.propagate"): "a logger's documented attribute",
     ("libs/headrace_engine/vllm/compat.py", "os.environ"): "vLLM reads its settings there",
     ("libs/headrace_engine/vllm/compat.py", "outputs.put"): "vLLM's RequestOutputCollector",

@@ -38,7 +38,7 @@ def _report_wrong_ids() -> None:
             failed_recving=found.failed_recving,
         )
 
-    HeadraceConnector.get_transfer_results = results  # type: ignore[method-assign]
+    HeadraceConnector.get_transfer_results = results  # type: ignore[method-assign, assignment]
 
 
 async def answers(model: str) -> Result:

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import Context
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
-
-import uvicorn
-from uvicorn.server import ServerState
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.tls import server_context
@@ -20,15 +19,12 @@ from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.protocol import BoundedProtocol, refusal_of
+from headrace_common.http.connection import Connection, refusal_of
+from headrace_common.http.exchange import HttpExchange
 
 _LOG = logging.getLogger(__name__)
 
-Message: TypeAlias = MutableMapping[str, Any]
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
-AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+HttpApp: TypeAlias = Callable[[HttpExchange], Coroutine[Any, Any, None]]
 
 # The kernel ends a connection to a client that reads nothing for this long.
 _UNREAD_MAX_MS: Final = 60_000
@@ -41,41 +37,39 @@ _CANCEL_WAIT_S: Final = 1.0
 
 
 class HttpServer:
-    """Serves an ASGI application within bounds.
+    """Serves an application within bounds.
 
     When all connections are in use, a new one ends that which has waited longest without a request: first of those
     that never had one, then of handshakes, then of the others. Without any, the new one gets status 503.
     """
 
     def __init__(
-        self, app: AsgiApp, listen: str, *, setting: str, tls: TlsFiles, bounds: HttpBounds
+        self, app: HttpApp, listen: str, *, setting: str, tls: TlsFiles, bounds: HttpBounds
     ) -> None:
         """`setting` names the setting with the address. Raises ConfigError when it cannot listen there."""
         self._listen = listen
         self._bounds = bounds
-        self._tls = server_context(tls, setting)
+        self._tls_options: Mapping[str, Any] = {}
+        if (context := server_context(tls, setting)) is not None:
+            wait_s = {
+                "ssl_handshake_timeout": bounds.head_wait_s,
+                "ssl_shutdown_timeout": _SHUTDOWN_S,
+            }
+            self._tls_options = {"ssl": context, **wait_s}
         self._socket = _listening_socket(listen, setting)
-        self._state = ServerState()
-        self._config = uvicorn.Config(
-            app,
-            http=BoundedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=max(1, round(bounds.idle_s)),
-        )
-        self._config.load()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._app = app
+        self._loop = asyncio.get_running_loop()
         self._accepts = False
+        self._date = ""
         self._date_s = 0
         self._ended = asyncio.Event()
+        self._requests: set[asyncio.Task[None]] = set()
+        self._connections: set[Connection] = set()
+        self._unsent: list[Connection] = []
         # In the order in which their waits began.
-        self._handshakes: dict[asyncio.Task[None], None] = {}
-        self._new: dict[BoundedProtocol, None] = {}
-        self._idle: dict[BoundedProtocol, None] = {}
+        self._handshakes: dict[asyncio.Task[Any], None] = {}
+        self._new: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
 
     @property
     def port(self) -> int:
@@ -86,73 +80,99 @@ class HttpServer:
     @property
     def url(self) -> str:
         """The URL of the API, with the port that is really used."""
-        scheme = "http" if self._tls is None else "https"
+        scheme = "https" if self._tls_options else "http"
         host, _ = split_host_port(self._listen)
         return f"{scheme}://{host}:{self.port}"
 
     def start(self) -> None:
         """Serves from now on."""
-        self._loop = asyncio.get_running_loop()
         self._accepts = True
         self._resume_accepting()
 
     async def drain(self, deadline: Deadline) -> None:
         """Accepts no more connections, and returns when the requests in flight have ended, at the deadline at last."""
         self._stop_accepting()
-        for connection in tuple(self._state.connections):
-            connection.shutdown()
+        for connection in tuple(self._connections):
+            connection.shut_down()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline.remaining_s() + _CANCEL_WAIT_S):
-                while self._state.connections:
+                while self._connections:
                     self._ended.clear()
                     await self._ended.wait()
-                if self._state.tasks:
-                    await asyncio.wait(self._state.tasks)
+                if self._requests:
+                    await asyncio.wait(self._requests)
 
     async def stop(self) -> None:
         """Ends all requests."""
         self._stop_accepting()
         for handshake in tuple(self._handshakes):
             handshake.cancel()
-        for connection in tuple(self._state.connections):
+        for connection in tuple(self._connections):
             connection.transport.abort()
-        tasks = {*self._handshakes, *self._state.tasks}
+        tasks = {*self._handshakes, *self._requests}
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
-    def add(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
-        self._new[connection] = None
-
-    def start_request(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
-        self._new.pop(connection, None)
-        self._idle.pop(connection, None)
-        assert self._loop is not None
+    def date(self) -> str:
+        """The time now, as a header has it."""
         now_s = int(self._loop.time())
         if now_s != self._date_s:
-            self._date_s = now_s
-            date = formatdate(usegmt=True).encode()
-            self._state.default_headers = [(b"date", date), *self._config.encoded_headers]
+            self._date_s, self._date = now_s, formatdate(usegmt=True)
+        return self._date
 
-    def end_request(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
+    def add(self, connection: Connection) -> None:
+        """The connection waits for its first request."""
+        self._connections.add(connection)
+        self._new[connection] = None
+
+    def start_request(self, connection: Connection) -> None:
+        """The headers of a request have arrived."""
+        self._new.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def serve(self, connection: Connection, exchange: HttpExchange) -> None:
+        """Runs the application for a request, and reports its end to the connection."""
+        # Without what an earlier request has put into its context.
+        request = self._loop.create_task(self._app(exchange), context=Context())
+        self._requests.add(request)
+        request.add_done_callback(partial(self._end_serving, connection, exchange))
+
+    def _end_serving(
+        self, connection: Connection, exchange: HttpExchange, request: asyncio.Task[None]
+    ) -> None:
+        self._requests.discard(request)
+        if not request.cancelled() and (error := request.exception()) is not None:
+            _LOG.error("%s %s has failed", exchange.method, exchange.path, exc_info=error)
+        connection.end_serving(exchange)
+
+    def end_request(self, connection: Connection) -> None:
+        """The connection waits for another request."""
         self._idle[connection] = None
 
-    def forget(self, connection: BoundedProtocol) -> None:
-        """See `Connections`."""
+    def forget(self, connection: Connection) -> None:
+        """The connection has ended."""
+        self._connections.discard(connection)
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         self._ended.set()
 
+    def flush_soon(self, connection: Connection) -> None:
+        """Calls `flush` at the end of the event loop's turn."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(connection)
+
+    def _flush(self) -> None:
+        connections, self._unsent = self._unsent, []
+        for connection in connections:
+            connection.flush()
+
     def _resume_accepting(self) -> None:
         if self._accepts:
-            assert self._loop is not None
             self._loop.add_reader(self._socket, self._accept)
 
     def _stop_accepting(self) -> None:
         if self._accepts:
-            assert self._loop is not None
             self._accepts = False
             self._loop.remove_reader(self._socket)
         self._socket.close()
@@ -176,64 +196,44 @@ class HttpServer:
 
     def _pause_accepting(self, error: OSError) -> None:
         _LOG.error("%s: no connection is accepted for %g s: %s", self.url, _ACCEPT_PAUSE_S, error)
-        assert self._loop is not None
         self._loop.remove_reader(self._socket)
         self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
 
     def _has_room(self) -> bool:
         """Whether a new connection fits, after the end of one that waits if need be."""
-        if len(self._state.connections) + len(self._handshakes) < self._bounds.connections_max:
+        if len(self._connections) + len(self._handshakes) < self._bounds.connections_max:
             return True
-        for waiting in (self._new, self._idle):
-            if waiting is self._idle and self._handshakes:
-                handshake = next(iter(self._handshakes))
-                self._handshakes.pop(handshake)
-                handshake.cancel()
-                return True
-            if waiting:
-                oldest = next(iter(waiting))
-                self.forget(oldest)
-                self._state.connections.discard(oldest)
-                oldest.transport.abort()
+        for waiting in (self._new, self._handshakes, self._idle):
+            for oldest in waiting:
+                if isinstance(oldest, Connection):
+                    self.forget(oldest)
+                    oldest.transport.abort()
+                else:
+                    del self._handshakes[oldest]
+                    oldest.cancel()
                 return True
         return False
 
     def _refuse(self, accepted: socket.socket) -> None:
-        with accepted:
-            if self._tls is None:
-                try:
-                    accepted.send(refusal_of(HTTPStatus.SERVICE_UNAVAILABLE))
-                except OSError as error:
-                    _LOG.debug("a refused client has left: %s", error)
+        # A client that has left gets nothing.
+        with accepted, contextlib.suppress(OSError):
+            if not self._tls_options:
+                accepted.send(refusal_of(HTTPStatus.SERVICE_UNAVAILABLE))
 
     def _open(self, accepted: socket.socket) -> None:
-        assert self._loop is not None
-        handshake = self._loop.create_task(self._shake_hands(accepted))
+        opening = self._loop.connect_accepted_socket(
+            lambda: Connection(self._bounds, self), accepted, **self._tls_options
+        )
+        handshake = self._loop.create_task(opening)
         self._handshakes[handshake] = None
+        handshake.add_done_callback(partial(self._end_handshake, accepted))
 
-        def end(handshake: asyncio.Task[None]) -> None:
-            self._handshakes.pop(handshake, None)
-            if handshake.cancelled():
-                # It had not begun.
-                accepted.close()
-
-        handshake.add_done_callback(end)
-
-    async def _shake_hands(self, accepted: socket.socket) -> None:
-        assert self._loop is not None
-        tls: Any = {}
-        if self._tls is not None:
-            tls = {"ssl": self._tls, "ssl_handshake_timeout": self._bounds.head_wait_s}
-            tls["ssl_shutdown_timeout"] = _SHUTDOWN_S
-        try:
-            await self._loop.connect_accepted_socket(self._new_connection, accepted, **tls)
-        except (OSError, asyncio.CancelledError) as error:
-            # TLS's errors and ends of the time are among them.
-            _LOG.debug("a handshake failed: %s", error)
+    def _end_handshake(self, accepted: socket.socket, handshake: asyncio.Task[Any]) -> None:
+        self._handshakes.pop(handshake, None)
+        # TLS's errors and ends of the time are among them.
+        if handshake.cancelled() or handshake.exception() is not None:
+            _LOG.debug("a handshake has failed: %s", handshake)
             accepted.close()
-
-    def _new_connection(self) -> BoundedProtocol:
-        return BoundedProtocol(self._config, self._state, self._bounds, self)
 
 
 def _listening_socket(listen: str, setting: str) -> socket.socket:

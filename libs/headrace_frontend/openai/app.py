@@ -12,7 +12,7 @@ from opentelemetry import context as otel_context
 from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest, Unauthenticated
-from headrace_common.http.server import Receive, Scope, Send
+from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_common.ports import is_loopback
 from headrace_common.rpc.access import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
@@ -20,8 +20,7 @@ from headrace_common.telemetry.metrics.prometheus import content_type
 from headrace_common.version import version
 from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
-from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError, unknown_path
-from headrace_frontend.openai.exchange import HttpExchange
+from headrace_frontend.openai.errors import OPENAI_ERRORS, serve, unknown_path
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import KeepBody
 from headrace_frontend.openai.routes import GenerateRoutes, TokenizeRoutes
@@ -74,7 +73,7 @@ _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
 
 class OpenAiApp:
-    """The ASGI application."""
+    """The application of `http_listen`."""
 
     def __init__(self, parts: ClientParts, metrics: MetricsPage) -> None:
         self._parts = parts
@@ -101,12 +100,11 @@ class OpenAiApp:
             "/metrics": ("GET", metrics.respond),
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
-        errors = _ERRORS.get(scope["path"].rstrip("/"), OPENAI_ERRORS)
-        exchange = HttpExchange(scope, receive, send, errors)
+        errors = _ERRORS.get(exchange.path.rstrip("/"), OPENAI_ERRORS)
         exchange.add_header("x-request-id", exchange.request_id)
-        await exchange.serve(self._serve_in_bounds(exchange))
+        await serve(exchange, self._serve_in_bounds(exchange), errors)
 
     async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
         callers = self._parts.callers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from headrace_common.errors import VIOLATIONS_MAX, HeadraceError, InvalidRequest
+from headrace_common.http.exchange import HttpError, HttpExchange
+from headrace_common.rpc.status import reported_error
 
 _STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -61,18 +63,6 @@ _BODY_CODES: Final[Mapping[str, str]] = {
         for kind in ("string", "int", "float", "bool", "list", "dict")
     },
 }
-
-
-class HttpError(Exception):
-    """A request that is wrong as HTTP. `code` is a word for programs."""
-
-    def __init__(
-        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.headers = dict(headers or {})
 
 
 def unknown_path(path: str, routes: Iterable[str]) -> HttpError:
@@ -148,6 +138,20 @@ class ErrorForm(NamedTuple):
 
 
 OPENAI_ERRORS: Final = ErrorForm(error_bytes, lambda error: b"data: %b\n\n" % error_bytes(error))
+
+
+async def serve(
+    exchange: HttpExchange, serving: Awaitable[None], errors: ErrorForm = OPENAI_ERRORS
+) -> None:
+    """Awaits what serves the request. Its error becomes the response, or the last event of a started stream."""
+    try:
+        await serving
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+        shown = error if isinstance(error, HttpError) else reported_error(error, exchange.path)
+        if exchange.started:
+            await exchange.finish(errors.event(shown))
+        else:
+            await exchange.respond(status_of(shown), errors.whole(shown), headers_of(shown))
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:

@@ -14,6 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Unauthenticated
+from headrace_common.http.exchange import HttpExchange
 from headrace_common.registry.adapters import Adapter
 from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
@@ -21,7 +22,6 @@ from headrace_frontend.config import FrontendConfig
 from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.body import BodyKind, UnknownFields, parse_body
-from headrace_frontend.openai.exchange import HttpExchange
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
 from headrace_frontend.request.model_names import ModelChoice

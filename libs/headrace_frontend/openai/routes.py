@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, TypeAlias
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.openai.answers import AnswerRules, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
@@ -30,8 +31,6 @@ from headrace_frontend.openai.conversion import (
     openai_error,
     tokenize_request,
 )
-from headrace_frontend.openai.errors import HttpError
-from headrace_frontend.openai.exchange import HttpExchange
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,

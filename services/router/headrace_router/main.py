@@ -16,7 +16,7 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.server import AsgiApp, HttpServer
+from headrace_common.http.server import HttpApp, HttpServer
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
@@ -101,7 +101,7 @@ async def serve_router(config: RouterConfig) -> None:
         stack.push_async_callback(server.stop, None)
         bounds = HttpBounds(config.connections_max())
         https: dict[str, HttpServer] = {}
-        apps: dict[str, tuple[AsgiApp | None, TlsFiles]] = {
+        apps: dict[str, tuple[HttpApp | None, TlsFiles]] = {
             "http_listen": (router.openai, config.listen_tls),
             "status_listen": (router.status, config.status_tls),
         }

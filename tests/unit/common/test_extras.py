@@ -69,7 +69,7 @@ def test_a_program_names_the_extra_that_it_lacks(
 @pytest.mark.parametrize(
     ("hidden", "topology", "extra"),
     [
-        ("uvicorn", Topology(engine=SIM), "router"),
+        ("httptools", Topology(engine=SIM), "router"),
         ("etcd3", Topology(engine=SIM, store="etcd://127.0.0.1:2379"), "etcd"),
         ("xxhash", Topology(engine=SIM), "router"),
         ("mooncake", Topology(engine=SIM), "sim"),

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.key_file import key_digest, key_in, load_keys
 from headrace_common.config import ServiceConfig
 from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.metrics.prometheus import content_type
-
-if TYPE_CHECKING:
-    from headrace_common.http.server import Receive, Scope, Send
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 _LOG = logging.getLogger(__name__)
 _STUCK_S: Final = 5.0
@@ -110,14 +105,6 @@ _PATH: Final = "/metrics"
 _PLAIN: Final = "text/plain; charset=utf-8"
 
 
-class _Refused(Exception):
-    """The answer to a request without metrics."""
-
-    def __init__(self, status: HTTPStatus, text: str, **headers: str) -> None:
-        super().__init__(text)
-        self.status, self.text, self.headers = status, text, headers
-
-
 @asynccontextmanager
 async def metrics_served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]:
     """Serves the metrics over the block, if `metrics_listen` is set, and yields the URL, else an empty text.
@@ -157,43 +144,37 @@ async def _served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]
 
 
 class _MetricsApp:
-    """The ASGI application. Each connection has one request."""
+    """The application. Each connection has one request."""
 
     def __init__(self, metrics: Metrics, keys: ReloadedFiles[Mapping[str, str]] | None) -> None:
         """`keys`: None serves every caller."""
         self._metrics = metrics
         self._keys = keys
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
-        status = HTTPStatus.OK
+        exchange.close_after()
+        status = 200
         try:
-            self._check(scope, headers)
-            kind = content_type(headers.get("accept", ""))
+            self._check(exchange)
+            kind = content_type(exchange.headers.get("accept", ""))
             text = await asyncio.to_thread(self._metrics.text, kind)
-            further = {"content-type": kind}
-        except _Refused as refusal:
-            status, text = refusal.status, f"{refusal.text}\n"
-            further = {"content-type": _PLAIN, **refusal.headers}
-        body = text.encode()
-        further |= {"content-length": str(len(body)), "connection": "close"}
-        pairs = [(name.encode(), value.encode("latin-1")) for name, value in further.items()]
-        await send({"type": "http.response.start", "status": status.value, "headers": pairs})
-        await send({"type": "http.response.body", "body": body})
+            headers = {"content-type": kind}
+        except HttpError as error:
+            status, text = error.status, f"{error}\n"
+            headers = {"content-type": _PLAIN, **error.headers}
+        await exchange.respond(status, text.encode(), headers)
 
-    def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        if scope["method"] != "GET":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "use GET", allow="GET")
+    def _check(self, exchange: HttpExchange) -> None:
+        if exchange.method != "GET":
+            raise HttpError(405, "method", "use GET", {"allow": "GET"})
         known = None if self._keys is None else self._keys.current()
-        if known is not None and key_digest(key_in(headers.items())) not in known:
-            raise _Refused(
-                HTTPStatus.UNAUTHORIZED,
+        if known is not None and key_digest(key_in(exchange.headers.items())) not in known:
+            raise HttpError(
+                401,
+                "key",
                 "a key of metrics_keys_file is required; send it as header 'Authorization: Bearer KEY'",
-                **{"www-authenticate": "Bearer"},
+                {"www-authenticate": "Bearer"},
             )
-        if scope["path"] != _PATH:
-            raise _Refused(HTTPStatus.NOT_FOUND, f"this listener serves {_PATH} only")
+        if exchange.path != _PATH:
+            raise HttpError(404, "unknown_path", f"this listener serves {_PATH} only")

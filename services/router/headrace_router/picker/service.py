@@ -15,11 +15,12 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import PICKER_METHOD, Listener
 from headrace_common.errors import HeadraceError, ProtocolViolation
 from headrace_common.http.bounds import BODY_WAIT_S
+from headrace_common.http.exchange import HttpError, too_large
 from headrace_common.rpc.access import InternalAccess
 from headrace_common.rpc.listener import Address, RpcListener, internal_options
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.tasks import end_task, run_forever
-from headrace_frontend.openai.errors import HttpError, error_bytes, headers_of, status_of
+from headrace_frontend.openai.errors import error_bytes, headers_of, status_of
 from headrace_router.config import RouterConfig
 from headrace_router.picker.picker import EndpointPicker, has_prompt
 
@@ -195,11 +196,7 @@ class PickerService:
                     size += len(parts[-1])
                     bytes_max = self._picker.parts.body_bytes_max
                     if size > bytes_max:
-                        raise HttpError(
-                            413,
-                            "body_too_large",
-                            f"the body has more than {bytes_max} bytes; shorten the prompt",
-                        )
+                        raise too_large(bytes_max)
                     if request.request_body.end_of_stream:
                         return b"".join(parts), False
         except TimeoutError:

@@ -1,20 +1,17 @@
-"""The ASGI application of `status_listen`: the page, and for operators its JSON document and changes of adapters."""
+"""The application of `status_listen`: the page, and for operators its JSON document and changes of adapters."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
 from importlib.resources import files
 from typing import Final
 
 from headrace_common.access.authorizer import URI_NAMES, Authorizer
 from headrace_common.access.roles import TOKEN_KEY
 from headrace_common.errors import PermissionDenied, Unauthenticated
-from headrace_common.http.protocol import PEER_NAMES_EXTENSION
-from headrace_common.http.server import Receive, Scope, Send
-from headrace_frontend.openai.errors import HttpError
-from headrace_frontend.openai.exchange import HttpExchange
+from headrace_common.http.exchange import HttpError, HttpExchange
+from headrace_frontend.openai.errors import serve
 from headrace_router.adapters import (
     BODY_BYTES_MAX,
     LOAD_PATH,
@@ -55,13 +52,11 @@ class StatusApp:
             "referrer-policy": "no-referrer",
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
-        exchange = HttpExchange(scope, receive, send)
-        names = scope.get("extensions", {}).get(PEER_NAMES_EXTENSION, ())
-        await exchange.serve(self._serve(exchange, names))
+        await serve(exchange, self._serve(exchange))
 
-    async def _serve(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
+    async def _serve(self, exchange: HttpExchange) -> None:
         path = exchange.path
         method = _METHODS.get(path)
         if method is None:
@@ -71,7 +66,7 @@ class StatusApp:
         if path == PAGE_PATH:
             await exchange.respond(200, self._page, self._page_headers)
             return
-        self._require_operator(exchange, names)
+        self._require_operator(exchange)
         if path == DOCUMENT_PATH:
             await exchange.respond(200, await self._reader.read(), _DOCUMENT_HEADERS)
             return
@@ -79,14 +74,14 @@ class StatusApp:
             request = bytes(body)
         await exchange.respond(200, await answer_http(self._adapters, path, request), _TEXT_HEADERS)
 
-    def _require_operator(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
+    def _require_operator(self, exchange: HttpExchange) -> None:
         """Raises Unauthenticated or PermissionDenied."""
         path = exchange.path
         right = _RIGHTS[path]
         try:
             caller = self._authorizer.caller_of_metadata(right, exchange.headers.items())
             if caller is None:
-                self._authorizer.caller_of_certificate(right, {URI_NAMES: names})
+                self._authorizer.caller_of_certificate(right, {URI_NAMES: exchange.peer_names})
         except Unauthenticated as error:
             raise Unauthenticated(
                 f"{path} needs the role operator: send its token as header {TOKEN_KEY}, or its client "

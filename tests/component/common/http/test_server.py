@@ -13,16 +13,17 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.http.bounds import HttpBounds
-from headrace_common.http.protocol import BoundedProtocol
+from headrace_common.http.connection import Connection
+from headrace_common.http.exchange import HttpExchange
 from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
-from headrace_frontend.openai.exchange import HttpExchange
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority
 
@@ -74,11 +75,10 @@ class SlowApp:
         self.entered = asyncio.Event()
         self.release = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         self.entered.set()
         await self.release.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"done"})
+        await exchange.respond(200, b"done")
 
 
 @pytest.mark.parametrize("required", ["true", "false"])
@@ -135,8 +135,7 @@ class ChunkApp:
         self.sent_at_once = 0
         self.refused = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        exchange = HttpExchange(scope, receive, send)
+    async def __call__(self, exchange: HttpExchange) -> None:
         assert not exchange.write_now(b"too early")
         await exchange.start(200, {})
         number = 0
@@ -170,13 +169,12 @@ async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
 class BothWays:
     """Sends the same response at once, or for the path /waiting message by message."""
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        exchange = HttpExchange(scope, receive, send)
+    async def __call__(self, exchange: HttpExchange) -> None:
         exchange.add_header("x-more", "1")
-        if scope["method"] == "POST":
+        if exchange.method == "POST":
             async with exchange.json_body(100) as body:
                 assert body == b"{}"
-        if scope["path"] == "/waiting":
+        if exchange.path == "/waiting":
             await exchange.start(200, {"x-name": "value"})
             await exchange.write(b"first")
             await exchange.write(b"second")
@@ -224,6 +222,63 @@ async def test_a_response_sent_at_once_is_that_of_waiting_for_each_message(head:
         )
 
 
+async def test_what_is_written_in_a_turn_is_sent_at_once() -> None:
+    async with serving(BothWays()) as server:
+        add, sending = server.add, list[mock.Mock]()
+
+        def recorded(connection: Connection) -> None:
+            sending.append(mock.Mock(wraps=connection.transport))
+            connection.transport = sending[-1]
+            add(connection)
+
+        server.add = recorded  # type: ignore[method-assign]
+        await _exchanged(server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sending[0].write.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [(b"GET / HTTP/1.0", b"firstsecondlast"), (b"HEAD / HTTP/1.1\r\nconnection: close", b"")],
+)
+async def test_http_1_0_gets_no_chunks_and_head_no_body(line: bytes, body: bytes) -> None:
+    async with serving(BothWays()) as server:
+        reader, writer = await connected(server, line + b"\r\n\r\n")
+        head, _, received = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert received == body
+        writer.close()
+
+
+async def test_a_client_is_asked_for_the_body_if_it_expects_that() -> None:
+    head = b"POST / HTTP/1.1\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
+    async with serving(BothWays()) as server, asyncio.timeout(10):
+        reader, writer = await connected(server, head + b"content-length: 2\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        assert (await reader.readuntil(b"\r\n0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def _fail(exchange: HttpExchange) -> None:
+    if exchange.path == "/header":
+        await exchange.respond(200, b"{}", {"x-name": "a\r\nx-other: b"})
+    if exchange.path == "/started":
+        await exchange.start(200, {})
+
+
+@pytest.mark.parametrize("path", ["/header", "/nothing", "/started"])
+async def test_a_response_that_cannot_be_sent_whole_ends_its_connection(path: str) -> None:
+    async with serving(_fail) as server:
+        reader, writer = await connected(server, b"GET %b HTTP/1.1\r\n\r\n" % path.encode())
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            received = await asyncio.wait_for(reader.read(), 10)
+        assert received.startswith(b"HTTP/1.1 500 ") == (path != "/started")
+        assert b"x-other" not in received
+        assert not received.endswith(b"0\r\n\r\n")
+        writer.close()
+
+
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
 
 
@@ -256,8 +311,7 @@ class WaitingApp:
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        exchange = HttpExchange(scope, receive, send)
+    async def __call__(self, exchange: HttpExchange) -> None:
         assert exchange.start_now({}, b"first")
         self.entered.set()
         with pytest.raises(Cancelled):
@@ -284,15 +338,21 @@ async def test_a_connection_without_a_whole_request_is_closed() -> None:
             reader, writer = await connected(server, b"POST /v1/completions HTTP/1.1\r\nhost:")
             assert (await reader.read(1_024)).startswith(b"HTTP/1.1 408 ")
             writer.close()
+    async with serving(BothWays(), HttpBounds(64, head_wait_s=0.1)) as server:
+        # The end of a response does not end the wait for the next head.
+        reader, writer = await connected(server, b"GET / HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\nhost:")
+        async with asyncio.timeout(10):
+            assert b"HTTP/1.1 408 " in await reader.read()
+        writer.close()
 
 
 @pytest.mark.parametrize("head", [b"", GET[:-2], GET, GET.replace(b"close", b"keep-alive") * 2])
 async def test_an_ended_connection_is_freed_without_a_garbage_collection(head: bytes) -> None:
     async with serving(BothWays()) as server:
-        made: list[weakref.ref[BoundedProtocol]] = []
+        made: list[weakref.ref[Connection]] = []
         add = server.add
 
-        def recorded(connection: BoundedProtocol) -> None:
+        def recorded(connection: Connection) -> None:
             made.append(weakref.ref(connection))
             add(connection)
 

@@ -107,8 +107,7 @@ async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
 
 async def test_clients_of_openai_and_anthropic_send_images(rig: Rig) -> None:
     decode = await rig.add_decode(reply("ok"))
-    http: Any = rig.http()
-    async with http:
+    async with rig.http() as http:
         client = openai.AsyncOpenAI(base_url="http://router/v1", api_key="none", http_client=http)
         parts: list[Any] = [
             *({"type": "image_url", "image_url": {"url": url, "detail": "auto"}} for url in URLS),
@@ -141,11 +140,10 @@ async def test_clients_of_openai_and_anthropic_send_images(rig: Rig) -> None:
             ),
             {"type": "text", "text": "?"},
         ]
-        app: Any = rig.router.openai
         messages = anthropic.AsyncAnthropic(
             base_url="http://router",
             api_key="none",
-            http_client=httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app)),
+            http_client=rig.http(httpx2),
         ).messages
         user: Any = {"role": "user", "content": blocks}
         message = await messages.create(model="sim", max_tokens=9, messages=[user])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_common.http.protocol import _subject_names
+from headrace_common.http.connection import _subject_names
 
 ROLE = "spiffe://tests/headrace/operator"
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace_common import reloading
 from headrace_common.callers.bounds import CallerBounds
-from headrace_frontend.openai import exchange
+from headrace_common.http import exchange
 from headrace_frontend.openai.app import MetricsPage
 from headrace_frontend.tenants import load_tenants
 from tests.kit.openai_app import LocalApp, Request
@@ -65,14 +65,7 @@ async def test_a_body_that_does_not_arrive_ends_its_request(
 @pytest.mark.parametrize(("part_bytes", "status"), [(2**20, 413), (1_000, 408)])
 async def test_a_large_body_has_more_time(part_bytes: int, status: int) -> None:
     """A part comes each 3 s, so 30 s are over before the body is too large."""
-    request = Request(b"x" * part_bytes, endless=True)
-    received_at_once = request.receive
-
-    async def receive() -> Any:
-        await asyncio.sleep(3)
-        return await received_at_once()
-
-    request.receive = receive  # type: ignore[method-assign]
+    request = Request(b"x" * part_bytes, endless=True, every_s=3)
     started_s = asyncio.get_running_loop().time()
     assert await _app().status(request) == status
     assert asyncio.get_running_loop().time() - started_s >= 30

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2, latency_pb2, sampling_pb2
 from headrace_common import errors
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
+from headrace_common.http.exchange import HttpError
 from headrace_frontend.openai.answers import AnswerRules
 from headrace_frontend.openai.completion_format import CompletionFormat
-from headrace_frontend.openai.errors import HttpError, error_object, headers_of, status_of
+from headrace_frontend.openai.errors import error_object, headers_of, status_of
 from headrace_frontend.openai.requests import Includes
 from headrace_frontend.openai.responses import (
     DONE_EVENT,

@@ -1,0 +1,301 @@
+"""One HTTP request: reading its body within bounds, and writing its response."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from headrace_common.errors import Cancelled
+from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S, READ_BODIES
+
+if TYPE_CHECKING:
+    from headrace_common.http.connection import Connection
+
+Result = TypeVar("Result")
+
+# A whole body below it is not counted: calls in flight bound them.
+_COUNTED_BYTES: Final = 65_536
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NO_HEADER_CHARACTER: Final = re.compile(r"[^ -~\x80-\xff]")
+_STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in HTTPStatus}
+
+
+class HttpError(Exception):
+    """A request that is wrong as HTTP. `code` is a word for programs."""
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+class HttpExchange:
+    """One request and its response."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        *,
+        chunks: bool,
+        keeps_alive: bool,
+    ) -> None:
+        """`path` is decoded, without the query. `headers` have lower-case names. `chunks`: the client accepts them."""
+        self.method, self.path, self.headers = method, path, headers
+        # The client's X-Request-Id, or a new one.
+        request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
+        self.request_id = request_id or secrets.token_hex(12)
+        # The client's host. The caller shares the memory for bodies with its other requests: a tenant, or that host
+        # until `set_caller`.
+        self.host = self.caller = connection.caller
+        # The URIs in the client's certificate.
+        self.peer_names = connection.peer_names
+        # Whether the response's status is sent.
+        self.started = False
+        self._connection = connection
+        self._keeps_alive = keeps_alive
+        self._chunked = chunks and method != "HEAD"
+        self._response_headers: dict[str, str] = {}
+        self._ended = self._disconnected = False
+        self._worker: asyncio.Task[Any] | None = None
+        # What has arrived of the body. A list of its parts could take many times its bytes.
+        self._body = bytearray()
+        self._body_complete = self._body_read = self._body_refused = False
+        self._body_clock: asyncio.Timeout | None = None
+        self._arrived = asyncio.Event()
+
+    def set_caller(self, caller: str) -> None:
+        """States to which caller the request belongs, before its body is read."""
+        self.caller = caller
+
+    def add_header(self, name: str, value: str) -> None:
+        """Sends a header with whatever becomes the response."""
+        self._response_headers[name] = value
+
+    def close_after(self) -> None:
+        """Ends the connection after the response."""
+        self._keeps_alive = False
+
+    def add_body(self, data: bytes) -> None:
+        """A part of the body has arrived. Nothing wants the rest once there is a response."""
+        if not self._ended:
+            self._body += data
+            self._arrived.set()
+
+    def end_body(self) -> None:
+        """The body is complete."""
+        self._body_complete = True
+        self._arrived.set()
+
+    def disconnect(self) -> None:
+        """The client has closed the connection."""
+        self._disconnected = True
+        self._arrived.set()
+        if self._worker is not None and not self._ended:
+            self._worker.cancel()
+
+    def count_body(self) -> int:
+        """Counts what a handler reads of the body for its caller. The number of bytes that none reads yet."""
+        if not self._body_read:
+            return len(self._body)
+        if len(self._body) >= _COUNTED_BYTES or not self._body_complete:
+            READ_BODIES.hold(self, len(self._body))
+        return 0
+
+    def end_input(self) -> None:
+        """Refuses the request while its body is read, so that others have its memory."""
+        self._body_refused = True
+        if self._body_clock is not None:
+            self._body_clock.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.asynccontextmanager
+    async def json_body(self, bytes_max: int) -> AsyncIterator[bytes]:
+        """The body of a JSON request, which the block parses.
+
+        Raises HttpError before it receives more than `bytes_max` bytes, and when the memory for bodies is in use.
+        """
+        _check_json(self.headers, bytes_max)
+        self._body_read = True
+        self._connection.count_input()
+        try:
+            if len(self._body) < _COUNTED_BYTES and self._has_body(bytes_max):
+                yield bytes(self._body)
+            else:
+                async with asyncio.timeout(BODY_WAIT_S) as self._body_clock:
+                    yield await self._read(bytes_max, self._body_clock)
+        except TimeoutError:
+            raise _memory_in_use() if self._body_refused else _late_body() from None
+        finally:
+            self._body_clock = None
+            self._body_read = False
+            self._body.clear()
+            READ_BODIES.release(self)
+
+    async def _read(self, bytes_max: int, clock: asyncio.Timeout) -> bytes:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + BODY_WAIT_S
+        if not self._body_complete and self.headers.get("expect", "").lower() == "100-continue":
+            self._connection.write(_CONTINUE)
+        while not self._has_body(bytes_max):
+            if self._body:
+                size_s = len(self._body) / BODY_BYTES_PER_S
+                clock.reschedule(min(end_s + size_s, loop.time() + BODY_PAUSE_S))
+            self._arrived.clear()
+            await self._arrived.wait()
+        clock.reschedule(None)
+        data, self._body = bytes(self._body), bytearray()
+        return data
+
+    def _has_body(self, bytes_max: int) -> bool:
+        """Whether the body is complete. Raises HttpError when it exceeds its bounds."""
+        self._check_connected()
+        if len(self._body) > bytes_max:
+            raise too_large(bytes_max)
+        if self._body_refused:
+            raise _memory_in_use()
+        return self._body_complete
+
+    async def run_while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which is cancelled when the client closes the connection. Raises Cancelled then."""
+        self._worker = task = asyncio.current_task()
+        try:
+            self._check_connected()
+            return await work
+        except asyncio.CancelledError:
+            if task is not None and self._disconnected:
+                task.uncancel()
+            self._check_connected()
+            raise
+        finally:
+            self._worker = None
+            work.close()
+
+    def _check_connected(self) -> None:
+        if self._disconnected:
+            raise Cancelled("the client closed the connection")
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the status and the headers."""
+        # It is before what others may send at once.
+        self._connection.write(self._head(status, headers, chunked=self._chunked))
+        await self._connection.until_writable()
+
+    async def write(self, data: bytes) -> None:
+        """Sends a part of the body. Waits while the client does not read."""
+        await self._connection.until_writable()
+        self._connection.write(self._framed(data))
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Sends the last part of the body, and ends it."""
+        await self._end(self._framed(data) + (b"0\r\n\r\n" if self._chunked else b""))
+
+    @property
+    def writable(self) -> bool:
+        """Whether the response has no end yet, and nothing waits for the client to read."""
+        return not (self._ended or self._connection.write_paused)
+
+    def start_now(self, headers: Mapping[str, str], data: bytes) -> bool:
+        """Sends status 200, these headers and the first part of the body, without an event loop's turn.
+
+        False, and nothing is sent, when the response is not `writable` or has started.
+        """
+        if self.started or not self.writable:
+            return False
+        head = self._head(200, headers, chunked=self._chunked)
+        self._connection.write(head + self._framed(data))
+        return True
+
+    def write_now(self, data: bytes) -> bool:
+        """As `write`, without an event loop's turn. False, and nothing is sent, when the response is not `writable`."""
+        if not self.started or self._ended or self._connection.write_paused:
+            return False
+        self._connection.write(self._framed(data))
+        return True
+
+    def _head(self, status: int, headers: Mapping[str, str], *, chunked: bool) -> bytes:
+        sent = {"date": self._connection.server.date(), **headers, **self._response_headers}
+        if chunked:
+            sent["transfer-encoding"] = "chunked"
+        if not self._keeps_alive:
+            sent["connection"] = "close"
+        if _NO_HEADER_CHARACTER.search("".join(sent.values())):
+            raise ValueError("a header of the response has a control character")
+        self.started = True
+        lines = [_STATUS_LINES.get(status, f"HTTP/1.1 {status} ")]
+        lines += [f"{name}: {value}" for name, value in sent.items()]
+        return "\r\n".join((*lines, "", "")).encode("latin-1")
+
+    def _framed(self, data: bytes) -> bytes:
+        if self._chunked and data:
+            return b"%x\r\n%b\r\n" % (len(data), data)
+        return b"" if self.method == "HEAD" else data
+
+    async def respond(
+        self, status: int, data: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Sends a whole JSON response."""
+        named = {"content-type": "application/json", "content-length": str(len(data))}
+        head = self._head(status, {**named, **(headers or {})}, chunked=False)
+        await self._end(head if self.method == "HEAD" else head + data)
+
+    async def respond_object(self, value: Any) -> None:
+        """Sends a value as JSON, with status 200."""
+        await self.respond(200, json.dumps(value).encode())
+
+    async def _end(self, data: bytes) -> None:
+        """Sends the end of the response."""
+        if self._ended:
+            raise RuntimeError("the response has ended")
+        self._ended = True
+        await self._connection.until_writable()
+        self._body.clear()
+        self._connection.end_response(data, keeps_alive=self._keeps_alive)
+
+
+def _check_json(headers: Mapping[str, str], bytes_max: int) -> None:
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page of another site can make a browser send other types, but not this one.
+    if media_type != "application/json":
+        raise HttpError(
+            415, "media_type", "send the body as JSON, with content-type: application/json"
+        )
+    if headers.get("content-encoding", "identity") != "identity":
+        raise HttpError(415, "content_encoding", "send the body without content-encoding")
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > bytes_max:
+        raise too_large(bytes_max)
+
+
+def _late_body() -> HttpError:
+    return HttpError(
+        408,
+        "body_timeout",
+        f"the body did not arrive within {BODY_WAIT_S:g} s, or paused for {BODY_PAUSE_S:g} s; send it at once",
+    )
+
+
+def _memory_in_use() -> HttpError:
+    return HttpError(
+        503,
+        "bodies_in_memory",
+        "other requests use the memory for bodies; send the request again",
+        {"retry-after": "1"},
+    )
+
+
+def too_large(bytes_max: int) -> HttpError:
+    """The error of a body with more than `bytes_max` bytes."""
+    return HttpError(
+        413, "body_too_large", f"the body has more than {bytes_max} bytes; shorten the prompt"
+    )
