@@ -187,7 +187,7 @@ class Reply:
 
 
 class Request:
-    """A request whose body arrives once a handler reads it; endless, again and again. Headers may have underscores.
+    """A request. Its body arrives once a handler reads it; endless, again and again. Headers may have underscores.
 
     It is the connection of its exchange too.
     """
