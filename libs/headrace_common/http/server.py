@@ -114,24 +114,24 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
     def date(self) -> str:
-        """The time now, as a header has it."""
+        """See `Listener`."""
         now_s = int(self._loop.time())
         if now_s != self._date_s:
             self._date_s, self._date = now_s, formatdate(usegmt=True)
         return self._date
 
     def add(self, connection: Connection) -> None:
-        """The connection waits for its first request."""
+        """See `Listener`."""
         self._connections.add(connection)
         self._new[connection] = None
 
     def start_request(self, connection: Connection) -> None:
-        """The headers of a request have arrived."""
+        """See `Listener`."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
 
     def serve(self, connection: Connection, exchange: HttpExchange) -> None:
-        """Runs the application for a request, and reports its end to the connection."""
+        """See `Listener`."""
         # Without what an earlier request has put into its context.
         request = self._loop.create_task(self._app(exchange), context=Context())
         self._requests.add(request)
@@ -146,18 +146,18 @@ class HttpServer:
         connection.end_serving(exchange)
 
     def end_request(self, connection: Connection) -> None:
-        """The connection waits for another request."""
+        """See `Listener`."""
         self._idle[connection] = None
 
     def forget(self, connection: Connection) -> None:
-        """The connection has ended."""
+        """See `Listener`."""
         self._connections.discard(connection)
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         self._ended.set()
 
     def flush_soon(self, connection: Connection) -> None:
-        """Calls `flush` at the end of the event loop's turn."""
+        """See `Listener`."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(connection)
