@@ -211,9 +211,6 @@ class Request:
         named |= {name.replace("_", "-"): value for name, value in headers.items()}
         self.exchange = HttpExchange(self, method, path, named, chunks=False, keeps_alive=True)
 
-    def date(self) -> str:
-        return "now"
-
     def count_input(self) -> None:
         if self._body and self.received < self.PARTS_MAX:
             asyncio.get_running_loop().call_later(self._every_s, self._receive)

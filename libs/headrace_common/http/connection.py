@@ -174,10 +174,6 @@ class RequestParser:
 class Listener(Protocol):
     """The server, as its connections use it."""
 
-    def date(self) -> str:
-        """The time now, as a header has it."""
-        ...
-
     def add(self, connection: Connection) -> None:
         """The connection waits for its first request."""
 
@@ -227,10 +223,10 @@ class Connection(asyncio.Protocol):
         self.peer_names = _subject_names(transport.get_extra_info("peercert"))
         self.caller = host_of((transport.get_extra_info("peername") or ("unknown",))[0])
         self._server.add(self)
-        self._start_timer(self._bounds.head_wait_s)
+        self._restart_timer(self._bounds.head_wait_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._restart_timer(None)
         UNREAD_INPUT.release(self)
         self._server.forget(self)
         exchanges = tuple(self._exchanges)
@@ -250,12 +246,8 @@ class Connection(asyncio.Protocol):
             self._refuse(refused.status)
             return
         if self._parser.in_head and self._timer is None:
-            self._start_timer(self._bounds.head_wait_s)
+            self._restart_timer(self._bounds.head_wait_s)
         self.count_input()
-
-    def date(self) -> str:
-        """See `Client`."""
-        return self._server.date()
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -301,14 +293,14 @@ class Connection(asyncio.Protocol):
     def begin_head(self) -> None:
         """The first byte of a request has arrived."""
         if not self._new:
-            self._stop_timer()
+            self._restart_timer(None)
 
     def start_request(self, exchange: HttpExchange) -> None:
         """The headers of a request have arrived. May raise Refused."""
         if len(self._exchanges) > PIPELINED_MAX:
             raise Refused(HTTPStatus.TOO_MANY_REQUESTS)
         self._new = False
-        self._stop_timer()
+        self._restart_timer(None)
         self._server.start_request(self)
         self._exchanges.append(exchange)
         if len(self._exchanges) == 1:
@@ -317,7 +309,7 @@ class Connection(asyncio.Protocol):
     def end_body(self) -> None:
         """The newest request is complete."""
         if not self._exchanges:
-            self._start_timer(self._bounds.idle_s)
+            self._restart_timer(self._bounds.idle_s)
 
     def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
         """See `Client`."""
@@ -334,9 +326,9 @@ class Connection(asyncio.Protocol):
             return
         self._server.end_request(self)
         if self._parser.in_body:
-            self._start_timer(self._bounds.body_pause_s)
+            self._restart_timer(self._bounds.body_pause_s)
         elif not self._parser.in_head:
-            self._start_timer(self._bounds.idle_s)
+            self._restart_timer(self._bounds.idle_s)
 
     def end_serving(self, exchange: HttpExchange) -> None:
         """The application has ended, for this request."""
@@ -373,14 +365,11 @@ class Connection(asyncio.Protocol):
             self.write(refusal_of(status))
             self.close()
 
-    def _start_timer(self, wait_s: float) -> None:
-        self._stop_timer()
-        self._timer = self._loop.call_later(wait_s, self._end_wait)
-
-    def _stop_timer(self) -> None:
+    def _restart_timer(self, wait_s: float | None) -> None:
+        """Calls `_end_wait` after this time. None: never."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = None if wait_s is None else self._loop.call_later(wait_s, self._end_wait)
 
     def _end_wait(self) -> None:
         self._timer = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, Final, Protocol, TypeVar
 
@@ -41,10 +44,6 @@ class Client(Protocol):
     caller: str
     peer_names: tuple[bytes, ...]
     write_paused: bool
-
-    def date(self) -> str:
-        """The time now, as a header has it."""
-        ...
 
     def write(self, data: bytes) -> None:
         """Sends data, together with what else is written in this turn of the event loop."""
@@ -245,7 +244,7 @@ class HttpExchange:
         return True
 
     def _head(self, status: int, headers: Mapping[str, str], *, chunked: bool) -> bytes:
-        sent = {"date": self._connection.date(), **headers, **self._response_headers}
+        sent = {"date": _date(int(time.time())), **headers, **self._response_headers}
         if chunked:
             sent["transfer-encoding"] = "chunked"
         if not self._keeps_alive:
@@ -282,6 +281,11 @@ class HttpExchange:
         await self._connection.until_writable()
         self._body.clear()
         self._connection.end_response(data, keeps_alive=self._keeps_alive)
+
+
+@functools.lru_cache(maxsize=1)
+def _date(unix_s: int) -> str:
+    return formatdate(unix_s, usegmt=True)
 
 
 def _check_json(headers: Mapping[str, str], bytes_max: int) -> None:

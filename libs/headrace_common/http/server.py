@@ -8,7 +8,6 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context
-from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
@@ -60,8 +59,6 @@ class HttpServer:
         self._app = app
         self._loop = asyncio.get_running_loop()
         self._accepts = False
-        self._date = ""
-        self._date_s = 0
         self._ended = asyncio.Event()
         self._requests: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
@@ -112,13 +109,6 @@ class HttpServer:
         tasks = {*self._handshakes, *self._requests}
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
-
-    def date(self) -> str:
-        """See `Listener`."""
-        now_s = int(self._loop.time())
-        if now_s != self._date_s:
-            self._date_s, self._date = now_s, formatdate(usegmt=True)
-        return self._date
 
     def add(self, connection: Connection) -> None:
         """See `Listener`."""
@@ -186,18 +176,16 @@ class HttpServer:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                self._pause_accepting(error)
+                pause = f"no connection is accepted for {_ACCEPT_PAUSE_S:g} s"
+                _LOG.error("%s: %s: %s", self.url, pause, error)
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
                 return
             accepted.setblocking(False)
             if self._has_room():
                 self._open(accepted)
             else:
                 self._refuse(accepted)
-
-    def _pause_accepting(self, error: OSError) -> None:
-        _LOG.error("%s: no connection is accepted for %g s: %s", self.url, _ACCEPT_PAUSE_S, error)
-        self._loop.remove_reader(self._socket)
-        self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
 
     def _has_room(self) -> bool:
         """Whether a new connection fits, after the end of one that waits if need be."""
