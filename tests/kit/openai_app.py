@@ -180,13 +180,13 @@ class Reply:
 
 
 class Request:
-    """A request whose body arrives once a handler reads it; endless, again and again. Headers may have underscores.
+    """A request. Its body arrives once a handler reads it; endless, again and again. Headers may have underscores.
 
     It is the connection of its exchange too.
     """
 
     PARTS_MAX = 32
-    caller, peer_names, write_paused = "unknown", (), False
+    caller, peer_names, write_paused = "unknown", tuple[bytes, ...](), False
 
     def __init__(
         self,
@@ -202,11 +202,7 @@ class Request:
         self.received, self.sent = 0, b""
         named = {"content-type": "application/json"}
         named |= {name.replace("_", "-"): value for name, value in headers.items()}
-        self.server: Any = SimpleNamespace(date=lambda: "now")
-        connection: Any = self
-        self.exchange = HttpExchange(
-            connection, method, path, named, chunks=False, keeps_alive=True
-        )
+        self.exchange = HttpExchange(self, method, path, named, chunks=False, keeps_alive=True)
 
     def count_input(self) -> None:
         if self._body and self.received < self.PARTS_MAX:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import unquote
 
 import httptools
@@ -19,9 +19,6 @@ from headrace_common.http.bounds import (
     HttpBounds,
 )
 from headrace_common.http.exchange import HttpExchange
-
-if TYPE_CHECKING:
-    from headrace_common.http.server import HttpServer
 
 # A chunk of one byte takes six. Other bytes around a body, such as trailers, are few.
 _FRAMING_PER_BODY_BYTE: Final = 8
@@ -174,6 +171,28 @@ class RequestParser:
             self._connection.end_body()
 
 
+class Listener(Protocol):
+    """The server, as its connections use it."""
+
+    def add(self, connection: Connection) -> None:
+        """The connection waits for its first request."""
+
+    def start_request(self, connection: Connection) -> None:
+        """The headers of a request have arrived."""
+
+    def serve(self, connection: Connection, exchange: HttpExchange) -> None:
+        """Runs the application for a request, and reports its end to the connection."""
+
+    def end_request(self, connection: Connection) -> None:
+        """The connection waits for another request."""
+
+    def forget(self, connection: Connection) -> None:
+        """The connection has ended."""
+
+    def flush_soon(self, connection: Connection) -> None:
+        """Calls `flush` at the end of the event loop's turn."""
+
+
 class Connection(asyncio.Protocol):
     """Serves its requests one after the other, and counts what they keep in memory.
 
@@ -182,10 +201,10 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, bounds: HttpBounds, server: HttpServer) -> None:
+    def __init__(self, bounds: HttpBounds, server: Listener) -> None:
         # The client's host, and the URIs in its certificate.
         self.caller, self.peer_names = "", tuple[bytes, ...]()
-        self.server = server
+        self._server = server
         # Whether the client must read before more is written.
         self.write_paused = False
         self._bounds = bounds
@@ -203,13 +222,13 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         self.peer_names = _subject_names(transport.get_extra_info("peercert"))
         self.caller = host_of((transport.get_extra_info("peername") or ("unknown",))[0])
-        self.server.add(self)
-        self._start_timer(self._bounds.head_wait_s)
+        self._server.add(self)
+        self._restart_timer(self._bounds.head_wait_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._restart_timer(None)
         UNREAD_INPUT.release(self)
-        self.server.forget(self)
+        self._server.forget(self)
         exchanges = tuple(self._exchanges)
         # Each refers to this object, which is freed now, and not by a later garbage collection.
         self._exchanges.clear()
@@ -227,7 +246,7 @@ class Connection(asyncio.Protocol):
             self._refuse(refused.status)
             return
         if self._parser.in_head and self._timer is None:
-            self._start_timer(self._bounds.head_wait_s)
+            self._restart_timer(self._bounds.head_wait_s)
         self.count_input()
 
     def pause_writing(self) -> None:
@@ -239,17 +258,17 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     async def until_writable(self) -> None:
-        """Waits while the client must read."""
+        """See `Client`."""
         while self.write_paused:
             await self._writable.wait()
 
     def write(self, data: bytes) -> None:
-        """Sends data, together with what else is written in this turn of the event loop."""
+        """See `Client`."""
         if self._unsent:
             self._unsent += data
         else:
             self._unsent = data
-            self.server.flush_soon(self)
+            self._server.flush_soon(self)
         if len(self._unsent) >= _UNSENT_MAX:
             self.flush()
 
@@ -274,26 +293,26 @@ class Connection(asyncio.Protocol):
     def begin_head(self) -> None:
         """The first byte of a request has arrived."""
         if not self._new:
-            self._stop_timer()
+            self._restart_timer(None)
 
     def start_request(self, exchange: HttpExchange) -> None:
         """The headers of a request have arrived. May raise Refused."""
         if len(self._exchanges) > PIPELINED_MAX:
             raise Refused(HTTPStatus.TOO_MANY_REQUESTS)
         self._new = False
-        self._stop_timer()
-        self.server.start_request(self)
+        self._restart_timer(None)
+        self._server.start_request(self)
         self._exchanges.append(exchange)
         if len(self._exchanges) == 1:
-            self.server.serve(self, exchange)
+            self._server.serve(self, exchange)
 
     def end_body(self) -> None:
         """The newest request is complete."""
         if not self._exchanges:
-            self._start_timer(self._bounds.idle_s)
+            self._restart_timer(self._bounds.idle_s)
 
     def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
-        """Sends the end of the response to the oldest request. The next one is served."""
+        """See `Client`."""
         self.write(data)
         if self.transport.is_closing():
             return
@@ -303,13 +322,13 @@ class Connection(asyncio.Protocol):
             return
         self.count_input()
         if self._exchanges:
-            self.server.serve(self, self._exchanges[0])
+            self._server.serve(self, self._exchanges[0])
             return
-        self.server.end_request(self)
+        self._server.end_request(self)
         if self._parser.in_body:
-            self._start_timer(self._bounds.body_pause_s)
+            self._restart_timer(self._bounds.body_pause_s)
         elif not self._parser.in_head:
-            self._start_timer(self._bounds.idle_s)
+            self._restart_timer(self._bounds.idle_s)
 
     def end_serving(self, exchange: HttpExchange) -> None:
         """The application has ended, for this request."""
@@ -317,7 +336,7 @@ class Connection(asyncio.Protocol):
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def count_input(self) -> None:
-        """Counts what the client's requests keep in memory. Reads on, or not, by what no handler reads."""
+        """See `Client`."""
         if self.transport.is_closing():
             return
         held = sum([exchange.count_body() for exchange in self._exchanges])
@@ -346,14 +365,11 @@ class Connection(asyncio.Protocol):
             self.write(refusal_of(status))
             self.close()
 
-    def _start_timer(self, wait_s: float) -> None:
-        self._stop_timer()
-        self._timer = self._loop.call_later(wait_s, self._end_wait)
-
-    def _stop_timer(self) -> None:
+    def _restart_timer(self, wait_s: float | None) -> None:
+        """Calls `_end_wait` after this time. None: never."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = None if wait_s is None else self._loop.call_later(wait_s, self._end_wait)
 
     def _end_wait(self) -> None:
         self._timer = None

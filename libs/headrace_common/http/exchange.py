@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from email.utils import formatdate
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from headrace_common.errors import Cancelled
 from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S, READ_BODIES
-
-if TYPE_CHECKING:
-    from headrace_common.http.connection import Connection
 
 Result = TypeVar("Result")
 
@@ -38,12 +38,32 @@ class HttpError(Exception):
         self.headers = dict(headers or {})
 
 
+class Client(Protocol):
+    """The connection to a client, as an exchange uses it."""
+
+    caller: str
+    peer_names: tuple[bytes, ...]
+    write_paused: bool
+
+    def write(self, data: bytes) -> None:
+        """Sends data, together with what else is written in this turn of the event loop."""
+
+    async def until_writable(self) -> None:
+        """Waits while the client must read."""
+
+    def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
+        """Sends the end of the response to the oldest request. The next one is served."""
+
+    def count_input(self) -> None:
+        """Counts what the client's requests keep in memory. Reads on, or not, by what no handler reads."""
+
+
 class HttpExchange:
     """One request and its response."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Client,
         method: str,
         path: str,
         headers: dict[str, str],
@@ -224,7 +244,7 @@ class HttpExchange:
         return True
 
     def _head(self, status: int, headers: Mapping[str, str], *, chunked: bool) -> bytes:
-        sent = {"date": self._connection.server.date(), **headers, **self._response_headers}
+        sent = {"date": _date(int(time.time())), **headers, **self._response_headers}
         if chunked:
             sent["transfer-encoding"] = "chunked"
         if not self._keeps_alive:
@@ -261,6 +281,11 @@ class HttpExchange:
         await self._connection.until_writable()
         self._body.clear()
         self._connection.end_response(data, keeps_alive=self._keeps_alive)
+
+
+@functools.lru_cache(maxsize=1)
+def _date(unix_s: int) -> str:
+    return formatdate(unix_s, usegmt=True)
 
 
 def _check_json(headers: Mapping[str, str], bytes_max: int) -> None:

@@ -8,7 +8,6 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context
-from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
@@ -60,8 +59,6 @@ class HttpServer:
         self._app = app
         self._loop = asyncio.get_running_loop()
         self._accepts = False
-        self._date = ""
-        self._date_s = 0
         self._ended = asyncio.Event()
         self._requests: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
@@ -113,25 +110,18 @@ class HttpServer:
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
-    def date(self) -> str:
-        """The time now, as a header has it."""
-        now_s = int(self._loop.time())
-        if now_s != self._date_s:
-            self._date_s, self._date = now_s, formatdate(usegmt=True)
-        return self._date
-
     def add(self, connection: Connection) -> None:
-        """The connection waits for its first request."""
+        """See `Listener`."""
         self._connections.add(connection)
         self._new[connection] = None
 
     def start_request(self, connection: Connection) -> None:
-        """The headers of a request have arrived."""
+        """See `Listener`."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
 
     def serve(self, connection: Connection, exchange: HttpExchange) -> None:
-        """Runs the application for a request, and reports its end to the connection."""
+        """See `Listener`."""
         # Without what an earlier request has put into its context.
         request = self._loop.create_task(self._app(exchange), context=Context())
         self._requests.add(request)
@@ -146,18 +136,18 @@ class HttpServer:
         connection.end_serving(exchange)
 
     def end_request(self, connection: Connection) -> None:
-        """The connection waits for another request."""
+        """See `Listener`."""
         self._idle[connection] = None
 
     def forget(self, connection: Connection) -> None:
-        """The connection has ended."""
+        """See `Listener`."""
         self._connections.discard(connection)
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         self._ended.set()
 
     def flush_soon(self, connection: Connection) -> None:
-        """Calls `flush` at the end of the event loop's turn."""
+        """See `Listener`."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(connection)
@@ -186,18 +176,16 @@ class HttpServer:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                self._pause_accepting(error)
+                pause = f"no connection is accepted for {_ACCEPT_PAUSE_S:g} s"
+                _LOG.error("%s: %s: %s", self.url, pause, error)
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
                 return
             accepted.setblocking(False)
             if self._has_room():
                 self._open(accepted)
             else:
                 self._refuse(accepted)
-
-    def _pause_accepting(self, error: OSError) -> None:
-        _LOG.error("%s: no connection is accepted for %g s: %s", self.url, _ACCEPT_PAUSE_S, error)
-        self._loop.remove_reader(self._socket)
-        self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
 
     def _has_room(self) -> bool:
         """Whether a new connection fits, after the end of one that waits if need be."""

@@ -210,16 +210,15 @@ async def _exchanged(server: HttpServer, *requests: bytes) -> list[bytes]:
         "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}",
     ],
 )
-async def test_a_response_sent_at_once_is_that_of_waiting_for_each_message(head: str) -> None:
-    direct, waiting = (head.format(path).encode() for path in ("/", "/waiting"))
-    closing = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+@pytest.mark.parametrize("path", ["/", "/waiting"])
+async def test_the_parts_of_a_response_are_chunks(head: str, path: str) -> None:
+    request = head.format(path).encode()
     async with serving(BothWays()) as server:
-        first, second, third = await _exchanged(server, direct, waiting, direct)
-        assert first == second == third
-        assert first.endswith(b"\r\n\r\n5\r\nfirst\r\n6\r\nsecond\r\n4\r\nlast\r\n0\r\n\r\n")
-        assert await _exchanged(server, closing % b"/") == await _exchanged(
-            server, closing % b"/waiting"
-        )
+        for response in await _exchanged(server, request, request):
+            assert response == (
+                b"HTTP/1.1 200 OK\r\nx-name: value\r\nx-more: 1\r\ntransfer-encoding: chunked\r\n\r\n"
+                b"5\r\nfirst\r\n6\r\nsecond\r\n4\r\nlast\r\n0\r\n\r\n"
+            )
 
 
 async def test_what_is_written_in_a_turn_is_sent_at_once() -> None:
