@@ -11,7 +11,7 @@ _SECONDS_MAX = 315_576_000_000
 
 
 def duration_from_seconds(seconds: float) -> Duration:
-    """The Duration of `seconds`, to the nanosecond. A negative value becomes 0, and one beyond the type its greatest."""
+    """The Duration of `seconds`, to the nanosecond. Values beyond the type become its nearest one, negative ones 0."""
     return duration_from_ns(round(min(max(0.0, seconds), _SECONDS_MAX) * _NS_PER_S))
 
 
