@@ -17,7 +17,10 @@ ADAPTER_PATH_BYTES_MAX: Final = 4096
 """Most bytes of the path of an adapter that is loaded at run time."""
 _NAME: Final = re.compile(f"[!-~]{{1,{ADAPTER_NAME_CHARACTERS_MAX}}}")
 _NO_PARTS: Final = frozenset({"", ".", ".."})
-ADAPTER_NAME_REMEDY: Final = f"give 1 to {ADAPTER_NAME_CHARACTERS_MAX} visible ASCII characters, and no part '', '.' or '..' between slashes"
+ADAPTER_NAME_REMEDY: Final = (
+    f"give 1 to {ADAPTER_NAME_CHARACTERS_MAX} visible ASCII characters, "
+    "and no part '', '.' or '..' between slashes"
+)
 _DIGEST: Final = re.compile(f"[0-9a-f]{{1,{ADAPTER_DIGEST_CHARACTERS_MAX}}}")
 
 
