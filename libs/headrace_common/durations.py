@@ -6,11 +6,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 _NS_PER_S = 1_000_000_000
+# 10,000 years: duration.proto.
+_SECONDS_MAX = 315_576_000_000
 
 
 def duration_from_seconds(seconds: float) -> Duration:
-    """The Duration of `seconds`, to the nanosecond. A negative value becomes 0."""
-    return duration_from_ns(round(seconds * _NS_PER_S))
+    """The Duration of `seconds`, to the nanosecond. Values beyond the type become its nearest one, negative ones 0."""
+    return duration_from_ns(round(min(max(0.0, seconds), _SECONDS_MAX) * _NS_PER_S))
 
 
 def duration_from_ns(nanoseconds: int) -> Duration:

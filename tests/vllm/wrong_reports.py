@@ -1,4 +1,4 @@
-"""A job: ranks of both engines report requests that nobody awaits, in each step."""
+"""A job: ranks of both engines report requests that vLLM does not await, in each step."""
 
 from __future__ import annotations
 

@@ -16,6 +16,11 @@ ADAPTER_DIGEST_CHARACTERS_MAX: Final = 64
 ADAPTER_PATH_BYTES_MAX: Final = 4096
 """Most bytes of the path of an adapter that is loaded at run time."""
 _NAME: Final = re.compile(f"[!-~]{{1,{ADAPTER_NAME_CHARACTERS_MAX}}}")
+_NO_PARTS: Final = frozenset({"", ".", ".."})
+ADAPTER_NAME_REMEDY: Final = (
+    f"give 1 to {ADAPTER_NAME_CHARACTERS_MAX} visible ASCII characters, "
+    "and no part '', '.' or '..' between slashes"
+)
 _DIGEST: Final = re.compile(f"[0-9a-f]{{1,{ADAPTER_DIGEST_CHARACTERS_MAX}}}")
 
 
@@ -40,8 +45,8 @@ class RuntimeAdapter:
 
 
 def is_adapter_name(text: str) -> bool:
-    """Whether an adapter may have this name: 1 to 63 visible ASCII characters."""
-    return _NAME.fullmatch(text) is not None
+    """Whether an adapter may have this name: see ADAPTER_NAME_REMEDY."""
+    return _NAME.fullmatch(text) is not None and _NO_PARTS.isdisjoint(text.split("/"))
 
 
 def adapter_to_proto(adapter: Adapter) -> adapter_pb2.Adapter:
@@ -73,9 +78,7 @@ def adapter_violations(message: adapter_pb2.Adapter, path: str) -> dict[str, str
     """The remedy for each wrong field of a present message."""
     violations: dict[str, str] = {}
     if not is_adapter_name(message.name):
-        violations[f"{path}.name"] = (
-            f"give 1 to {ADAPTER_NAME_CHARACTERS_MAX} visible ASCII characters"
-        )
+        violations[f"{path}.name"] = ADAPTER_NAME_REMEDY
     if _DIGEST.fullmatch(message.digest) is None:
         violations[f"{path}.digest"] = (
             f"give 1 to {ADAPTER_DIGEST_CHARACTERS_MAX} characters of 0-9 and a-f"

@@ -21,7 +21,7 @@ class ReportedIds:
         """Those that would await a load, once they have blocks."""
         self._loading: set[str] = set()
         self._held: set[str] = set()
-        """Ended requests whose blocks stay until a rank reports the end of a transfer."""
+        """Ended requests. Their blocks stay until a rank reports the end of a transfer."""
         self.dropped = 0
         """The number of reports that were wrong."""
 
@@ -63,7 +63,7 @@ class ReportedIds:
         if unknown:
             self.dropped += len(unknown)
             _LOG.error(
-                "ranks reported the end of transfers that nobody awaits, %d so far; they are ignored: %s",
+                "ranks reported the end of transfers that vLLM does not await, %d so far; they are ignored: %s",
                 self.dropped,
                 ", ".join(sorted(unknown)[:_NAMED_MAX]),
             )

@@ -22,7 +22,7 @@ from headrace_common.errors import (
 )
 from headrace_common.limits import ADAPTER_CHANGE_S
 from headrace_common.registry.adapters import (
-    ADAPTER_NAME_CHARACTERS_MAX,
+    ADAPTER_NAME_REMEDY,
     ADAPTER_PATH_BYTES_MAX,
     ADAPTERS_MAX,
     Adapter,
@@ -146,8 +146,7 @@ class WorkerAdapters:
                 metadata={"worker_id": self._ref.worker_id, "incarnation": self._ref.incarnation},
             )
         if not is_adapter_name(change.name):
-            remedy = f"give 1 to {ADAPTER_NAME_CHARACTERS_MAX} visible ASCII characters"
-            raise InvalidRequest({"name": remedy})
+            raise InvalidRequest({"name": ADAPTER_NAME_REMEDY})
         if len(change.path.encode()) > ADAPTER_PATH_BYTES_MAX:
             raise InvalidRequest({"path": f"give at most {ADAPTER_PATH_BYTES_MAX} bytes"})
 
@@ -194,6 +193,13 @@ class WorkerAdapters:
             raise InvalidRequest(
                 {"path": f"{path} is not in one of this worker's adapter_folders: {listed}"}
             )
+        for file in folder.iterdir():
+            # Reading a pipe would never end.
+            target = file.resolve()
+            inside = any(target.is_relative_to(one) for one in allowed)
+            if not inside or not (target.is_file() or target.is_dir()):
+                remedy = "is no file of the worker's adapter_folders: replace it by a copy"
+                raise InvalidRequest({"path": f"{file} {remedy}"})
         return folder
 
     async def _set(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_common.registry.adapters import (
-    ADAPTER_NAME_CHARACTERS_MAX,
+    ADAPTER_NAME_REMEDY,
     ADAPTERS_MAX,
     Adapter,
     is_adapter_name,
@@ -54,10 +54,7 @@ def read_adapters(
     names = [module.name for module in modules]
     for name in names:
         if not is_adapter_name(name):
-            raise _wrong(
-                f"--lora-modules: the name {name!r} must have 1 to {ADAPTER_NAME_CHARACTERS_MAX} visible ASCII "
-                "characters"
-            )
+            raise _wrong(f"--lora-modules: the name {name!r}: {ADAPTER_NAME_REMEDY}")
         if names.count(name) > 1:
             raise _wrong(f"--lora-modules names adapter {name} twice: give each name once")
     return tuple(_read_module(number, module, given) for number, module in enumerate(modules, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +174,34 @@ async def test_wrong_changes_are_refused(rig: Rig, tmp_path: Path) -> None:
     for path in (str(tmp_path / "poet"), ""):
         with pytest.raises(InvalidRequest, match="adapter_folders is empty"):
             await rig.change(loading(tmp_path, path=path), ANNOUNCE, KEEP)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a file elsewhere", "broken link"])
+async def test_an_adapter_is_made_of_files_in_the_allowed_folders(
+    rig: Rig, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    file, elsewhere = tmp_path / "poet/adapter_config.json", tmp_path_factory.mktemp("other") / "f"
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(elsewhere)
+    if kind == "link to a file elsewhere":
+        elsewhere.touch()
+    with pytest.raises(InvalidRequest, match=r"adapter_config.json is no file of the worker's"):
+        await rig.change(loading(tmp_path), ANNOUNCE, KEEP)
+    # As in the cache of a hub, a link may lead to a file beside the folder.
+    file.unlink()
+    (tmp_path / "blob").touch()
+    file.symlink_to(tmp_path / "blob")
+    assert await rig.change(loading(tmp_path), ANNOUNCE, KEEP) == 2
+
+
+@pytest.mark.parametrize("name", ["../poet", "poet/", "a/./b", ".."])
+async def test_the_name_of_an_adapter_is_no_path_out_of_a_folder(
+    rig: Rig, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="between slashes"):
+        await rig.change(loading(tmp_path, name=name), ANNOUNCE, KEEP)
 
 
 @pytest.mark.parametrize(("digest", "expected"), [("bb", NEW), ("cc", OLD)])
