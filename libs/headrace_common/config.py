@@ -257,7 +257,7 @@ def checked(config: _Config, problems: Sequence[str]) -> _Config:
     return config
 
 
-def wildcard_problems(config: ServiceConfig, listen: str, advertise: str) -> list[str]:
+def wildcard_problems(config: BaseModel, listen: str, advertise: str) -> list[str]:
     """What is wrong with an address to listen on that is no address to call. The arguments are settings' names."""
     host = split_host_port(getattr(config, listen))[0]
     if host not in WILDCARD_HOSTS or getattr(config, advertise):
