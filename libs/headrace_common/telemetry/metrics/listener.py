@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -19,12 +23,6 @@ from headrace_common.telemetry.metrics.prometheus import content_type
 
 if TYPE_CHECKING:
     from headrace_common.http.server import Receive, Scope, Send
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 _LOG = logging.getLogger(__name__)
 _STUCK_S: Final = 5.0
