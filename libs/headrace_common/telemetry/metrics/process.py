@@ -37,7 +37,6 @@ from headrace_common.telemetry.metrics.instruments import (
 )
 from headrace_common.telemetry.metrics.prometheus import TEXT_TYPE, prometheus_text
 
-
 _SCOPE = InstrumentationScope("headrace")
 
 
