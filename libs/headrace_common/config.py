@@ -23,7 +23,6 @@ from pydantic import (
 )
 
 from headrace_common import ports
-from headrace_common.access.roles import Role
 from headrace_common.identity import is_worker_id
 from headrace_common.ports import is_loopback
 
@@ -122,8 +121,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class ServiceConfig(BaseModel):
     """The settings that every service has."""
 
-    role: ClassVar[Role | None] = None
-    """The role in which the service calls others."""
+    role: ClassVar[str] = ""
+    """The role in which the service calls others, a value of headrace_common.access.roles.Role. Empty: none."""
 
     dashed_values: ClassVar[frozenset[str]] = frozenset()
     """Settings with values that may begin with a dash."""
