@@ -21,6 +21,7 @@ from headrace.inference.v1 import (
     trace_pb2,
     trace_pb2_grpc,
 )
+from headrace.planner.v1 import planner_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.output import notice_console
@@ -32,6 +33,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, HeadraceError, NoDecodeWorker, NotFound, WorkerGone
 from headrace_common.registry.duties import all_members
 from headrace_common.rpc.channel import open_channel
+from headrace_planner.observation import WorkerCounts
 
 _T = TypeVar("_T")
 
@@ -292,3 +294,8 @@ async def reset_prefix_cache(endpoint: str, timeout_s: float) -> None:
             await worker_pb2_grpc.WorkerServiceStub(channel).ResetPrefixCache(
                 worker_pb2.ResetPrefixCacheRequest(), timeout=timeout_s
             )
+
+
+def counts_from_proto(counts: planner_pb2.WorkerCounts) -> WorkerCounts:
+    """Numbers of workers."""
+    return WorkerCounts(counts.prefill, counts.decode, counts.both)

@@ -23,7 +23,6 @@ from pydantic import (
 )
 
 from headrace_common import ports
-from headrace_common.access.roles import Role
 from headrace_common.identity import is_worker_id
 from headrace_common.ports import is_loopback
 
@@ -122,8 +121,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class ServiceConfig(BaseModel):
     """The settings that every service has."""
 
-    role: ClassVar[Role | None] = None
-    """The role in which the service calls others."""
+    role: ClassVar[str] = ""
+    """The role in which the service calls others, a value of headrace_common.access.roles.Role. Empty: none."""
 
     dashed_values: ClassVar[frozenset[str]] = frozenset()
     """Settings with values that may begin with a dash."""
@@ -257,7 +256,7 @@ def checked(config: _Config, problems: Sequence[str]) -> _Config:
     return config
 
 
-def wildcard_problems(config: ServiceConfig, listen: str, advertise: str) -> list[str]:
+def wildcard_problems(config: BaseModel, listen: str, advertise: str) -> list[str]:
     """What is wrong with an address to listen on that is no address to call. The arguments are settings' names."""
     host = split_host_port(getattr(config, listen))[0]
     if host not in WILDCARD_HOSTS or getattr(config, advertise):

@@ -13,6 +13,7 @@ from headrace_cli.client import (
     CALL_TIMEOUT_S,
     WAIT_S,
     Wait,
+    counts_from_proto,
     rpc_errors,
     started_channel,
     wait_until_started,
@@ -29,7 +30,6 @@ from headrace_cli.output import (
 )
 from headrace_cli.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
-from headrace_planner.observation import WorkerCounts
 
 PLANNER_VARIABLE: Final = "HEADRACE_PLANNER"
 _DECISIONS_MAX: Final = 1_000
@@ -132,11 +132,6 @@ def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
         short_name(planner_pb2.Decision.Outcome.Name(decision.outcome)),
         " ".join(filter(None, [decision.detail, *sentences])),
     )
-
-
-def counts_from_proto(counts: planner_pb2.WorkerCounts) -> WorkerCounts:
-    """Numbers of workers."""
-    return WorkerCounts(counts.prefill, counts.decode, counts.both)
 
 
 def register(app: typer.Typer) -> None:

@@ -17,8 +17,13 @@ import grpc.aio
 from rich.console import Console
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
-from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
-from headrace_cli.commands.planner import counts_from_proto
+from headrace_cli.client import (
+    CALL_TIMEOUT_S,
+    call_channel,
+    counts_from_proto,
+    list_members,
+    rpc_errors,
+)
 from headrace_cli.up.deployment import Deployment, Signals, deployed, ready_text
 from headrace_cli.up.supervisor import Child, Supervisor, end_text, log_line, unexpected_end
 from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec, Topology, worker_spec

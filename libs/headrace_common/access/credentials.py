@@ -74,7 +74,8 @@ class Credentials:
         files = TlsFiles(
             config.tls_certificate_file, config.tls_key_file, config.tls_authority_file
         )
-        return cls(files, config.token_file, None if config.insecure else config.role)
+        role = Role(config.role) if config.role and not config.insecure else None
+        return cls(files, config.token_file, role)
 
     @classmethod
     def from_environment(cls, role: Role | None) -> Credentials:

@@ -35,15 +35,6 @@ class Adapter:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
-class RuntimeAdapter:
-    """An adapter that a worker has loaded while it ran, from a folder of its host."""
-
-    adapter: Adapter
-    path: str
-    is_3d_lora_weight: bool = False
-
-
 def is_adapter_name(text: str) -> bool:
     """Whether an adapter may have this name: see ADAPTER_NAME_REMEDY."""
     return _NAME.fullmatch(text) is not None and _NO_PARTS.isdisjoint(text.split("/"))
@@ -54,24 +45,14 @@ def adapter_to_proto(adapter: Adapter) -> adapter_pb2.Adapter:
     return adapter_pb2.Adapter(name=adapter.name, digest=adapter.digest)
 
 
-def runtime_adapter_to_proto(one: RuntimeAdapter) -> adapter_pb2.RuntimeAdapter:
-    """Converts an adapter of run time."""
-    return adapter_pb2.RuntimeAdapter(
-        adapter=adapter_to_proto(one.adapter),
-        path=one.path,
-        is_3d_lora_weight=one.is_3d_lora_weight,
-    )
-
-
-def runtime_adapter_from_proto(message: adapter_pb2.RuntimeAdapter) -> RuntimeAdapter:
-    """Converts an adapter of run time."""
-    adapter = Adapter(message.adapter.name, message.adapter.digest)
-    return RuntimeAdapter(adapter, message.path, message.is_3d_lora_weight)
+def adapter_from_proto(message: adapter_pb2.Adapter) -> Adapter:
+    """Converts an adapter."""
+    return Adapter(message.name, message.digest)
 
 
 def adapters_from_proto(messages: Iterable[adapter_pb2.Adapter]) -> frozenset[Adapter]:
     """Converts the adapters that a worker announces."""
-    return frozenset(Adapter(message.name, message.digest) for message in messages)
+    return frozenset(map(adapter_from_proto, messages))
 
 
 def adapter_violations(message: adapter_pb2.Adapter, path: str) -> dict[str, str]:
@@ -111,7 +92,7 @@ def runtime_violations(
     known = adapters_from_proto(announced)
     violations: dict[str, str] = {}
     for index, message in enumerate(messages):
-        if runtime_adapter_from_proto(message).adapter not in known:
+        if adapter_from_proto(message.adapter) not in known:
             violations[f"{path}[{index}].adapter"] = "must be among the member's adapters"
         if not 0 < len(message.path.encode()) <= ADAPTER_PATH_BYTES_MAX:
             violations[f"{path}[{index}].path"] = f"give 1 to {ADAPTER_PATH_BYTES_MAX} bytes"

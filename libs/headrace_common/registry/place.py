@@ -40,7 +40,7 @@ class Place:
         return Place(*labels[:level])
 
 
-def place_of(entries: Iterable[str]) -> Place:
+def place_of(entries: Iterable[str]) -> registry_pb2.Place:
     """The place of texts such as "zone=eu-1a". Raises ValueError."""
     labels: dict[str, str] = {}
     for entry in entries:
@@ -52,19 +52,12 @@ def place_of(entries: Iterable[str]) -> Place:
         if not is_label(label):
             raise ValueError(f"{entry!r}: {LABEL_REMEDY}")
         labels[name] = label
-    return Place(**labels)
+    return registry_pb2.Place(**labels)
 
 
 def is_label(text: str) -> bool:
     """Whether `text` may be a label, or is empty."""
     return _LABEL.fullmatch(text) is not None
-
-
-def place_to_proto(place: Place) -> registry_pb2.Place | None:
-    """None for a place without a label."""
-    if place == Place():
-        return None
-    return registry_pb2.Place(zone=place.zone, rack=place.rack, host=place.host)
 
 
 def place_from_proto(message: registry_pb2.Place) -> Place:

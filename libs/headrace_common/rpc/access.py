@@ -15,16 +15,15 @@ from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer, Re
 from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
 from headrace_common.access.table import Listener, is_served
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds, host_of_peer
-from headrace_common.errors import DeadlineExceeded, HeadraceError, InvalidRequest
+from headrace_common.errors import DeadlineExceeded, HeadraceError
 from headrace_common.http.bounds import BODY_WAIT_S
 from headrace_common.rpc.handlers import (
     Context,
     Continuation,
     Handler,
     WrappingInterceptor,
-    behaviour_of,
     guarded,
-    is_generator,
+    read_request,
     reading_inside,
     rejecting,
 )
@@ -115,7 +114,11 @@ class InternalAccess(grpc.aio.ServerInterceptor):
             return guarded(handler, guard_stream)
         chosen = guard_stream if handler.response_streaming else guard
         parse = parser(handler.request_deserializer or bytes, method)
-        return reading_inside(handler, chosen, parse)
+
+        async def read(context: Context) -> Any:
+            return parse(await read_request(context))
+
+        return reading_inside(handler, chosen, read)
 
 
 @asynccontextmanager
@@ -148,24 +151,26 @@ class CallerInterceptor(WrappingInterceptor):
     def wrap(self, handler: Handler, method: str) -> Handler:
         if handler.request_streaming:
             return guarded(handler, self._bounded)
-        behaviour, bounds = behaviour_of(handler), self._bounds
         parse = parser(handler.request_deserializer or bytes, method)
-        generates = is_generator(handler)
 
-        async def answer(_: Any, context: Context) -> Any:
-            async with self._bounded(context):
-                data = await _first(context, bounds)
-                await bounds.wait_turn()
-                request = parse(data)
-                if not generates:
-                    return await behaviour(request, context)
-                async for response in behaviour(request, context):
-                    await context.write(response)
-                return None
+        async def read(context: Context) -> Any:
+            data = await self._read(context)
+            await self._bounds.wait_turn()
+            return parse(data)
 
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
+        return reading_inside(handler, self._bounded, read)
+
+    async def _read(self, context: Context) -> bytes:
+        """Raises as read_request does, and DeadlineExceeded when the request is late."""
+        try:
+            async with asyncio.timeout(BODY_WAIT_S):
+                return await read_request(context)
+        except TimeoutError:
+            self._bounds.count_refused(REFUSED_BODY, 1)
+            raise DeadlineExceeded(
+                f"the request did not arrive within {BODY_WAIT_S:g} s; send it at once",
+                metadata={"waited_for": "the request"},
+            ) from None
 
     @asynccontextmanager
     async def _bounded(self, context: Context) -> AsyncIterator[None]:
@@ -176,20 +181,3 @@ class CallerInterceptor(WrappingInterceptor):
         bounds = self._bounds
         with bounds.call(caller), bounds.rechecked(lambda: self._tenant_of(metadata), tenant):
             yield
-
-
-async def _first(context: Context, bounds: CallerBounds) -> bytes:
-    """The bytes of a unary request. Raises InvalidRequest when it has none, and DeadlineExceeded when it is late."""
-    try:
-        async with asyncio.timeout(BODY_WAIT_S):
-            data = await context.read()
-    except TimeoutError:
-        bounds.count_refused(REFUSED_BODY, 1)
-        raise DeadlineExceeded(
-            f"the request did not arrive within {BODY_WAIT_S:g} s; send it at once",
-            metadata={"waited_for": "the request"},
-        ) from None
-    if data is grpc.aio.EOF:
-        raise InvalidRequest({"request": "is missing: send one message"})
-    assert isinstance(data, bytes)
-    return data

@@ -63,9 +63,7 @@ def rejecting(handler: Handler, error: Exception) -> Handler:
     async def reject(requests: Any, context: Context) -> NoReturn:
         raise error
 
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(reject, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(reject, None, handler.response_serializer)
+    return _unread(handler, reject)
 
 
 def guarded(
@@ -86,44 +84,42 @@ def guarded(
     return make(wrapped, deserializer or handler.request_deserializer, handler.response_serializer)
 
 
-def reading_inside(handler: Handler, guard: Guard, parse: Callable[[bytes], Any]) -> Handler:
-    """The same handler of a unary request, run inside `guard(context)`. gRPC receives the request inside it too.
-
-    gRPC sees a handler of a stream, which it calls before a message has come.
-    """
+def reading_inside(
+    handler: Handler, guard: Guard, read: Callable[[Context], Awaitable[Any]]
+) -> Handler:
+    """The same handler of a unary request, run inside `guard(context)`. `read` gets the request, inside it too."""
     behaviour = behaviour_of(handler)
-
-    async def first(requests: AsyncIterator[bytes]) -> Any:
-        async for data in requests:
-            return parse(data)
-        raise InvalidRequest({"request": "is missing: send one message"})
-
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def generate(requests: Any, context: Context) -> AsyncIterator[Any]:
-            async with guard(context):
-                async for response in behaviour(await first(requests), context):
-                    yield response
-
-        return grpc.stream_stream_rpc_method_handler(generate, None, handler.response_serializer)
+    generates = inspect.isasyncgenfunction(behaviour)
 
     async def answer(requests: Any, context: Context) -> Any:
         async with guard(context):
-            return await behaviour(await first(requests), context)
+            request = await read(context)
+            if not generates:
+                return await behaviour(request, context)
+            async for response in behaviour(request, context):
+                await context.write(response)
+            return None
 
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
-
-
-def with_deserializer(handler: Handler, deserializer: Callable[[bytes], Any]) -> Handler:
-    """The same handler with another deserializer for its requests."""
-    return _maker(handler)(behaviour_of(handler), deserializer, handler.response_serializer)
+    return _unread(handler, answer)
 
 
-def is_generator(handler: Handler) -> bool:
-    """Whether the handler yields its responses."""
-    return inspect.isasyncgenfunction(behaviour_of(handler))
+async def read_request(context: Context) -> bytes:
+    """The bytes of a unary request. Raises InvalidRequest when it has none."""
+    data = await context.read()
+    if data is grpc.aio.EOF:
+        raise InvalidRequest({"request": "is missing: send one message"})
+    assert isinstance(data, bytes)
+    return data
+
+
+def _unread(handler: Handler, behaviour: Callable[..., Any]) -> Handler:
+    """A handler of a stream, which gRPC calls before a message has come, for responses as those of `handler`."""
+    make = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.stream_unary_rpc_method_handler
+    )
+    return make(behaviour, None, handler.response_serializer)
 
 
 def behaviour_of(handler: Handler) -> Any:
@@ -207,7 +203,7 @@ class GateInterceptor(grpc.aio.ServerInterceptor):
             self.check_request(method, data)
             return deserialize(data)
 
-        return with_deserializer(handler, parse)
+        return _maker(handler)(behaviour_of(handler), parse, handler.response_serializer)
 
 
 # Streams that last until one end stops. Waiting for them would always use up the grace.

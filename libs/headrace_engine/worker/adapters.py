@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import grpc.aio
 
+from headrace.inference.v1.adapter_pb2 import RuntimeAdapter
 from headrace.registry.v1 import registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import (
@@ -26,10 +27,9 @@ from headrace_common.registry.adapters import (
     ADAPTER_PATH_BYTES_MAX,
     ADAPTERS_MAX,
     Adapter,
-    RuntimeAdapter,
+    adapter_from_proto,
     adapter_to_proto,
     is_adapter_name,
-    runtime_adapter_from_proto,
 )
 from headrace_common.registry.duties import all_members
 from headrace_common.registry.link import CALL_TIMEOUT_S
@@ -110,7 +110,7 @@ class WorkerAdapters:
         await self._joined.wait()
         with self._only_change(change.name):
             wanted = await self._prepare(change)
-            new = None if wanted is None else wanted.adapter
+            new = None if wanted is None else adapter_from_proto(wanted.adapter)
             old, old_runtime = self._by_name.get(change.name), self._runtime.get(change.name)
             answer = worker_pb2.ChangeAdapterResponse(
                 adapter=None if new is None else adapter_to_proto(new)
@@ -177,7 +177,9 @@ class WorkerAdapters:
         if name not in self._by_name and len(self._by_name) >= ADAPTERS_MAX:
             raise InvalidRequest({"name": f"the worker has {ADAPTERS_MAX} adapters: unload one"})
         adapter = await self._engine.load_adapter(name, folder, is_3d_lora_weight=is_3d_lora_weight)
-        return RuntimeAdapter(adapter, path, is_3d_lora_weight)
+        return RuntimeAdapter(
+            adapter=adapter_to_proto(adapter), path=path, is_3d_lora_weight=is_3d_lora_weight
+        )
 
     def _allowed_folder(self, path: str) -> Path:
         """The folder without links. Blocks. Raises InvalidRequest."""
@@ -230,21 +232,21 @@ class WorkerAdapters:
         for member in members:
             if member.model == model and member.worker_id != self._ref.worker_id:
                 for message in member.runtime_adapters:
-                    wanted.setdefault(message.adapter.name, runtime_adapter_from_proto(message))
+                    wanted.setdefault(message.adapter.name, message)
         for one in wanted.values():
             await self._load_as_peers(one)
 
     async def _load_as_peers(self, one: RuntimeAdapter) -> None:
-        name = one.adapter.name
-        if self._by_name.get(name) == one.adapter:
+        wanted, name = adapter_from_proto(one.adapter), one.adapter.name
+        if self._by_name.get(name) == wanted:
             return
         try:
             found = await self._load(name, one.path, one.is_3d_lora_weight)
             if found.adapter != one.adapter:
-                self._engine.unload_adapter(found.adapter)
+                self._engine.unload_adapter(adapter_from_proto(found.adapter))
                 raise InvalidRequest({"path": f"{one.path} has another adapter than other workers"})
             replaced = self._by_name.get(name)
-            await self._set(name, found.adapter, found)
+            await self._set(name, wanted, found)
         except HeadraceError as error:
             _LOG.warning("adapter %s of other workers is not loaded: %s", name, error.detail)
             return

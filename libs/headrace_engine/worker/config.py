@@ -32,7 +32,7 @@ from headrace_common.limits import (
     write_quiet_s,
 )
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
-from headrace_common.registry.place import place_of, place_to_proto
+from headrace_common.registry.place import place_of
 from headrace_common.version import version
 from headrace_engine.config import TRANSPORT, EngineConfig, WorkerRole
 from headrace_engine.interface import Engine
@@ -349,7 +349,7 @@ def worker_member(
         start_unix_ns=start_unix_ns,
         transport=TRANSPORT,
         adapters=map(adapter_to_proto, adapters),
-        place=place_to_proto(place_of(config.place)),
+        place=place_of(config.place) if config.place else None,
         version=version(),
     )
 

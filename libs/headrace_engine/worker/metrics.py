@@ -10,7 +10,7 @@ from typing import Final
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.durations import seconds_from_duration
-from headrace_common.tasks import end_task, run_forever
+from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import Counter, Gauge
 from headrace_common.telemetry.metrics.process import Metrics
@@ -34,7 +34,6 @@ def tier_attributes(tier_tokens: Mapping[Tier, int]) -> dict[str, int]:
     return {_NAMES[tier]: count for tier, count in tier_tokens.items() if count and tier in _NAMES}
 
 
-_INTERVAL_S: Final = 1.0
 _DONE: Final = "done"
 
 Status = Callable[[], worker_pb2.WatchStatusResponse]
@@ -124,7 +123,7 @@ class WorkerMetrics:
         self._promised_blocks = store.gauge(schema.METRIC_PROMISED_BLOCKS)
         self._broken_promises = store.counter(schema.METRIC_BROKEN_PROMISES)
         self._gauges = [one for one in vars(self).values() if isinstance(one, Gauge)]
-        self._has_readers = metrics.has_readers
+        self._metrics = metrics
         self._workers: dict[str, _Reporting] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -156,8 +155,8 @@ class WorkerMetrics:
         self._workers[worker_id] = _Reporting(
             status, reserves_blocks, incoming, tiers, times, promises
         )
-        if self._task is None and self._has_readers:
-            self._task = run_forever(self._sample_regularly(), "worker-metrics")
+        if self._task is None:
+            self._task = self._metrics.start_sampling(self.sample)
         try:
             yield
         finally:
@@ -269,8 +268,3 @@ class WorkerMetrics:
             self._blocks_free.set(max(0, status.total_blocks - unavailable), worker_id)
             self._blocks_reserved.set(status.reserved_blocks, worker_id)
             self._blocks_quarantined.set(status.quarantined_blocks, worker_id)
-
-    async def _sample_regularly(self) -> None:
-        while True:
-            self.sample()
-            await asyncio.sleep(_INTERVAL_S)

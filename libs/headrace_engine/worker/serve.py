@@ -8,14 +8,13 @@ from typing import ClassVar
 
 import grpc.aio
 
+from headrace.inference.v1.adapter_pb2 import RuntimeAdapter
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.registry.adapters import (
     Adapter,
-    RuntimeAdapter,
     adapter_to_proto,
-    runtime_adapter_to_proto,
 )
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
@@ -153,7 +152,7 @@ async def _serve(
         announced.CopyFrom(member)
         del announced.adapters[:]
         announced.adapters.extend(map(adapter_to_proto, adapters))
-        announced.runtime_adapters.extend(map(runtime_adapter_to_proto, loaded_later))
+        announced.runtime_adapters.extend(loaded_later)
         await membership.replace(announced, REGISTRATION_TIMEOUT_S)
 
     async def leave() -> None:

@@ -56,7 +56,7 @@ class PrefillWorker:
     `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
     reason, or "", the payload bytes, and the reports of its ranks. Its last argument are the tokens computed in vain.
     `prefixes` may have prefixes fetched. `handovers` learns from the tasks. `room` gives a context in which the engine
-    has blocks for a prompt of so many tokens; without it, all of its blocks are for prompts.
+    has blocks for a prompt of so many tokens. Without it, all of its blocks are for prompts.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from opentelemetry.sdk.resources import Resource
 
@@ -18,15 +18,13 @@ from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config, redacted
 from headrace_common.rpc.server import GrpcServer
-from headrace_common.tasks import end_task, run_forever
+from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_registry.config import MEMORY_STORE, RegistryConfig
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store.base import MemoryStore, Store
-
-_INTERVAL_S: Final = 1.0
 
 
 @asynccontextmanager
@@ -40,16 +38,13 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
     )
     metrics = Metrics(resource, config.otlp_endpoint, readable=config.serves_metrics)
     corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
-
     members = metrics.store.gauge(schema.METRIC_MEMBERS)
 
-    async def sample() -> None:
-        while True:
-            corrupt.set(store.corrupt_record_count)
-            members.replace(Counter(map(_role_name, store.feed.members.values())))
-            await asyncio.sleep(_INTERVAL_S)
+    def sample() -> None:
+        corrupt.set(store.corrupt_record_count)
+        members.replace(Counter(map(_role_name, store.feed.members.values())))
 
-    task = run_forever(sample(), "registry-metrics") if metrics.has_readers else None
+    task = metrics.start_sampling(sample)
     try:
         async with metrics_served(config, metrics):
             yield metrics

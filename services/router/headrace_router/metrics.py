@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
@@ -43,9 +43,6 @@ from headrace_router.status.traffic import BucketSums, TrafficCounts
 from headrace_router.tracing.attempt_record import Regret
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.codec import TextCodec
-
-_SAMPLE_INTERVAL_S: Final = 1.0
-
 
 _Read: TypeAlias = Callable[[], Mapping[str, float] | float]
 """Returns a value for each value of the label, or one value. Infinity means that nothing is reported."""
@@ -151,9 +148,7 @@ class RouterMetrics(RequestCounter):
         self._prompt_tokens = store.counter(schema.METRIC_PROMPT_TOKENS)
         gauges = _gauges(queue, admission, prefixes, workers, codecs)
         self._gauges = [(store.gauge(name), read) for name, read in gauges.items()]
-        self._task: asyncio.Task[None] | None = None
-        if metrics.has_readers:
-            self._task = asyncio.create_task(self._sample_forever(), name="router-metrics")
+        self._task = metrics.start_sampling(self.sample)
 
     @contextmanager
     def count_failures(self) -> Iterator[None]:
@@ -286,8 +281,3 @@ class RouterMetrics(RequestCounter):
     async def close(self) -> None:
         """Stops sampling."""
         await end_task(self._task)
-
-    async def _sample_forever(self) -> None:
-        while True:
-            self.sample()
-            await asyncio.sleep(_SAMPLE_INTERVAL_S)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
-
-from opentelemetry.sdk.resources import Resource
-
-from headrace_common.telemetry import schema
-from headrace_common.telemetry.exporter import EXPORT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
-from headrace_common.telemetry.metrics.instruments import MetricStore
-from headrace_common.telemetry.metrics.prometheus import TEXT_TYPE, prometheus_text
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import MetricExporter
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics.export import (
@@ -25,6 +15,7 @@ from opentelemetry.sdk.metrics.export import (
     Histogram,
     HistogramDataPoint,
     Metric,
+    MetricExporter,
     MetricsData,
     NumberDataPoint,
     ResourceMetrics,
@@ -32,9 +23,19 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.metrics.export import Gauge as GaugeData
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from headrace_common.telemetry.metrics.instruments import HistogramPoint, Labels, Snapshot
+from headrace_common.tasks import run_forever
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.exporter import EXPORT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
+from headrace_common.telemetry.metrics.instruments import (
+    HistogramPoint,
+    Labels,
+    MetricStore,
+    Snapshot,
+)
+from headrace_common.telemetry.metrics.prometheus import TEXT_TYPE, prometheus_text
 
 _SCOPE = InstrumentationScope("headrace")
 
@@ -101,6 +102,7 @@ def _attributes(snapshot: Snapshot, values: Labels) -> Mapping[str, str]:
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 5.0
+_SAMPLE_INTERVAL_S: Final = 1.0
 
 
 class Metrics:
@@ -122,14 +124,21 @@ class Metrics:
         """All metrics for Prometheus. `kind` is a content type of headrace_common.telemetry.metrics.prometheus."""
         return prometheus_text(self.store.collect(), kind)
 
+    def start_sampling(self, sample: Callable[[], None]) -> asyncio.Task[None] | None:
+        """Calls `sample` every second, if the metrics have readers. The caller ends the task."""
+
+        async def run() -> None:
+            while True:
+                sample()
+                await asyncio.sleep(_SAMPLE_INTERVAL_S)
+
+        return run_forever(run(), "metrics") if self.has_readers else None
+
     def force_flush(self) -> None:
         """Exports now. Blocks for up to about 1 s."""
         exporter = self._exporter
         if exporter is None:
             return
-        # Imported here, so that processes without a collector start faster.
-        from headrace_common.telemetry.metrics.process import metrics_data
-
         data = metrics_data(self._resource, self.store.collect(), self.store.start_unix_ns)
         with self._exporting:
             exporter.export(data, timeout_millis=1e3 * EXPORT_TIMEOUT_S)

@@ -7,14 +7,21 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from headrace_common import ports
-from headrace_common.config import ServiceConfig, split_host_port
+from headrace_common.config import (
+    HostPort,
+    OptionalHostPort,
+    PositiveSeconds,
+    ServiceConfig,
+    checked,
+    split_host_port,
+    wildcard_problems,
+)
 from headrace_common.errors import ConfigError
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_engine.vllm.compat import (
@@ -40,8 +47,7 @@ INCARNATION_HEX_LENGTH = 16
 FOLDER_MODE = 0o700
 
 
-@dataclass(frozen=True, slots=True)
-class StandaloneSettings:
+class StandaloneSettings(BaseModel):
     """The fields of kv_connector_extra_config, see docs/stock-vllm.md.
 
     `listen` and `advertise`: the pair address, and the one under which others reach it.
@@ -51,56 +57,47 @@ class StandaloneSettings:
     `fingerprint`: the model's identity, for servers that load one model from different places.
     """
 
-    listen: str
-    advertise: str = ""
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    listen: HostPort
+    advertise: OptionalHostPort = ""
     transport: Literal["mooncake"] = "mooncake"
-    transfer_timeout_s: float = 60.0
-    kv_hold_timeout_s: float = 60.0
-    lease_ttl_s: float = WRITE_LEASE_S
-    quarantine_s: float = WRITE_QUARANTINE_S
+    transfer_timeout_s: PositiveSeconds = 60.0
+    kv_hold_timeout_s: PositiveSeconds = 60.0
+    lease_ttl_s: PositiveSeconds = WRITE_LEASE_S
+    quarantine_s: PositiveSeconds = WRITE_QUARANTINE_S
     fingerprint: str = ""
     gpu_direct: bool = True
 
     @classmethod
     def read(cls, values: Mapping[str, Any], role: Role) -> StandaloneSettings:
         """Raises ConfigError naming every setting that is wrong."""
-        known = {field.name for field in fields(cls)}
-        problems = {name: "is not a setting of Headrace" for name in values if name not in known}
-        taken = {name: value for name, value in values.items() if name in known}
-        for name in ("transfer_timeout_s", "kv_hold_timeout_s", "lease_ttl_s", "quarantine_s"):
-            value = taken.get(name, 1.0)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                problems[name] = "must be seconds above 0"
-        if not isinstance(taken.get("gpu_direct", True), bool):
-            problems["gpu_direct"] = "must be true or false"
-        if taken.get("transport", "mooncake") != "mooncake":
-            problems["transport"] = "must be mooncake: no other transport reaches vLLM's processes"
-        taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
+        listen = DECODE_LISTEN if role == "decode" else PREFILL_LISTEN
         try:
-            _server_of(taken["listen"], taken.get("advertise", ""))
-        except ValidationError as exc:
-            for wrong in exc.errors():
-                # A stock server has one address, so its settings have the short names.
-                name = str((wrong["loc"] or ("listen",))[0]).removeprefix("internal_")
-                problems[name] = wrong["msg"].replace("internal_", "")
-        if problems:
-            listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-            raise ConfigError(f"kv_connector_extra_config: {listed}", metadata=problems)
-        return cls(**taken)
+            return cls.model_validate({"listen": listen, **values})
+        except ValidationError as error:
+            problems = {
+                str((one["loc"] or ("listen",))[0]): one["msg"].removeprefix("Value error, ")
+                for one in error.errors()
+            }
+        listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise ConfigError(f"kv_connector_extra_config: {listed}", metadata=problems)
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> Self:
+        return checked(self, wildcard_problems(self, "listen", "advertise"))
 
     @property
     def server(self) -> ServiceConfig:
         """For the server on the pair address. Stock vLLM servers have no roles: docs/stock-vllm.md."""
-        return _server_of(self.listen, self.advertise)
+        return ServiceConfig(
+            internal_listen=self.listen, internal_advertise=self.advertise, insecure=True
+        )
 
     @property
     def host(self) -> str:
         """The host under which others reach this one."""
         return split_host_port(self.advertise or self.listen)[0]
-
-
-def _server_of(listen: str, advertise: str) -> ServiceConfig:
-    return ServiceConfig(internal_listen=listen, internal_advertise=advertise, insecure=True)
 
 
 def standalone_settings(vllm_config: VllmConfig) -> tuple[ConnectorSettings, StandaloneSettings]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
+from headrace.inference.v1.adapter_pb2 import RuntimeAdapter
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import (
@@ -22,7 +23,7 @@ from headrace_common.errors import (
     RegistryUnavailable,
     StaleIncarnation,
 )
-from headrace_common.registry.adapters import Adapter, RuntimeAdapter, runtime_adapter_to_proto
+from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_kv.layout import WorkerRef
 
@@ -103,7 +104,9 @@ def loading(folder: Path, **fields: str) -> worker_pb2.ChangeAdapterRequest:
 async def test_a_change_lasts_once_it_is_kept(rig: Rig, tmp_path: Path) -> None:
     assert await rig.change(loading(tmp_path), ANNOUNCE, KEEP) == 2
     assert rig.adapters.announced == (NEW,)
-    assert rig.announced == [((NEW,), (RuntimeAdapter(NEW, str(tmp_path / "poet")),))]
+    assert rig.announced == [
+        ((NEW,), (RuntimeAdapter(adapter=adapter_to_proto(NEW), path=str(tmp_path / "poet")),))
+    ]
     assert rig.engine.unloaded == [OLD]
     await rig.change(loading(tmp_path, path=""), ANNOUNCE, KEEP)
     assert rig.announced[-1] == ((), ())
@@ -215,7 +218,7 @@ async def test_a_worker_that_joins_loads_what_its_peers_have_loaded(
             worker_id=name,
             model=model,
             runtime_adapters=[
-                runtime_adapter_to_proto(RuntimeAdapter(Adapter(adapter, digest), str(path)))
+                RuntimeAdapter(adapter=adapter_to_proto(Adapter(adapter, digest)), path=str(path))
             ],
         )
         for name, model, adapter, path in (
