@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Final
 
 import typer
-from rich import box
-from rich.table import Table
 
 from headrace_cli.client import WAIT_S, Wait, open_router_internally
 from headrace_cli.commands.route import find_internal
 from headrace_cli.commands.trace import newest_traces
 from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
-from headrace_cli.output import Json, answer_console, print_json, run_command
-from headrace_common.trace_view.regret import Regrets, regrets_of
+from headrace_cli.output import (
+    Column,
+    Json,
+    answer_console,
+    fitted_table,
+    print_json,
+    run_command,
+)
+from headrace_common.trace_view.regret import regrets_of
+
+_COUNTS: Final = (Column(title, right=True) for title in ("requests", "earlier", "sum", "most"))
+_COLUMNS: Final = [Column("best other decision"), *_COUNTS, Column("request")]
 
 
 def register(app: typer.Typer) -> None:
@@ -39,19 +47,13 @@ async def explain(
         regrets = regrets_of([trace async for trace in newest_traces(client)])
     if as_json:
         print_json({"regrets": list(map(asdict, regrets))})
-    else:
-        answer_console().print(regrets_table(regrets))
-
-
-def regrets_table(regrets: Sequence[Regrets]) -> Table:
-    """One row for each kind."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("best other decision")
-    for title in ("requests", "earlier", "sum", "most"):
-        table.add_column(title, justify="right")
-    table.add_column("request", overflow="fold")
-    for one in regrets:
-        counts = (str(one.request_count), str(one.better_count))
-        times = (f"{one.sum_ms:,.0f} ms", f"{one.worst_ms:,.0f} ms")
-        table.add_row(one.other, *counts, *times, one.worst_request_id)
-    return table
+        return
+    rows = [
+        [
+            *(one.other, str(one.request_count), str(one.better_count)),
+            *(f"{one.sum_ms:,.0f} ms", f"{one.worst_ms:,.0f} ms", one.worst_request_id),
+        ]
+        for one in regrets
+    ]
+    console = answer_console()
+    console.print(fitted_table(console, _COLUMNS, rows)[0])

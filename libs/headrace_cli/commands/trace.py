@@ -12,9 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 from opentelemetry.trace import SpanKind
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from headrace.inference.v1 import trace_pb2
@@ -22,9 +20,11 @@ from headrace_cli.client import WAIT_S, RouterClient, Wait, open_router_internal
 from headrace_cli.commands.route import find_internal
 from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router, RouterInternal
 from headrace_cli.output import (
+    Column,
     Json,
     answer_console,
     can_draw_blocks,
+    fitted_table,
     message_object,
     print_json,
     run_command,
@@ -45,6 +45,9 @@ CONVERSATION: Final = "conversation"
 LAST: Final = "last"
 SLOWEST: Final = "slowest"
 FAILED: Final = "failed"
+_TRACE_COLUMNS: Final = [*map(Column, ("started (UTC)", "trace", "request", "complete"))]
+_TURN_TITLES: Final = "request prompt cached sent computed answer kept workers why"
+_TURN_COLUMNS: Final = [*map(Column, _TURN_TITLES.split())]
 SEARCHED_MAX: Final = 256
 """Traces, newest first, among which the slowest or the last failed one is searched."""
 
@@ -177,25 +180,14 @@ def show_turns(turns: Iterable[Turn], *, as_json: bool) -> None:
     if as_json:
         print_json({"turns": list(map(asdict, turns))})
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in (
-        "request",
-        "prompt",
-        "cached",
-        "sent",
-        "computed",
-        "answer",
-        "kept",
-        "workers",
-        "why",
-    ):
-        table.add_column(title, overflow="fold")
+    rows: list[list[str]] = []
     for turn in turns:
         counts = [turn.prompt_tokens, turn.cached_tokens, turn.transferred_tokens]
         counts += [turn.computed_tokens, turn.answer_tokens, turn.kept_tokens]
         workers = " > ".join(filter(None, (turn.prefill_worker, turn.decode_worker)))
-        table.add_row(turn.request_id, *map(str, counts), workers, turn.reason)
-    answer_console().print(table)
+        rows.append([turn.request_id, *map(str, counts), workers, turn.reason])
+    console = answer_console()
+    console.print(fitted_table(console, _TURN_COLUMNS, rows)[0])
 
 
 def is_failed(view: TraceView) -> bool:
@@ -228,8 +220,18 @@ def show_list(traces: Iterable[trace_pb2.Trace], *, as_json: bool) -> None:
     """Prints one row for each trace."""
     if as_json:
         print_json({"traces": list(map(message_object, traces))})
-    else:
-        answer_console().print(traces_table(traces))
+        return
+    rows = [
+        [
+            trace.start_time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
+            trace.trace_id,
+            trace.request_id,
+            "yes" if trace.complete else "no",
+        ]
+        for trace in traces
+    ]
+    console = answer_console()
+    console.print(fitted_table(console, _TRACE_COLUMNS, rows)[0])
 
 
 def trace_object(trace: trace_pb2.Trace) -> dict[str, Any]:
@@ -252,17 +254,6 @@ def trace_object(trace: trace_pb2.Trace) -> dict[str, Any]:
             for link in view.links
         ],
     }
-
-
-def traces_table(traces: Iterable[trace_pb2.Trace]) -> Table:
-    """One row for each trace."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("started (UTC)", "trace", "request", "complete"):
-        table.add_column(title, overflow="fold")
-    for trace in traces:
-        started = trace.start_time.ToDatetime().strftime("%H:%M:%S.%f")[:-3]
-        table.add_row(started, trace.trace_id, trace.request_id, "yes" if trace.complete else "no")
-    return table
 
 
 def _width(console: Console) -> int:

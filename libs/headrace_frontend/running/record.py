@@ -55,22 +55,17 @@ class AttemptRecord(AttemptSteps):
     """How far the clocks of the workers that have reported are ahead of this process's monotonic one, by worker id."""
     error: str = ""
     """Empty unless the attempt has failed."""
-
-    @property
-    def outcome(self) -> asyncio.Future[Any] | None:
-        """The outcome of its prefill, which has the prefill worker's report. None without a remote prefill."""
-        return None
+    context: SpanContext | None = None
+    """The ids of the attempt's span, if it has one."""
+    outcome: asyncio.Future[Any] | None = None
+    """The outcome of its prefill, which has the prefill worker's report. None without a remote prefill."""
 
     def update(self) -> None:
         """Takes the steps that are known now."""
 
     def close(self) -> None:
-        """Refers to nothing of the running request any more. `update` has no effect from now on."""
-
-    @property
-    def context(self) -> SpanContext | None:
-        """The ids of the attempt's span, if it has one."""
-        return None
+        """Refers to nothing of the running request any more. It is not updated from now on."""
+        self.outcome = None
 
     def spans(
         self, request: RequestRecord, maker: SpanMaker, previous: SpanContext | None

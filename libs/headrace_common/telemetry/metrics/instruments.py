@@ -181,7 +181,7 @@ class Histogram:
 
     def record(self, value: float, *values: str, trace_id: str = "") -> None:
         """Counts a value of the series with these labels."""
-        self.series(*values).record(value, trace_id)
+        (self._series.get(values) or self.series(*values)).record(value, trace_id)
 
     def points(self) -> dict[Labels, HistogramPoint]:
         with self._lock:

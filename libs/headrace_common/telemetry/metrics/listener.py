@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from http import HTTPStatus
 from typing import Final
 
 from headrace_common.access.credentials import TlsFiles

@@ -34,19 +34,15 @@ class OwnRecord(AttemptRecord):
     """An attempt by this worker's monotonic clock, from its admission by the engine on."""
 
     times: RequestTimestamps = field(kw_only=True)
-    prefill_call: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
+    outcome: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
     """The prefill through a router."""
     _asked_us: int = 0
     _answered_us: int = 0
 
-    @property
-    def outcome(self) -> asyncio.Task[prefill_pb2.EnqueueResponse] | None:
-        return self.prefill_call
-
     def asked(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
         """A router is asked for the prefill."""
         self._asked_us, self.remote = now_us(), True
-        self.prefill_call = prefill
+        self.outcome = prefill
         prefill.add_done_callback(self._answered)
 
     def _answered(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
@@ -58,7 +54,7 @@ class OwnRecord(AttemptRecord):
     @property
     def answer(self) -> prefill_pb2.EnqueueResponse:
         """What the router has reported. Empty without a report."""
-        task = self.prefill_call
+        task = self.outcome
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return prefill_pb2.EnqueueResponse()
         return task.result()
@@ -128,8 +124,8 @@ class OwnAttempt:
             return await self._add_tokens(running, record)
         except BaseException:
             # After the end, the router's response is on its way.
-            if record.prefill_call is not None:
-                record.prefill_call.cancel()
+            if record.outcome is not None:
+                record.outcome.cancel()
             raise
         finally:
             running.end()
@@ -140,7 +136,7 @@ class OwnAttempt:
         if reserved.start_token < reserved.end_token:
             parent = carrier_of(running.span.get_span_context()).get("traceparent", "")
             record.asked(self._start_prefill(reserved.start_token, parent))
-        event = await _first_event(running, record.prefill_call)
+        event = await _first_event(running, record.outcome)
         while isinstance(event, DecodeTokens):
             await response.add_tokens(tokens_to_proto(event))
             if response.stopped:

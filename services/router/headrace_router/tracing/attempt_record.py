@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from headrace_frontend.running.record import AttemptRecord, Attributes, RequestR
 from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.placement import Decision, candidate_text
-from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
+from headrace_router.prefill_queue.task import QueuedTask
 
 _WORKERS_MAX: Final = 4_096
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
@@ -73,6 +72,7 @@ class Regret(NamedTuple):
 class RoutedAttempt(AttemptRecord):
     """One attempt of this router. Times are microseconds of its clock, 0 or None for what has not happened.
 
+    `context` is None while no attempt has followed the choice of workers.
     The workers' times are known once `update` has found their reports.
     """
 
@@ -80,8 +80,6 @@ class RoutedAttempt(AttemptRecord):
     decision: Decision | None = None
     route_end: int = 0
     route_error: str = ""
-    own_context: SpanContext | None = None
-    """None while no attempt has followed the choice of workers."""
     transfer_id: str = ""
     number: int = 0
     generated_tokens: int = 0
@@ -99,14 +97,6 @@ class RoutedAttempt(AttemptRecord):
     _queued: QueuedTask | None = field(default=None, init=False)
 
     @property
-    def outcome(self) -> asyncio.Future[TaskOutcome] | None:
-        return self._queued.outcome if self._queued is not None else None
-
-    @property
-    def context(self) -> SpanContext | None:
-        return self.own_context
-
-    @property
     def report_bytes(self) -> int:
         return len(self.done.last_link.layers) if self.done is not None else 0
 
@@ -122,7 +112,7 @@ class RoutedAttempt(AttemptRecord):
         self, context: SpanContext, transfer_id: str, *, number: int, generated_tokens: int
     ) -> None:
         """The attempt has these ids. `generated_tokens` are those that the answer has already."""
-        self.own_context, self.transfer_id, self.begin = context, transfer_id, now_us()
+        self.context, self.transfer_id, self.begin = context, transfer_id, now_us()
         self.number, self.generated_tokens = number, generated_tokens
 
     def opened(
@@ -136,7 +126,7 @@ class RoutedAttempt(AttemptRecord):
 
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
-        self._queued = task
+        self._queued, self.outcome = task, task.outcome
 
     def failed(self, error: HeadraceError) -> None:
         """The attempt has failed."""
@@ -162,7 +152,7 @@ class RoutedAttempt(AttemptRecord):
                 self._add_prefill(queued, queued.worker.worker_id)
 
     def close(self) -> None:
-        self._answer = self._queued = None
+        self._answer = self._queued = self.outcome = None
 
     def _add_decode(
         self, answer: LinkedAnswer, times: decode_pb2.AttemptTimes, worker_id: str
@@ -212,7 +202,7 @@ class RoutedAttempt(AttemptRecord):
     def spans(
         self, request: RequestRecord, maker: SpanMaker, previous: SpanContext | None
     ) -> Iterator[ReadableSpan]:
-        decision, own = self.decision, self.own_context
+        decision, own = self.decision, self.context
         if self.route_end:
             attributes = _route_attributes(decision) if decision is not None else {}
             times = (self.route_start, self.route_end)
@@ -254,11 +244,11 @@ class RoutedAttempt(AttemptRecord):
 
     def worker_spans(self, request: RequestRecord, service: str) -> list[ReadableSpan]:
         """The spans of its worker, "decode" or "prefill", as far as its reports show them."""
-        if self.own_context is None or self.decision is None:
+        if self.context is None or self.decision is None:
             return []
         number = 2 * request.attempts.index(self) + 1 + (service == "prefill")
         make = self._prefill_spans if service == "prefill" else self._decode_spans
-        return list(make(request, request.maker(number=number), self.own_context, self.decision))
+        return list(make(request, request.maker(number=number), self.context, self.decision))
 
     def _decode_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision

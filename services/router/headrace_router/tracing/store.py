@@ -6,9 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
-
-from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
@@ -96,10 +95,8 @@ class TraceStore:
                 dropped[DROPPED_SPAN] = dropped.get(DROPPED_SPAN, 0) + 1
                 continue
             stored: StoredSpan = (service, worker_id, content, stored_bytes(size))
-            with self._lock:
-                self._add(trace_id, span, stored, dropped)
-        if dropped:
-            self._report(dropped)
+            self._add(trace_id, partial(TraceRecord.add, span=span, stored=stored), dropped)
+        self._report(dropped)
 
     def keep(self, trace_id: str) -> None:
         """Removes this trace after others, as long as at most half of all traces are kept so."""
@@ -119,15 +116,7 @@ class TraceStore:
     def end_request(self, request: RequestRecord) -> None:
         """A request of `start_trace` has ended. Ignored for unknown traces."""
         dropped: dict[str, int] = {}
-        with self._lock:
-            record = self._find(request.trace_id)
-            if record is None:
-                return
-            before = record.stored_bytes
-            if not record.add_request(request, self._limits.trace_bytes):
-                dropped[DROPPED_TRACE] = 1
-            self.stored_bytes += record.stored_bytes - before
-            self._shrink(dropped)
+        self._add(request.trace_id, partial(TraceRecord.add_request, request=request), dropped)
         self._report(dropped)
 
     def get(self, name: str) -> trace_pb2.Trace:
@@ -174,28 +163,19 @@ class TraceStore:
         stored = [*self._ordinary.items(), *self._kept.items()]
         return sorted(stored, key=lambda one: -one[1].sequence)
 
-    def _add(
-        self,
-        trace_id: str,
-        span: otlp_pb2.Span,
-        stored: StoredSpan,
-        dropped: dict[str, int],
-    ) -> None:
-        record = self._find(trace_id)
-        if record is None:
-            return
-        before = record.stored_bytes
-        if not record.add(span, stored, self._limits.trace_bytes):
-            dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
-            return
-        self.stored_bytes += record.stored_bytes - before
-        self._shrink(dropped)
-
-    def _shrink(self, dropped: dict[str, int]) -> None:
-        """Removes traces until the rest is within the bound."""
-        while self.stored_bytes > self._limits.total_bytes:
-            removed = self._remove_oldest()
-            dropped[DROPPED_STORE] = dropped.get(DROPPED_STORE, 0) + removed.span_count
+    def _add(self, trace_id: str, add: Callable[..., bool], dropped: dict[str, int]) -> None:
+        """Calls `add` with the trace's record. Does nothing for an unknown trace."""
+        with self._lock:
+            record = self._find(trace_id)
+            if record is None:
+                return
+            before = record.stored_bytes
+            if not add(record, bytes_max=self._limits.trace_bytes):
+                dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
+            self.stored_bytes += record.stored_bytes - before
+            while self.stored_bytes > self._limits.total_bytes:
+                removed = self._remove_oldest()
+                dropped[DROPPED_STORE] = dropped.get(DROPPED_STORE, 0) + removed.span_count
 
     def _report(self, dropped: dict[str, int]) -> None:
         for reason, count in dropped.items():

@@ -16,22 +16,10 @@ from headrace_common.telemetry import schema
 from headrace_frontend.running.record import AttemptRecord, RequestRecord
 
 
-class Reporting(AttemptRecord):
-    """An attempt with a report that may come."""
-
-    report: asyncio.Future[Any] | None = None
-
-    @property
-    def outcome(self) -> asyncio.Future[Any] | None:
-        return self.report
-
-
 def record_of(report: asyncio.Future[Any] | None) -> RequestRecord:
-    attempt = Reporting(0)
-    attempt.report = report
     record = RequestRecord(
         arrival=0,
-        attempts=[attempt],
+        attempts=[AttemptRecord(0, outcome=report)],
         request_id="r",
         context=SpanContext(1, 2, False),
         arrival_ns=5_500,
