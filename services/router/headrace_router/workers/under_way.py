@@ -51,9 +51,14 @@ class PromptsUnderWay:
         prompts = self._by_start.get(_start_of(token_ids, cache_salt))
         if prompts is None:
             return cached_tokens
+        common: dict[WorkerRef, int] = {}
         for _, prompt in zip(range(_COMPARED_MAX), reversed(prompts), strict=False):
-            common = _common_tokens(prompt.token_ids, token_ids)
-            cached_tokens = table.with_cached_prompt(cached_tokens, prompt.ref, common)
+            known = common.get(prompt.ref, 0)
+            # Most prompts that run at the same time are equal, so that the first comparison finds all.
+            if known < min(len(prompt.token_ids), len(token_ids)):
+                common[prompt.ref] = max(known, _common_tokens(prompt.token_ids, token_ids))
+        for ref, tokens in common.items():
+            cached_tokens = table.with_cached_prompt(cached_tokens, ref, tokens)
         return cached_tokens
 
 
