@@ -43,11 +43,6 @@ class TextEncoder:
     differences = 0
     """Texts with other ids by kitoken, since the start."""
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether it encodes 20 characters in a microsecond, rather than 5."""
-        return False
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
@@ -69,13 +64,11 @@ class FastEncoder(TextEncoder):
         starts = range(len(whole) - len(plain) + 1)
         start = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)
         self._around = whole[:start], whole[start + len(plain) :]
-        self._is_framed = any(self._around)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if len(text) > self._characters_max:
             return super().encode(text, add_special_tokens=add_special_tokens)
-        special = add_special_tokens and self._is_framed
-        ids = self.encode_fast(text, add_special_tokens=special)
+        ids = self.encode_fast(text, add_special_tokens=add_special_tokens)
         if next(self._numbers) % CHECK_INTERVAL:
             return ids
         expected = super().encode(text, add_special_tokens=add_special_tokens)
@@ -86,14 +79,12 @@ class FastEncoder(TextEncoder):
             _LOG.error("kitoken gives a text of %d characters other ids: not used again", len(text))
         return expected
 
-    @property
-    def is_fast(self) -> bool:
-        return self._characters_max > 0
-
     def encode_fast(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids by kitoken."""
         ids = self._encode_fast(text, True)
-        return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
+        if not add_special_tokens or not any(self._around):
+            return ids
+        return [*self._around[0], *ids, *self._around[1]]
 
 
 def text_encoder(tokenizer: Any, description: Mapping[str, Any]) -> TextEncoder:

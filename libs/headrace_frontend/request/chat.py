@@ -237,17 +237,12 @@ def _kwargs_violations(text: str) -> dict[str, str]:
 def _texts(chat: inference_pb2.Chat) -> Iterator[str]:
     yield chat.template_kwargs
     for message in chat.messages:
-        yield message.content
+        yield from (message.content, message.reasoning, message.name)
         yield from (part.text for part in message.parts)
-        yield message.reasoning
-        yield message.name
         for call in message.tool_calls:
-            yield call.name
-            yield call.arguments
+            yield from (call.name, call.arguments)
     for tool in chat.tools:
-        yield tool.name
-        yield tool.description
-        yield tool.parameters
+        yield from (tool.name, tool.description, tool.parameters)
 
 
 def _message_of(message: inference_pb2.ChatMessage) -> ChatMessage:
