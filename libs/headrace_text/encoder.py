@@ -82,9 +82,8 @@ class FastEncoder(TextEncoder):
     def encode_fast(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids by kitoken."""
         ids = self._encode_fast(text, True)
-        if not add_special_tokens or not any(self._around):
-            return ids
-        return [*self._around[0], *ids, *self._around[1]]
+        before, after = self._around
+        return [*before, *ids, *after] if add_special_tokens and (before or after) else ids
 
 
 def text_encoder(tokenizer: Any, description: Mapping[str, Any]) -> TextEncoder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from functools import lru_cache
 from typing import Final
 
 from headrace_common.registry.adapters import Adapter
@@ -18,7 +17,6 @@ _ADAPTER_PERSON: Final = b"adapsalt"
 _CLIENT_PERSON: Final = b"clntsalt"
 
 
-@lru_cache(maxsize=4_096)
 def tenant_salt(prefix_hash_key: int, tenant: str) -> str:
     """The salt of a tenant, equal in all routers of a deployment. Without the key it does not reveal the tenant."""
     digest = hashlib.blake2s(
