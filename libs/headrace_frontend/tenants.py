@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
 from headrace_common.access.key_file import key_digest, key_in, load_keys
@@ -74,6 +75,9 @@ def load_tenants(path: str, setting: str = "api_keys_file") -> Tenants:
 PrefixCacheScope: TypeAlias = Literal["auto", "shared", "tenant"]
 
 
+_known_salt: Final = lru_cache(maxsize=4_096)(tenant_salt)
+
+
 class CacheSalts:
     """Gives each tenant its own salt, or all tenants the empty one.
 
@@ -90,4 +94,4 @@ class CacheSalts:
         """The salt of a tenant's requests."""
         if not self._by_tenant:
             return ""
-        return tenant_salt(self._prefix_hash_key() or self._own_key, tenant)
+        return _known_salt(self._prefix_hash_key() or self._own_key, tenant)

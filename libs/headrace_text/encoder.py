@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, product
 from pathlib import Path
-from random import randrange
 from typing import Any, Final
 
 from kitoken import Kitoken
@@ -24,9 +23,7 @@ from headrace_common.errors import ConfigError
 from headrace_text.codec import TooManyTokens
 
 CHECK_INTERVAL: Final = 1_000
-"""One text in this many, or a part of it, is encoded by both."""
-# It takes the library some milliseconds.
-_CHECKED_CHARACTERS_MAX: Final = 8_192
+"""One text in this many is encoded by both."""
 FAST_CHARACTERS_MAX: Final = 131_072
 _LOG = logging.getLogger(__name__)
 _CORPUS: Final = Path(__file__).with_name("corpus.txt").read_bytes().decode()
@@ -45,11 +42,6 @@ class TextEncoder:
 
     differences = 0
     """Texts with other ids by kitoken, since the start."""
-
-    @property
-    def is_fast(self) -> bool:
-        """Whether it encodes 20 characters in a microsecond, rather than 5."""
-        return False
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -79,31 +71,19 @@ class FastEncoder(TextEncoder):
         ids = self.encode_fast(text, add_special_tokens=add_special_tokens)
         if next(self._numbers) % CHECK_INTERVAL:
             return ids
-        part, found = text, ids
-        if len(text) > _CHECKED_CHARACTERS_MAX:
-            start = randrange(len(text) - _CHECKED_CHARACTERS_MAX)
-            part = text[start : start + _CHECKED_CHARACTERS_MAX]
-            found = self.encode_fast(part, add_special_tokens=add_special_tokens)
-        if found == super().encode(part, add_special_tokens=add_special_tokens):
-            return ids
-        self.differences += 1
-        # From now on, every text is too long.
-        self._characters_max = -1
-        _LOG.error("kitoken gives a text of %d characters other ids: not used again", len(part))
-        return super().encode(text, add_special_tokens=add_special_tokens)
-
-    @property
-    def is_fast(self) -> bool:
-        return self._characters_max > 0
+        expected = super().encode(text, add_special_tokens=add_special_tokens)
+        if ids != expected:
+            self.differences += 1
+            # From now on, every text is too long.
+            self._characters_max = -1
+            _LOG.error("kitoken gives a text of %d characters other ids: not used again", len(text))
+        return expected
 
     def encode_fast(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids by kitoken."""
         ids = self._encode_fast(text, True)
-        if add_special_tokens:
-            before, after = self._around
-            ids[:0] = before
-            ids += after
-        return ids
+        before, after = self._around
+        return [*before, *ids, *after] if add_special_tokens and (before or after) else ids
 
 
 def text_encoder(tokenizer: Any, description: Mapping[str, Any]) -> TextEncoder:

@@ -15,6 +15,7 @@ from headrace_text.chat_encoder import ChatEncoder
 from headrace_text.chat_template import template_values
 from headrace_text.codec import SPECIAL_TOKEN_NAMES, ChatMessage, TextCodec
 from headrace_text.encoder import (
+    FastEncoder,
     check_count,
     make_tokenizer,
     not_a_model,
@@ -110,6 +111,7 @@ class HuggingFaceCodec(TextCodec):
         description = _read_json(folder, "tokenizer.json", required=True)
         self._tokenizer = make_tokenizer(folder, description)
         self._encoder = text_encoder(self._tokenizer, description)
+        self.encodes_fast = isinstance(self._encoder, FastEncoder)
         special_tokens = _special_tokens(tokenizer_config)
         self.vocabulary_size = _text_field(config, "vocab_size") or self._tokenizer.get_vocab_size()
         self.longest_token_bytes = _longest_token_bytes(description, self._tokenizer)
@@ -180,10 +182,6 @@ class HuggingFaceCodec(TextCodec):
     @property
     def encoder_differences(self) -> int:
         return self._encoder.differences
-
-    @property
-    def encodes_fast(self) -> bool:
-        return self._encoder.is_fast
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

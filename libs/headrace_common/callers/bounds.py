@@ -195,10 +195,9 @@ class CallerBounds:
         self._calls_max = calls_max
         self._check_s = check_s
         self._calls: Counter[str] = Counter()
-        self._total = 0
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
-        self._turns = CallerTurns(lambda: self._total <= 1)
+        self._turns = CallerTurns(lambda: len(self._calls) <= 1 and self._calls.total() <= 1)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""
@@ -216,11 +215,9 @@ class CallerBounds:
             )
         _CALLER.set(caller)
         self._calls[caller] += 1
-        self._total += 1
         try:
             yield
         finally:
-            self._total -= 1
             self._calls[caller] -= 1
             if not self._calls[caller]:
                 del self._calls[caller]

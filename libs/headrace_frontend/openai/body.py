@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import Any, ClassVar, TypeVar, get_args
@@ -41,16 +41,14 @@ class Body(BaseModel):
     def _prepare(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        without_effect = cls.without_effect
         kept = {
             name: item
             for name, item in value.items()
-            if item is not None and name not in without_effect
+            if item is not None and name not in cls.without_effect
         }
-        if not cls.neutral.keys().isdisjoint(kept):
-            for name in cls.neutral.keys() & kept.keys():
-                if kept.pop(name) not in cls.neutral[name]:
-                    raise ValueError(f"{name}: is not supported; leave it out")
+        for name in cls.neutral.keys() & kept.keys():
+            if kept.pop(name) not in cls.neutral[name]:
+                raise ValueError(f"{name}: is not supported; leave it out")
         return cls.translated(kept)
 
 
@@ -69,12 +67,10 @@ class UnknownFields:
 
     def check(self, body: Body) -> list[str]:
         """The paths of some unknown fields, without the indexes of lists. Raises InvalidRequest to reject them."""
-        found: list[str] = []
-        _add_unknown(body, "", found)
+        found = list(islice(_unknown(body), _UNKNOWN_MAX))
         if not found:
             return found
-        names = (_NO_NAME_CHARACTER.sub("_", path)[:_NAME_CHARACTERS_MAX] for path in found)
-        paths = sorted(set(islice(names, _UNKNOWN_MAX)))
+        paths = sorted({_NO_NAME_CHARACTER.sub("_", one)[:_NAME_CHARACTERS_MAX] for one in found})
         if self._rejected:
             remedy = "is not a field of this request; correct its name or leave it out"
             raise InvalidRequest(dict.fromkeys(paths, remedy), cause="unknown_parameter")
@@ -85,20 +81,17 @@ class UnknownFields:
         return paths
 
 
-def _add_unknown(body: Body, path: str, found: list[str]) -> None:
-    """Adds paths, which may repeat. All of those that count are among the first ones."""
-    if body.model_extra:
-        found.extend(f"{path}{name}" for name in islice(body.model_extra, _UNKNOWN_MAX))
+def _unknown(body: Body, path: str = "") -> Iterator[str]:
+    """The paths may repeat."""
+    for name in body.model_extra or ():
+        yield f"{path}{name}"
     for name in _body_fields(type(body)):
         value = getattr(body, name)
         if isinstance(value, Body):
-            _add_unknown(value, f"{path}{name}.", found)
+            yield from _unknown(value, f"{path}{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], Body):
-            inner = f"{path}{name}."
             for item in value:
-                if len(found) >= _UNKNOWN_MAX:
-                    break
-                _add_unknown(item, inner, found)
+                yield from _unknown(item, f"{path}{name}.")
 
 
 @cache
@@ -108,9 +101,8 @@ def _body_fields(kind: type[Body]) -> tuple[str, ...]:
 
 
 def _has_body(annotation: Any) -> bool:
-    if isinstance(annotation, type) and issubclass(annotation, Body):
-        return True
-    return any(map(_has_body, get_args(annotation)))
+    is_body = isinstance(annotation, type) and issubclass(annotation, Body)
+    return is_body or any(map(_has_body, get_args(annotation)))
 
 
 BodyKind = TypeVar("BodyKind", bound=Body)
@@ -118,15 +110,16 @@ BodyKind = TypeVar("BodyKind", bound=Body)
 
 def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
     """The body in `data`. Raises InvalidRequest that names the wrong fields."""
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        raise invalid_body(error) from None
+    return _validated(kind.model_validate_json, data)
 
 
 def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
     """As `parse_body`, of a body that another API's body asks for."""
+    return _validated(kind.model_validate, value)
+
+
+def _validated(validate: Callable[[Any], BodyKind], value: Any) -> BodyKind:
     try:
-        return kind.model_validate(value)
+        return validate(value)
     except ValidationError as error:
         raise invalid_body(error) from None

@@ -83,24 +83,19 @@ def completion_requests(
     body: CompletionBody, request_id: str
 ) -> list[inference_pb2.GenerateRequest]:
     """One request for each prompt."""
-    requests: list[inference_pb2.GenerateRequest] = []
-    for index, prompt in enumerate(_prompts(body.prompt)):
-        request = _request(body, _numbered(request_id, index))
-        if body.best_of:
-            request.best_of = body.best_of
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.tokens.ids.extend(prompt)
-        if requests:
-            request.sampling.CopyFrom(requests[0].sampling)
-        else:
-            _set_completion_sampling(request.sampling, body)
-        requests.append(request)
-    return requests
+    prompts = enumerate(_prompts(body.prompt))
+    return [_completion(body, _numbered(request_id, index), prompt) for index, prompt in prompts]
 
 
-def _set_completion_sampling(sampling: sampling_pb2.SamplingParams, body: CompletionBody) -> None:
+def _completion(
+    body: CompletionBody, request_id: str, prompt: str | list[int]
+) -> inference_pb2.GenerateRequest:
+    request = _request(body, request_id)
+    sampling, request.best_of = request.sampling, body.best_of
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.tokens.ids.extend(prompt)
     _set_sampling(sampling, body)
     if body.logprobs is not None:
         sampling.logprobs = body.logprobs
@@ -109,6 +104,7 @@ def _set_completion_sampling(sampling: sampling_pb2.SamplingParams, body: Comple
     if not body.generates:
         # The engine reports the prompt with the first token. The response leaves that out.
         sampling.max_tokens = 1
+    return request
 
 
 def tokenize_request(body: TokenizeBody) -> inference_pb2.GenerateRequest:
@@ -151,14 +147,9 @@ def openai_error(
 def _request(body: GenerationBody, request_id: str) -> inference_pb2.GenerateRequest:
     """A request with the fields that completions and chats share, but for the sampling."""
     request = inference_pb2.GenerateRequest(model=body.model, request_id=request_id, n=body.n)
-    if body.priority:
-        request.priority = _PRIORITIES[body.priority]
-    if body.cache_salt:
-        request.cache_salt = body.cache_salt
-    if body.prompt_cache_key:
-        request.conversation_id = id_of(body.prompt_cache_key)
-    if body.include_latency:
-        request.include_latency = True
+    request.priority, request.cache_salt = _PRIORITIES[body.priority], body.cache_salt
+    request.conversation_id = id_of(body.prompt_cache_key)
+    request.include_latency = body.include_latency
     if body.ttft_target_s is not None:
         request.ttft_target.CopyFrom(duration_from_seconds(body.ttft_target_s))
     if body.tpot_target_s is not None:
@@ -201,17 +192,11 @@ def _set_sampling(sampling: sampling_pb2.SamplingParams, body: GenerationBody) -
 
 def _structured_outputs(body: StructuredOutputsBody) -> sampling_pb2.StructuredOutputs:
     """Raises InvalidRequest for more than one constraint, which the message cannot have."""
-    values = {
-        "json": body.json_
-        if body.json_ is None or isinstance(body.json_, str)
-        else _json(body.json_),
-        "json_object": body.json_object,
-        "regex": body.regex,
-        "choice": None if body.choice is None else sampling_pb2.Choice(texts=body.choice),
-        "grammar": body.grammar,
-        "structural_tag": body.structural_tag,
-    }
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    given = body.model_dump(include=set(type(body).model_fields), exclude_none=True, by_alias=True)
+    if isinstance(given.get("json"), dict):
+        given["json"] = _json(given["json"])
+    if "choice" in given:
+        given["choice"] = sampling_pb2.Choice(texts=given["choice"])
     if len(given) > 1:
         raise InvalidRequest({"structured_outputs": f"set only one of {' and '.join(given)}"})
     return sampling_pb2.StructuredOutputs(**given)

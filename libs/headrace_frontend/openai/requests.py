@@ -152,24 +152,18 @@ class GenerationBody(Body):
         }
     )
     neutral = {  # noqa: RUF012
-        "use_beam_search": (False,),
+        **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking"), (False,)),
+        **dict.fromkeys(("truncate_prompt_tokens", "repetition_detection"), _NO_VALUE),
         "length_penalty": (1,),
-        "early_stopping": (False,),
         "logprob_token_ids": ([],),
         "spaces_between_special_tokens": (True,),
-        "truncate_prompt_tokens": _NO_VALUE,
         "thinking_token_budget": (-1,),
-        "repetition_detection": _NO_VALUE,
-        "watermarking": (False,),
         "guided_whitespace_pattern": _NO_VALUE,
         # Of SGLang, TGI and llama.cpp.
-        "lora_path": _NO_VALUE,
-        "custom_logit_processor": _NO_VALUE,
+        **dict.fromkeys(("lora_path", "custom_logit_processor"), _NO_VALUE),
+        **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0,)),
         "no_stop_trim": (False,),
         "typical_p": (1,),
-        "dry_multiplier": (0,),
-        "mirostat": (0,),
-        "xtc_probability": (0,),
     }
 
     model: str = ""
@@ -260,13 +254,10 @@ class ChatCompletionBody(GenerationBody):
 
     neutral = {  # noqa: RUF012
         **GenerationBody.neutral,
-        "echo": (False,),
-        "add_special_tokens": (False,),
-        "chat_template": _NO_VALUE,
+        **dict.fromkeys(("echo", "add_special_tokens"), (False,)),
+        **dict.fromkeys(("chat_template", "web_search_options", "moderation"), _NO_VALUE),
         "documents": ([],),
         "modalities": (["text"], []),
-        "web_search_options": _NO_VALUE,
-        "moderation": _NO_VALUE,
         "separate_reasoning": (True,),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from headrace.inference.v1 import inference_pb2, tools_pb2
@@ -27,6 +28,7 @@ _MODES = frozenset(_MODE.values())
 _FORCING_MODES = (_MODE.MODE_REQUIRED, _MODE.MODE_FUNCTION)
 _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{CHAT_NAME_CHARACTERS_MAX}}}")
 _MESSAGES_MAX = 64
+_RARE_FIELDS = attrgetter("name", "tool_call_id", "reasoning", "tool_calls", "parts")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -63,13 +65,7 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
 
 def _is_plain(message: inference_pb2.ChatMessage) -> bool:
     """Whether a message has a known role and text, and nothing else."""
-    return message.role in CHAT_ROLES and not (
-        message.name
-        or message.tool_call_id
-        or message.reasoning
-        or message.tool_calls
-        or message.parts
-    )
+    return message.role in CHAT_ROLES and not any(_RARE_FIELDS(message))
 
 
 def text_bytes(chat: inference_pb2.Chat) -> int:
@@ -79,20 +75,14 @@ def text_bytes(chat: inference_pb2.Chat) -> int:
 
 def plain_text_bytes(request: inference_pb2.GenerateRequest) -> int:
     """Bytes of a prompt's texts that are only encoded. 0 for many messages, of which the template takes more time."""
-    if not request.HasField("chat"):
-        return len(request.text.encode())
-    messages = request.chat.messages
-    if len(messages) > _MESSAGES_MAX:
-        return 0
-    return sum(len(message.content.encode()) for message in messages if _is_plain(message))
+    messages = request.chat.messages[: _MESSAGES_MAX + 1]
+    texts = [message.content for message in messages if _is_plain(message)]
+    return len("".join(texts or (request.text,)).encode()) if len(texts) <= _MESSAGES_MAX else 0
 
 
 def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:
     """The messages of a valid chat, for the chat template."""
-    return [
-        ChatMessage(message.role, message.content) if _is_plain(message) else _message_of(message)
-        for message in chat.messages
-    ]
+    return list(map(_message_of, chat.messages))
 
 
 def tools_of(chat: inference_pb2.Chat) -> list[dict[str, Any]]:
@@ -247,38 +237,29 @@ def _kwargs_violations(text: str) -> dict[str, str]:
 def _texts(chat: inference_pb2.Chat) -> Iterator[str]:
     yield chat.template_kwargs
     for message in chat.messages:
-        yield message.content
+        yield from (message.content, message.reasoning, message.name)
         yield from (part.text for part in message.parts)
-        yield message.reasoning
-        yield message.name
         for call in message.tool_calls:
-            yield call.name
-            yield call.arguments
+            yield from (call.name, call.arguments)
     for tool in chat.tools:
-        yield tool.name
-        yield tool.description
-        yield tool.parameters
+        yield from (tool.name, tool.description, tool.parameters)
 
 
 def _message_of(message: inference_pb2.ChatMessage) -> ChatMessage:
-    calls = (
-        ToolCall(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls
-    )
-    parts = (None if part.HasField("image") else part.text for part in message.parts)
+    if _is_plain(message):
+        return ChatMessage(message.role, message.content)
+    calls = message.tool_calls
+    parts = [None if part.HasField("image") else part.text for part in message.parts]
     return ChatMessage(
         message.role,
-        _content(message),
+        # Parts are lines of one text, as in vLLM.
+        "\n".join(part or "" for part in parts) if parts else message.content,
         name=message.name,
-        tool_calls=tuple(calls),
+        tool_calls=tuple(ToolCall(one.id, one.name, _arguments(one.arguments)) for one in calls),
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning,
-        parts=tuple(parts) if has_image(message) else (),
+        parts=tuple(parts) if None in parts else (),
     )
-
-
-def _content(message: inference_pb2.ChatMessage) -> str:
-    """The content as one text. Parts are lines of it, as in vLLM."""
-    return "\n".join(part.text for part in message.parts) if message.parts else message.content
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from headrace_common.tasks import lower_priority
 from headrace_frontend.request.chat import plain_text_bytes
 from headrace_frontend.request.images import image_bytes
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
-from headrace_frontend.request.validation import Caller, PreparedRequest, prepare
+from headrace_frontend.request.sampling import beyond_vocabulary
+from headrace_frontend.request.validation import PreparedRequest, prepare
 from headrace_text.codec import TextCodec
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
@@ -40,33 +41,23 @@ class TextThreads:
     """
 
     def __init__(self) -> None:
-        self._short = _TextThread("short-texts")
-        self._long = _TextThread("long-texts")
+        self._threads = [
+            (ThreadPoolExecutor(1, name, initializer=lower_priority), OneEach())
+            for name in ("short-texts", "long-texts")
+        ]
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
         """Runs `work`, for a request of this size, on the right thread."""
         if size_bytes <= _INLINE_BYTES:
             return work()
-        thread = self._short if size_bytes <= _SHORT_BYTES else self._long
-        return await thread.run(tenant, work)
+        executor, turns = self._threads[size_bytes > _SHORT_BYTES]
+        async with turns.of(tenant):
+            return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     def close(self) -> None:
         """Drops texts that wait. Does not wait for those that are being encoded."""
-        self._short.close()
-        self._long.close()
-
-
-class _TextThread:
-    def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=lower_priority)
-        self._turns = OneEach()
-
-    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        async with self._turns.of(tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor, _ in self._threads:
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 class ModelWorkers(Protocol):
@@ -176,15 +167,8 @@ class RequestPreparer:
             raise InvalidRequest(
                 {"tokens": f"must hold at most {length_max} tokens, not {len(token_ids)}"}
             )
-        wrong = next(
-            (i for i, token in enumerate(token_ids) if token >= codec.vocabulary_size), None
-        )
-        if wrong is not None:
-            raise InvalidRequest(
-                {
-                    f"tokens[{wrong}]": f"must be below {codec.vocabulary_size}, not {token_ids[wrong]}"
-                }
-            )
+        if violations := beyond_vocabulary("tokens", token_ids, 0, codec.vocabulary_size):
+            raise InvalidRequest(violations)
         return await self._threads.run(tenant, 4 * len(token_ids), lambda: codec.decode(token_ids))
 
     def choice(self, model: str) -> ModelChoice:
@@ -210,8 +194,10 @@ class RequestPreparer:
             request_id=request_id,
             codecs=self.codecs,
             max_model_len=self.workers.max_model_len(),
-            caller=Caller(tenant, priority, self.salt_of(tenant)),
+            cache_salt=self.salt_of(tenant),
             adapters=self.workers.adapters(),
+            tenant=tenant,
+            priority=priority,
             start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
@@ -224,8 +210,8 @@ class RequestPreparer:
 
     def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
         """Whether a request has little but a prompt that is encoded fast."""
-        if size_bytes > _INLINE_TEXT_BYTES:
-            return False
-        if not all(codec.encodes_fast for codec in self.codecs.values()):
+        codecs = self.codecs.values()
+        is_fast = all(one.encodes_fast and not one.encoder_differences for one in codecs)
+        if size_bytes > _INLINE_TEXT_BYTES or not is_fast:
             return False
         return size_bytes - plain_text_bytes(request) <= _INLINE_BYTES

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias
 
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.limits import (
@@ -83,10 +84,10 @@ def _choice_violations(path: str, texts: Sequence[str]) -> Iterator[tuple[str, s
 _Field: TypeAlias = Literal[
     "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"
 ]
-_RangeField: TypeAlias = Literal[
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-]
 SEED_MAX = 2**63 - 1
+_TOKEN_FIELDS = attrgetter(
+    "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_sequences"
+)
 _LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
@@ -105,7 +106,7 @@ class _Range:
         return f"{'from' if self.low_included else 'above'} {self.low:g} to {self.high:g}"
 
 
-_RANGES: Final[Mapping[_RangeField, _Range]] = {
+_RANGES = {
     "temperature": _Range(0, 2, 1),
     "top_p": _Range(0, 1, 1, low_included=False),
     "min_p": _Range(0, 1, 0),
@@ -115,6 +116,10 @@ _RANGES: Final[Mapping[_RangeField, _Range]] = {
 }
 
 
+_TEXT_BOUNDS = {
+    "stop": (STOP_STRINGS_MAX, STOP_STRING_CHARACTERS_MAX),
+    "bad_words": (BAD_WORDS_MAX, BAD_WORD_CHARACTERS_MAX),
+}
 _DEFAULT_VALUES: dict[str, Any] = {name: allowed.default for name, allowed in _RANGES.items()}
 _DEFAULTS = sampling_pb2.SamplingParams(top_k=0, **_DEFAULT_VALUES)
 
@@ -128,7 +133,7 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
     """Remedies by path of the invalid field. Needs no knowledge of the model."""
     violations: dict[str, str] = {}
     for name, allowed in _RANGES.items():
-        if sampling.HasField(name) and not allowed.contains(value := getattr(sampling, name)):
+        if sampling.HasField(name) and not allowed.contains(value := getattr(sampling, name)):  # type: ignore[arg-type]
             violations[f"sampling.{name}"] = f"must be {allowed}, not {value:g}"
     if sampling.seed > SEED_MAX:
         violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {sampling.seed}"
@@ -136,16 +141,15 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
         violations["sampling.max_tokens"] = (
             "must be 1 or more; leave it out to use the rest of the context"
         )
-    for counted in _LOGPROBS:
-        if (count := getattr(sampling, counted)) > LOGPROBS_MAX:
-            violations[f"sampling.{counted}"] = f"must be from 0 to {LOGPROBS_MAX}, not {count}"
-    if texts := sampling.stop:
-        bounds = STOP_STRINGS_MAX, STOP_STRING_CHARACTERS_MAX
-        violations.update(_text_violations("sampling.stop", texts, *bounds))
-    if texts := sampling.bad_words:
-        bounds = BAD_WORDS_MAX, BAD_WORD_CHARACTERS_MAX
-        violations.update(_text_violations("sampling.bad_words", texts, *bounds))
-    if _names_tokens(sampling):
+    for name in _LOGPROBS:
+        if (count := getattr(sampling, name)) > LOGPROBS_MAX:
+            violations[f"sampling.{name}"] = f"must be from 0 to {LOGPROBS_MAX}, not {count}"
+    for name, (count_max, characters_max) in _TEXT_BOUNDS.items():
+        if texts := getattr(sampling, name):
+            violations.update(
+                _text_violations(f"sampling.{name}", texts, count_max, characters_max)
+            )
+    if any(_TOKEN_FIELDS(sampling)):
         violations.update(_token_violations(sampling))
     if sampling.min_tokens > sampling.max_tokens and sampling.HasField("max_tokens"):
         violations["sampling.min_tokens"] = (
@@ -156,21 +160,12 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
     return violations
 
 
-def _names_tokens(sampling: sampling_pb2.SamplingParams) -> bool:
-    return bool(
-        sampling.stop_token_ids
-        or sampling.logit_bias
-        or sampling.allowed_token_ids
-        or sampling.bad_token_sequences
-    )
-
-
 def vocabulary_violations(
     sampling: sampling_pb2.SamplingParams, vocabulary_size: int
 ) -> dict[str, str]:
     """Remedies by path of the field with a token beyond the vocabulary. Ignores lists that are too long."""
     violations: dict[str, str] = {}
-    if not _names_tokens(sampling):
+    if not any(_TOKEN_FIELDS(sampling)):
         return violations
     lists: dict[str, tuple[Sequence[int], int]] = {
         "stop_token_ids": (sampling.stop_token_ids, STOP_TOKENS_MAX),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -29,9 +30,9 @@ _OTHER_BYTES: Final = 1024 * 1024
 _IMAGES_BYTES: Final = IMAGES_BYTES_MAX // 3 * 4 + 1024 * 1024
 
 
-def needed_request_bytes(context: int, bytes_per_token: int = BYTES_PER_TOKEN_MAX) -> int:
+def needed_request_bytes(context: int) -> int:
     """Bytes that a request for a context of this many tokens can need."""
-    return _OTHER_BYTES + context * (bytes_per_token + _NUMBER_BYTES)
+    return _OTHER_BYTES + context * (BYTES_PER_TOKEN_MAX + _NUMBER_BYTES)
 
 
 def request_bytes_max(contexts: Iterable[int], *, images: bool = False) -> int:
@@ -46,27 +47,21 @@ def request_bytes_max(contexts: Iterable[int], *, images: bool = False) -> int:
 class RequestSizeCheck:
     """Bounds a request by the longest context.
 
-    `max_model_len` returns the context length of each served model, and `bytes_per_token` is the bound on a prompt's
-    text. `images`: whether a request may have images.
+    `max_model_len` returns the context length of each served model. `images`: whether a request may have images.
     """
 
     def __init__(
-        self,
-        max_model_len: Callable[[], Mapping[str, int]],
-        bytes_per_token: int = BYTES_PER_TOKEN_MAX,
-        *,
-        images: bool = False,
+        self, max_model_len: Callable[[], Mapping[str, int]], *, images: bool = False
     ) -> None:
         self._images_bytes = _IMAGES_BYTES * images
         self._max_model_len = max_model_len
-        self._bytes_per_token = bytes_per_token
 
     def check(self, request_bytes: int) -> None:
         """Raises InvalidRequest for more bytes than a prompt for the longest context needs."""
         if request_bytes <= _OTHER_BYTES:
             return
         context = self._longest_context()
-        bytes_max = needed_request_bytes(context, self._bytes_per_token) + self._images_bytes
+        bytes_max = needed_request_bytes(context) + self._images_bytes
         if request_bytes > bytes_max:
             raise InvalidRequest(
                 {
@@ -103,7 +98,7 @@ class RequestSizeCheck:
     def check_text(self, text_bytes: int) -> None:
         """Raises InvalidRequest for a text of more bytes than the longest context takes."""
         context = self._longest_context()
-        bytes_max = context * self._bytes_per_token
+        bytes_max = context * BYTES_PER_TOKEN_MAX
         # Without any model, no context is known.
         if context and text_bytes > bytes_max:
             raise InvalidRequest(
@@ -120,20 +115,17 @@ class RequestSizeCheck:
 
 
 def byte_violations(
-    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, bytes_per_token: int
+    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int
 ) -> dict[str, str]:
     """Remedies for a prompt of too many bytes or ids. Counts them, which takes far less time than tokenizing does."""
     if request.HasField("tokens"):
         return length_violations(request, len(request.tokens.ids), context)
     tokens_max = context or UNKNOWN_CONTEXT_TOKENS
-    bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
-    if request.HasField("text"):
-        size = len(request.text.encode())
-    else:
-        # Most chats fit as they are, with more than their texts.
-        size = request.chat.ByteSize()
-        if size > bytes_max:
-            size = text_bytes(request.chat)
+    bytes_max = tokens_max * min(BYTES_PER_TOKEN_MAX, codec.longest_token_bytes or math.inf)
+    # Most prompts fit as they are, with more than their texts.
+    if request.ByteSize() <= bytes_max:
+        return {}
+    size = len(request.text.encode()) if request.HasField("text") else text_bytes(request.chat)
     if size <= bytes_max:
         return {}
     return {

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -41,7 +41,6 @@ from headrace_frontend.request.sampling import (
     with_defaults,
 )
 from headrace_frontend.request.size import (
-    BYTES_PER_TOKEN_MAX,
     CONTEXT_WORDS,
     byte_violations,
     length_violations,
@@ -60,20 +59,11 @@ REQUEST_ID_CHARACTERS_MAX = 128
 _REQUEST_ID = re.compile(r"[!-~]*")
 _PROMPT_FIELDS: Final[tuple[Literal["text", "chat", "tokens"], ...]] = ("text", "chat", "tokens")
 _ID_FIELDS: Final[tuple[Literal["tokens", "generated"], ...]] = ("tokens", "generated")
-_TARGETS: Final[tuple[Literal["ttft_target", "tpot_target"], ...]] = ("ttft_target", "tpot_target")
+_DurationField: TypeAlias = Literal["ttft_target", "tpot_target", "keep"]
+_TARGETS: Final[tuple[_DurationField, ...]] = ("ttft_target", "tpot_target")
 _PLACEMENTS = frozenset(inference_pb2.PrefillPlacement.values())
+_LOCAL, _REMOTE = inference_pb2.PREFILL_PLACEMENT_LOCAL, inference_pb2.PREFILL_PLACEMENT_REMOTE
 _FIRST_TOKEN_POLICIES = frozenset(first_token_pb2.FirstTokenPolicy.values())
-
-
-class Caller(NamedTuple):
-    """The tenant that sends a request, the class that it may use, and its cache salt."""
-
-    tenant: str = DEFAULT_TENANT
-    priority: Priority = Priority.NORMAL
-    cache_salt: str = ""
-
-
-DEFAULT_CALLER: Final = Caller()
 
 
 @dataclass(slots=True)
@@ -155,17 +145,18 @@ def prepare(
     request_id: str,
     codecs: Mapping[str, TextCodec],
     max_model_len: Mapping[str, int],
-    bytes_per_token: int = BYTES_PER_TOKEN_MAX,
-    caller: Caller = DEFAULT_CALLER,
+    cache_salt: str = "",
     adapters: Adapters = NO_ADAPTERS,
+    tenant: str = DEFAULT_TENANT,
+    priority: Priority = Priority.NORMAL,
     start_ns: int = 0,
     add_generation_prompt: bool = True,
 ) -> PreparedRequest:
     """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
 
     `max_model_len` is the context length of the live decode workers by model. The model's own files count for a model
-    without workers. A text of more than `bytes_per_token` times the context length
-    is not tokenized. `start_ns` becomes that of `tokenized_ns`. Raises InvalidRequest with every violation at once.
+    without workers. `cache_salt` is that of the tenant. A text of too many bytes for the context is not tokenized.
+    `start_ns` becomes that of `tokenized_ns`. Raises InvalidRequest with every violation at once.
     """
     sampling = request.sampling
     violations = request_violations(request)
@@ -179,14 +170,10 @@ def prepare(
     token_ids = array("I")
     images: PromptImages = ()
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
-        prompt_violations = byte_violations(request, codec, context, bytes_per_token)
+        prompt_violations = byte_violations(request, codec, context)
         if not prompt_violations:
             token_ids, images, prompt_violations = _tokenized(
-                request,
-                codec,
-                context,
-                caller.cache_salt,
-                add_generation_prompt=add_generation_prompt,
+                request, codec, context, cache_salt, add_generation_prompt=add_generation_prompt
             )
         violations.update(prompt_violations)
     violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
@@ -194,10 +181,9 @@ def prepare(
         beyond = any(CONTEXT_WORDS in remedy for remedy in violations.values())
         raise InvalidRequest(violations, cause="context_length_exceeded" if beyond else "")
     max_tokens = sampling.max_tokens or tokens_left(context, len(token_ids))
-    generated = tuple(request.generated.ids) if request.HasField("generated") else ()
+    generated = tuple(request.generated.ids)
     violations = room_violations(sampling, max_tokens, len(generated))
-    gives_logprobs = sampling.HasField("prompt_logprobs")
-    if gives_logprobs:
+    if gives_logprobs := sampling.HasField("prompt_logprobs"):
         violations.update(prompt_logprobs_violations(request, len(token_ids)))
     if violations:
         raise InvalidRequest(violations)
@@ -211,19 +197,17 @@ def prepare(
         stop_token_ids=tuple(sorted(model_stops.union(sampling.stop_token_ids))),
         stop_strings=tuple(sampling.stop),
         # Only the engine that generates has the logits of all positions, when it computes them all.
-        placement=inference_pb2.PREFILL_PLACEMENT_LOCAL
-        if gives_logprobs
-        else request.prefill_placement,
+        placement=_LOCAL if gives_logprobs else request.prefill_placement,
         first_token=request.first_token,
         generated=generated,
-        cache_salt=adapter_salt(client_salt(caller.cache_salt, request.cache_salt), choice.adapter),
-        tenant_salt=caller.cache_salt,
+        cache_salt=adapter_salt(client_salt(cache_salt, request.cache_salt), choice.adapter),
+        tenant_salt=cache_salt,
         adapter=choice.adapter,
         keeps_stop=sampling.include_stop_str_in_output,
         skips_special_tokens=sampling.skip_special_tokens
         or not sampling.HasField("skip_special_tokens"),
-        priority=caller.priority,
-        tenant=caller.tenant,
+        priority=priority,
+        tenant=tenant,
         ttft_target_s=_seconds(request, "ttft_target"),
         tpot_target_s=_seconds(request, "tpot_target"),
         keep_s=_seconds(request, "keep"),
@@ -234,9 +218,7 @@ def prepare(
     )
 
 
-def _seconds(
-    request: inference_pb2.GenerateRequest, name: Literal["ttft_target", "tpot_target", "keep"]
-) -> float | None:
+def _seconds(request: inference_pb2.GenerateRequest, name: _DurationField) -> float | None:
     return seconds_from_duration(getattr(request, name)) if request.HasField(name) else None
 
 
@@ -244,9 +226,8 @@ def _workers_sampling(
     request: inference_pb2.GenerateRequest, codec: TextCodec, max_tokens: int
 ) -> sampling_pb2.SamplingParams:
     sampling = with_defaults(request.sampling, max_tokens)
-    if words := request.sampling.bad_words:
-        for ids in bad_word_tokens(words, codec):
-            sampling.bad_token_sequences.add(ids=ids)
+    for ids in bad_word_tokens(request.sampling.bad_words, codec):
+        sampling.bad_token_sequences.add(ids=ids)
     schema = forced_call_schema(request.chat) if request.HasField("chat") else None
     if schema is not None:
         sampling.structured_outputs.json = schema
@@ -263,9 +244,7 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
     placement = request.prefill_placement
     if placement not in _PLACEMENTS:
         violations["prefill_placement"] = "must be one of the named values"
-    elif placement == inference_pb2.PREFILL_PLACEMENT_REMOTE and sampling.HasField(
-        "prompt_logprobs"
-    ):
+    elif placement == _REMOTE and sampling.HasField("prompt_logprobs"):
         violations["prefill_placement"] = "excludes sampling.prompt_logprobs; leave out one of them"
     if request.first_token not in _FIRST_TOKEN_POLICIES:
         violations["first_token"] = "must be one of the named values"
@@ -290,9 +269,8 @@ def _prompt_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         return {} if request.tokens.ids else {"tokens.ids": "must not be empty"}
     violations = chat_violations(request.chat)
     if request.sampling.HasField("structured_outputs") and forces_call(request.chat):
-        violations["chat.tool_choice.mode"] = (
-            "excludes sampling.structured_outputs; leave out one of them"
-        )
+        remedy = "excludes sampling.structured_outputs; leave out one of them"
+        violations["chat.tool_choice.mode"] = remedy
     return violations
 
 
@@ -308,7 +286,7 @@ def _id_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str
 def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:
     n, best_of = request.n, request.best_of
     several = max(n, best_of) > 1
-    continued = request.HasField("generated") and bool(request.generated.ids)
+    continued = bool(request.generated.ids)
     if n > ANSWERS_MAX:
         yield "n", f"must be from 1 to {ANSWERS_MAX}, not {n}"
     if best_of > ANSWERS_MAX:
@@ -405,13 +383,12 @@ def decode_request(
         cache_salt=request.cache_salt,
         tenant_salt=request.tenant_salt,
         priority=request.priority.to_proto(),
+        images=request.images,
     )
     if request.adapter is not None:
         call.adapter.CopyFrom(adapter_to_proto(request.adapter))
     if request.keep_s is not None:
         call.keep.CopyFrom(terms_to_proto(request.tenant, request.keep_s))
-    if request.images:
-        call.images.extend(request.images)
     if generated:
         # They came with the first token.
         call.sampling.ClearField("prompt_logprobs")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from functools import lru_cache
 from typing import Final
 
 from headrace_common.registry.adapters import Adapter
 
 CACHE_SALT_CHARACTERS_MAX: Final = 64
 _SALT_BYTES: Final = 16
-_TENANTS_MAX: Final = 4_096
 _SALT: Final = re.compile(f"[0-9a-f]{{0,{CACHE_SALT_CHARACTERS_MAX}}}")
 # BLAKE2's personalization: no salt equals another digest under the same key.
 _PERSON: Final = b"cachsalt"
@@ -19,7 +17,6 @@ _ADAPTER_PERSON: Final = b"adapsalt"
 _CLIENT_PERSON: Final = b"clntsalt"
 
 
-@lru_cache(maxsize=_TENANTS_MAX)
 def tenant_salt(prefix_hash_key: int, tenant: str) -> str:
     """The salt of a tenant, equal in all routers of a deployment. Without the key it does not reveal the tenant."""
     digest = hashlib.blake2s(

@@ -67,10 +67,7 @@ def test_a_tokenizer_with_other_ids_or_a_hard_expression_keeps_its_own_encoder(
     assert type(text_encoder(tokenizer, description)) is TextEncoder
 
 
-@pytest.mark.parametrize("text", ["a text", "a text " * 2_000], ids=["whole", "a part"])
-def test_a_difference_ends_the_fast_way_for_good(
-    text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_difference_ends_the_fast_way_for_good(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer, _ = _load("tiny-llama")
     calls: list[str] = []
 
@@ -78,14 +75,11 @@ def test_a_difference_ends_the_fast_way_for_good(
         calls.append(text)
         return [1]
 
-    fast, right = FastEncoder(tokenizer, wrong), TextEncoder(tokenizer).encode(text)
+    fast, right = FastEncoder(tokenizer, wrong), TextEncoder(tokenizer).encode("a text")
     for _ in range(CHECK_INTERVAL - 1):
-        assert fast.encode(text) == [1]
-    assert fast.encode(text) == right
-    checked = len(calls)
-    assert calls[-1] in text
-    assert len(calls[-1]) <= 8_192
-    for _ in range(10):
-        assert fast.encode(text) == right
-    assert (fast.differences, len(calls)) == (1, checked)
+        assert fast.encode("a text") == [1]
+    assert fast.encode("a text") == right
+    for _ in range(CHECK_INTERVAL):
+        assert fast.encode("a text") == right
+    assert (fast.differences, len(calls)) == (1, CHECK_INTERVAL)
     assert "not used again" in caplog.text

@@ -89,9 +89,8 @@ class OwnAttempt:
             incarnation=incarnation,
             remote_prefill=remote,
         )
-        self._call.token_ids.MergeFrom(
-            request.prepared.all_token_ids(request.response.generated).ids
-        )
+        tokens = request.prepared.all_token_ids(request.response.generated)
+        self._call.token_ids.MergeFrom(tokens.ids)
         self._reserved: decode_pb2.Reserved | None = None
         self._record: OwnRecord | None = None
 

@@ -20,6 +20,7 @@ from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.promises import kept_of
+from headrace_frontend.request.validation import decode_request
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
@@ -31,7 +32,6 @@ from headrace_router.dispatch.messages import (
     FROM_HIDDEN_STATE,
     Policy,
     begins_early,
-    decode_request,
     prefill_task,
 )
 from headrace_router.dispatch.retry_policy import FailedAttempt
@@ -94,14 +94,17 @@ class Attempt:
             number=plan.number,
             generated_tokens=request.response.completion_tokens,
         )
+        generated = request.response.generated
         self._request = decode_request(
             request.prepared,
-            plan.decision,
             self._transfer_id,
-            generated=request.response.generated,
-            first_token=plan.first_token,
+            generated,
+            incarnation=self.decode_worker.incarnation,
+            remote_prefill=plan.decision.remote,
         )
-        self._token_ids = request.prepared.all_token_ids(request.response.generated)
+        if plan.first_token != BY_DECODE:
+            self._request.first_token = plan.first_token
+        self._token_ids = request.prepared.all_token_ids(generated)
         self._request.ticket_key_id = plan.ticket_key_id
         self._request.early_admission = begins_early(self._request, plan.decision)
         if plan.bounds is not None:

@@ -9,7 +9,6 @@ from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.request.validation import decode_request as base_request
 from headrace_router.placement import Decision
 
 Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
@@ -38,26 +37,6 @@ def first_token_maker(
         return wanted
     # Also for a value of another release, which a stored policy may have.
     return BY_DECODE
-
-
-def decode_request(
-    request: PreparedRequest,
-    decision: Decision,
-    transfer_id: str,
-    generated: tuple[int, ...],
-    first_token: Policy = BY_DECODE,
-) -> decode_pb2.GenerateRequest:
-    """The request to the chosen decode worker. `generated` is the completion so far."""
-    call = base_request(
-        request,
-        transfer_id,
-        generated,
-        incarnation=decision.worker.ref.incarnation,
-        remote_prefill=decision.remote,
-    )
-    if first_token != BY_DECODE:
-        call.first_token = first_token
-    return call
 
 
 def begins_early(request: decode_pb2.GenerateRequest, decision: Decision) -> bool:

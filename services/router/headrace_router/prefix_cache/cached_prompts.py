@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import PrefixHasher, PromptHashes, TokenIds, prefix_hasher
-from headrace_router.prefix_cache.index import PrefixIndex, TierBlocks
+from headrace_router.prefix_cache.index import PrefixIndex
 from headrace_router.workers.table import LoadTable, Numbers
 
 # Between two slices of a sweep, so that requests are served first.
 _SWEEP_PAUSE_S: Final = 0.002
+_TIERS: Final = tuple(Tier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class ModelIndex:
         self._tokens: object = None
         self._cache_salt = ""
         self._prompt: PromptHashes | None = None
-        self._blocks: TierBlocks = []
+        self._blocks: list[Numbers] = []
         self._blocks_prompt: PromptHashes | None = None
         self._blocks_change_count = 0
         self._indexed: dict[type, IndexedWorkers] = {}
@@ -74,14 +75,15 @@ class ModelIndex:
                 self._indexed[type(given)] = cached
         return cached
 
-    def blocks(self, prompt: PromptHashes) -> TierBlocks:
-        """As PrefixIndex.find_all.
+    def blocks(self, prompt: PromptHashes) -> list[Numbers]:
+        """By tier, fastest first, how many blocks of the prompt each worker holds. Shape [slot]. Empty for none at all.
 
         Cached while the index is unchanged: a request looks up its decode workers, then its prefill workers.
         """
         change_count = self.index.change_count
         if self._blocks_prompt is not prompt or self._blocks_change_count != change_count:
-            self._blocks = self.index.find_all(prompt)
+            found = [self.index.find(prompt, tier) for tier in _TIERS]
+            self._blocks = found if any(map(np.any, found)) else []
             self._blocks_prompt, self._blocks_change_count = prompt, change_count
         return self._blocks
 
@@ -194,14 +196,11 @@ class CachedPrompts:
         """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker]."""
         found: Numbers = np.zeros(len(table))
         model = table.workers[0].model if table.workers else ""
-        for model_index, prompt in self._prompts(model, token_ids, cache_salt):
-            held = model_index.blocks(prompt)
-            if not held:
-                continue
+        for model_index, held in self._held(model, token_ids, cache_salt):
             workers = model_index.indexed(table)
             blocks, reached = self._own_blocks(model, model_index, held, workers)
             pooled = held[-1]
-            if pooled is not None:
+            if np.any(pooled):
                 blocks = blocks + REMOTE_SHARE * np.maximum(pooled.max() - reached, 0.0)
             found[workers.rows] = blocks * model_index.block_tokens
         return found
@@ -218,10 +217,7 @@ class CachedPrompts:
         The remote pool does not count: all of them reach it.
         """
         found: dict[WorkerRef, int] = {}
-        for model_index, prompt in self._prompts(model, token_ids, cache_salt):
-            held = model_index.blocks(prompt)
-            if not held:
-                continue
+        for model_index, held in self._held(model, token_ids, cache_salt):
             workers = model_index.indexed(refs)
             blocks, _ = self._own_blocks(model, model_index, held, workers)
             holding = blocks.nonzero()[0].tolist()
@@ -230,41 +226,32 @@ class CachedPrompts:
         return found
 
     def _own_blocks(
-        self,
-        model: str,
-        model_index: ModelIndex,
-        held: TierBlocks,
-        workers: IndexedWorkers,
+        self, model: str, model_index: ModelIndex, held: list[Numbers], workers: IndexedWorkers
     ) -> tuple[Numbers, Numbers]:
         """The blocks of each worker's own tiers, as blocks of the fastest, and how many there are. Shape [worker].
 
         A tier contains the blocks of faster ones.
         """
         *own, _ = held
-        slots = workers.slots
-        found, *slower = (None if blocks is None else blocks[slots] for blocks in own)
-        device = np.zeros(len(slots)) if found is None else found
+        device, *slower = (blocks[workers.slots] for blocks in own)
         reached = device
         for blocks in slower:
-            if blocks is not None:
-                reached = np.maximum(reached, blocks)
-        if reached is device:
-            return device, device
+            reached = np.maximum(reached, blocks)
         deeper = (reached > device).nonzero()[0]
         if len(deeper):
             refs = map(workers.refs.__getitem__, deeper.tolist())
             shares = self._prices.shares(model, model_index.block_tokens, refs)
             faster = device[deeper]
             for share, blocks in zip(shares, slower, strict=True):
-                if blocks is not None:
-                    both = np.maximum(faster, blocks[deeper])
-                    device[deeper] += share * (both - faster)
-                    faster = both
+                both = np.maximum(faster, blocks[deeper])
+                device[deeper] += share * (both - faster)
+                faster = both
         return device, reached
 
-    def _prompts(
+    def _held(
         self, model: str, token_ids: TokenIds | Sequence[int], cache_salt: str
-    ) -> Iterable[tuple[ModelIndex, PromptHashes]]:
+    ) -> Iterable[tuple[ModelIndex, list[Numbers]]]:
+        """The indexes in which a worker holds blocks of the prompt."""
         key = self._prefix_hash_key()
         indexes = self._indexes.get(model)
         if not key or not indexes:
@@ -272,4 +259,5 @@ class CachedPrompts:
         if not isinstance(token_ids, _HASHABLE):
             token_ids = list(token_ids)
         for model_index in indexes.values():
-            yield model_index, model_index.prompt(key, token_ids, cache_salt)
+            if held := model_index.blocks(model_index.prompt(key, token_ids, cache_salt)):
+                yield model_index, held

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,10 +184,6 @@ class ApplyResult(Enum):
     """The subscriber must subscribe again, from `resume_after`."""
 
 
-TierBlocks: TypeAlias = list[NDArray[np.float64] | None]
-"""By tier, fastest first, the blocks of each worker. Shape [slot]; None where no worker has any."""
-
-
 class PrefixIndex:
     """The union of all workers' announced sets.
 
@@ -265,14 +261,6 @@ class PrefixIndex:
         Of a prompt, it hashes about twice as many blocks as the deepest holder has, at most.
         """
         return by_slot(self._tables[tier].find(hashes, self._live), self._slots.width)
-
-    def find_all(self, hashes: PromptHashes) -> TierBlocks:
-        """The same in each tier. Empty where no worker holds the first block."""
-        depths = [table.find(hashes, self._live) for table in self._tables[Tier.DEVICE :]]
-        if not any(depths):
-            return []
-        width = self._slots.width
-        return [by_slot(found, width) if found else None for found in depths]
 
     def apply(self, ref: WorkerRef, event: KvEvent) -> ApplyResult:
         """Applies one event of the worker's stream. Events may arrive in any order."""

@@ -50,17 +50,15 @@ class PromptsUnderWay:
         prompts = self._by_start.get(_start_of(token_ids, cache_salt))
         if prompts is None:
             return cached_tokens
-        words = token_ids.tobytes()
-        # Of one worker, the prompt that was placed last mostly has most in common.
-        whole: set[WorkerRef] = set()
+        words, common = token_ids.tobytes(), dict[WorkerRef, int]()
         for prompt in islice(reversed(prompts), _COMPARED_MAX):
-            if prompt.ref in whole:
-                continue
-            size = _common_size(prompt.token_ids.tobytes(), words)
-            if size == len(words):
-                whole.add(prompt.ref)
-            common = size // token_ids.itemsize
-            cached_tokens = table.with_cached_prompt(cached_tokens, prompt.ref, common)
+            known = common.get(prompt.ref, 0)
+            # Most prompts that run at the same time are equal, so that the first comparison finds all.
+            if known < min(len(prompt.token_ids), len(token_ids)):
+                size = _common_size(prompt.token_ids.tobytes(), words)
+                common[prompt.ref] = max(known, size // token_ids.itemsize)
+        for ref, tokens in common.items():
+            cached_tokens = table.with_cached_prompt(cached_tokens, ref, tokens)
         return cached_tokens
 
 

@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.request.validation import Caller, PreparedRequest, decode_request
+from headrace_frontend.request.validation import PreparedRequest, decode_request
 from headrace_text.load import ByteCodec
 from tests.kit.requests import prepared
 
@@ -23,7 +23,7 @@ class _StoppingCodec(ByteCodec):
 
 
 def _prepare(request: inference_pb2.GenerateRequest) -> PreparedRequest:
-    return prepared(request, _StoppingCodec(), 16, bytes_per_token=16)
+    return prepared(request, _StoppingCodec(), 16)
 
 
 def _text(text: str = "hello", **sampling: object) -> inference_pb2.GenerateRequest:
@@ -121,9 +121,7 @@ def test_an_invalid_field_is_reported_with_its_remedy(
 
 
 class _UntouchedCodec(ByteCodec):
-    """A model of 16 bytes a token, with a tokenizer that must not run."""
-
-    longest_token_bytes = 16
+    """A model with a tokenizer that must not run."""
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         raise AssertionError("the text is too long to be tokenized")
@@ -132,20 +130,22 @@ class _UntouchedCodec(ByteCodec):
 
 
 @pytest.mark.parametrize(
-    ("length", "bytes_per_token", "context", "bytes_max"),
+    ("length", "longest_token_bytes", "context", "bytes_max"),
     [
         (257, 99, 16, 256),
         (49, 3, 16, 48),
         (3 * 131_072 + 1, 3, 0, 3 * 131_072),
     ],
-    ids=["the longest token", "the bound", "no known context"],
+    ids=["the bound", "the longest token", "no known context"],
 )
 def test_a_text_beyond_its_bytes_is_never_tokenized(
-    length: int, bytes_per_token: int, context: int, bytes_max: int
+    length: int, longest_token_bytes: int, context: int, bytes_max: int
 ) -> None:
+    codec = _UntouchedCodec()
+    codec.longest_token_bytes = longest_token_bytes
     for request in (_text("x" * length), _chat("user", content="x" * (length // 2 + 1))):
         with pytest.raises(InvalidRequest, match=f"takes at most {bytes_max};"):
-            prepared(request, _UntouchedCodec(), context, bytes_per_token=bytes_per_token)
+            prepared(request, codec, context)
 
 
 def test_lists_beyond_the_context_are_not_searched() -> None:
@@ -180,13 +180,7 @@ def test_cached_tokens_of_chats_belong_to_a_salt() -> None:
             return super().encode_chat(*args, **named)
 
     for salt in ("a", "b"):
-        prepared(
-            inference_pb2.GenerateRequest(chat=_CHAT),
-            Recording(),
-            64,
-            bytes_per_token=16,
-            caller=Caller(cache_salt=salt),
-        )
+        prepared(inference_pb2.GenerateRequest(chat=_CHAT), Recording(), 64, cache_salt=salt)
     assert scopes == ["a", "b"]
 
 
