@@ -52,9 +52,9 @@ class ReportedIds:
         sent = self._known(output.finished_sending, self._held)
         self._loading -= sent
         if output.finished_recving:
-            output.finished_recving = received
+            output.finished_recving.intersection_update(received)
         if output.finished_sending:
-            output.finished_sending = sent
+            output.finished_sending.intersection_update(sent)
 
     def _known(self, reported: Set[str] | None, awaited: set[str]) -> set[str]:
         known = awaited & (reported or set())

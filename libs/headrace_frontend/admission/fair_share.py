@@ -64,6 +64,9 @@ class _Tenant:
     def idle(self) -> bool:
         return not self.used and not self.requests
 
+    def use(self, amount: int) -> None:
+        self.used += amount
+
     def add_waiting(self, request: CapacityRequest) -> None:
         self.requests[request] = None
         self.waiting += request.amount
@@ -154,7 +157,7 @@ class FairPool:
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """Returns granted units, and grants waiting requests that fit now."""
         claimant = (tenant, priority)
-        self._tenants[claimant].used -= amount
+        self._tenants[claimant].use(-amount)
         self.used -= amount
         self._remove_if_idle(claimant)
         if self.waiting:
@@ -210,7 +213,7 @@ class FairPool:
         entry = self._tenants.get(claimant)
         if entry is None:
             entry = self._tenants[claimant] = _Tenant()
-        entry.used += amount
+        entry.use(amount)
         self.used += amount
 
     def _stop_waiting(self, request: CapacityRequest) -> None:

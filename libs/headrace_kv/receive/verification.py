@@ -51,6 +51,25 @@ class _Record:
     detail: str = ""
     rejections: int = 0
 
+    def add_fault(self, now_s: float, limit: int, detail: str) -> float:
+        """Counts a fault. For how long it rejects the worker, 0 if it does not."""
+        self.faults_s = [one for one in self.faults_s if now_s < one + FAULT_WINDOW_S]
+        self.faults_s.append(now_s)
+        self.intact = 0
+        if now_s < self.until_s or not (self.rejections or len(self.faults_s) >= limit):
+            return 0.0
+        rejected_s = min(_REJECTED_MAX_S, REJECTED_S * 2.0**self.rejections)
+        self.until_s, self.detail = now_s + rejected_s, detail
+        self.rejections += 1
+        return rejected_s
+
+    def add_intact(self) -> None:
+        """Counts a transfer that was found intact."""
+        self.intact += 1
+        if self.intact >= INTACT_PER_FAULT and self.faults_s:
+            self.intact = 0
+            del self.faults_s[0]
+
 
 class CorruptSenderTracker:
     """Rejects a prefill worker for a while after `limit` corrupt transfers.
@@ -72,16 +91,10 @@ class CorruptSenderTracker:
 
     def record(self, ref: WorkerRef, detail: str) -> None:
         """Counts one corrupt transfer. `detail` is the reason if the worker is rejected for it."""
-        now_s = self._clock()
         found = self._records.setdefault(ref, _Record())
         self._records.move_to_end(ref)
-        found.faults_s = [one for one in found.faults_s if now_s < one + FAULT_WINDOW_S]
-        found.faults_s.append(now_s)
-        found.intact = 0
-        if now_s >= found.until_s and (found.rejections or len(found.faults_s) >= self._limit):
-            rejected_s = min(_REJECTED_MAX_S, REJECTED_S * 2**found.rejections)
-            found.until_s, found.detail = now_s + rejected_s, detail
-            found.rejections += 1
+        rejected_s = found.add_fault(self._clock(), self._limit, detail)
+        if rejected_s:
             _log.error("rejecting KV from %s for %g s: %s", ref, rejected_s, detail)
         if len(self._records) > _TRACKED_LIMIT:
             self._records.popitem(last=False)
@@ -89,11 +102,8 @@ class CorruptSenderTracker:
     def record_intact(self, ref: WorkerRef) -> None:
         """Counts one transfer that was found intact."""
         found = self._records.get(ref)
-        if found is not None and found.faults_s:
-            found.intact += 1
-            if found.intact >= INTACT_PER_FAULT:
-                found.intact = 0
-                del found.faults_s[0]
+        if found is not None:
+            found.add_intact()
 
     def was_rejected(self, ref: WorkerRef) -> bool:
         """Whether a worker is or was rejected."""
