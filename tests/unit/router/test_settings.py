@@ -35,7 +35,7 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
         (["--model", "a=x,a=y"], "a is used twice"),
         (["--model", "=x"], "NAME=FOLDER"),
         (["--model"], "at least one model"),
-        (["--model", "sim", "--retry-budget", "1"], "headrace policy set retry_budget"),
+        (["--model", "sim", "--retry-budget", "1"], "docs/upgrading.md"),
         (["--model", "sim", "--admission-wait-s", "-1"], "admission_wait_s"),
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
         (
