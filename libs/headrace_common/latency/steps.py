@@ -73,6 +73,24 @@ class AttemptSteps:
     """The way of the prompt to another process's queue."""
     error_us: int = 0
 
+    def add_task(self, sent_us: int, answered_us: int, task: latency_pb2.TaskSteps) -> None:
+        """Adds the prefill.
+
+        `task` answered an RPC that was sent and answered at these times, by the clock of this attempt's times.
+        """
+        # Both messages took as long, as far as is known. Their time bounds the error.
+        delay_us = max(0, answered_us - sent_us - task.sent_us) // 2
+        received_us = sent_us + delay_us
+        self.remote = True
+        self.queued, self.pulled = _at(received_us, (task.queued_us, task.pulled_us))
+        self.error_us = delay_us + task.clock_error_us
+        if self.queued is not None:
+            self.message = (sent_us, self.queued)
+        if task.received_us:
+            self.prefill = prefill_steps(task, received_us)._replace(
+                received=received_us + task.received_us, sent=None
+            )
+
 
 @dataclass(slots=True)
 class RequestSteps:
@@ -111,24 +129,3 @@ def prefill_steps(
 def _at(start_us: int, after_us: Sequence[int]) -> list[int | None]:
     """The times so long after the start. None for 0, which means that a step has not happened."""
     return [start_us + one if one else None for one in after_us]
-
-
-def add_task(
-    attempt: AttemptSteps, sent_us: int, answered_us: int, task: latency_pb2.TaskSteps
-) -> None:
-    """Adds the prefill of an attempt.
-
-    `task` answered an RPC that was sent and answered at these times, by the clock of the attempt's times.
-    """
-    # Both messages took as long, as far as is known. Their time bounds the error.
-    delay_us = max(0, answered_us - sent_us - task.sent_us) // 2
-    received_us = sent_us + delay_us
-    attempt.remote = True
-    attempt.queued, attempt.pulled = _at(received_us, (task.queued_us, task.pulled_us))
-    attempt.error_us = delay_us + task.clock_error_us
-    if attempt.queued is not None:
-        attempt.message = (sent_us, attempt.queued)
-    if task.received_us:
-        attempt.prefill = prefill_steps(task, received_us)._replace(
-            received=received_us + task.received_us, sent=None
-        )

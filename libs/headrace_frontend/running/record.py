@@ -19,6 +19,7 @@ from opentelemetry.util.types import AttributeValue
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.clocks import ClockDifference
 from headrace_common.latency.steps import AttemptSteps, RequestSteps
@@ -38,6 +39,7 @@ Attributes = dict[str, AttributeValue]
 
 REPORT_WAIT_S: Final = 1.0
 """Longest wait: a report comes at about the time of the first token."""
+_GIVEN_UP: Final = "the client gave the request up"
 _RECORD_BYTES: Final = 4_096
 _ATTEMPT_BYTES: Final = 2_048
 _MAKER_NAMES: Final = {
@@ -163,6 +165,10 @@ class RequestRecord(RequestSteps):
         self.model, self.prompt_tokens = prepared.served_name, len(prepared.token_ids)
         self.conversation_id = request.conversation_id
 
+    def predicted(self, total_s: float, allowed_s: float, bound: str) -> None:
+        """Its time to first token is predicted, beside the bound of this name."""
+        self.prediction = (total_s, allowed_s, bound)
+
     def slot_wanted(self) -> None:
         """The wait for a slot on a decode worker begins, or goes on for another reason."""
         self.slot_start, self.slot_end = self.slot_start or now_us(), None
@@ -190,6 +196,14 @@ class RequestRecord(RequestSteps):
         if not self.end_us:
             self.update()
         return break_down(self, self.end_us or now_us())
+
+    def ended(self, error: BaseException | None) -> None:
+        """The request has ended, by an error or with its answer."""
+        self.end_unix_ns = time.time_ns()
+        if isinstance(error, HeadraceError):
+            self.error_reason, self.error = error.reason, error.detail
+        elif isinstance(error, asyncio.CancelledError):
+            self.error = _GIVEN_UP
 
     def close(self) -> None:
         """The request has ended, and what its workers reported has arrived."""

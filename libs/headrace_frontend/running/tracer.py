@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Final
 
-from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.latency.clocks import ClockPair, clocks_now
 from headrace_common.logs import TRACE_NAMES
@@ -16,8 +12,6 @@ from headrace_common.rpc.trace_context import SERVED
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
-
-_GIVEN_UP: Final = "the client gave the request up"
 
 
 class Recording:
@@ -36,11 +30,7 @@ class Recording:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         record = self._record
-        record.end_unix_ns = time.time_ns()
-        if isinstance(error, HeadraceError):
-            record.error_reason, record.error = error.reason, error.detail
-        elif isinstance(error, asyncio.CancelledError):
-            record.error = _GIVEN_UP
+        record.ended(error)
         record.when_reported(lambda: self._end(record))
 
 

@@ -165,7 +165,7 @@ class EarlyRefusal:
         """Records a prediction. Raises FirstTokenLate when it is beyond the bound."""
         model = request.prepared.model
         self.on_prediction(model, prediction.total_s)
-        request.record.prediction = (prediction.total_s, bound.allowed_s, bound.name)
+        request.record.predicted(prediction.total_s, bound.allowed_s, bound.name)
         if is_late(prediction, bound):
             self.on_refusal(model, bound.name)
             raise refusal(prediction, bound)

@@ -14,7 +14,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.identity import new_transfer_id
-from headrace_common.latency.steps import add_task, decode_steps
+from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.tasks import end_task
 from headrace_decode.attempt import DecodeAttempt
@@ -64,7 +64,7 @@ class OwnRecord(AttemptRecord):
         self.decode = decode_steps(self.times.steps, self.route_start)
         answer = self.answer
         if answer.HasField("steps"):
-            add_task(self, self._asked_us, self._answered_us, answer.steps)
+            self.add_task(self._asked_us, self._answered_us, answer.steps)
 
 
 class OwnAttempt:
