@@ -25,8 +25,8 @@ from headrace_engine.connector.pool_planner import PoolUse
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.interface import (
+    AnswerSink,
     Arrived,
-    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     Engine,
@@ -295,7 +295,7 @@ class SimEngine(Engine):
             tier_tokens=sequence.tier_tokens,
         )
 
-    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
+    async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
         check(work, self.max_model_len)
         self.require_adapter(work.adapter)
 
@@ -310,7 +310,7 @@ class SimEngine(Engine):
             self.max_model_len,
             self._shape.block_tokens,
             keep,
-            put,
+            sink,
         )
         self._requests.submit(sequence, DecodeFull)
         try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_common.tasks import end_task
-from headrace_decode.engine_events import EngineEvents
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Arrived, Engine, FirstHiddenState
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
@@ -19,23 +19,33 @@ SETTLE_TIMEOUT_S = 5.0
 
 
 class TransferWaiter:
-    """One transfer, from its reservation on.
+    """One transfer, from its reservation on. `stop` and then `wait_ended` are called at the end.
 
-    Either `wait_complete` or `start_forwarding` is called once, and `wait_ended` at the end.
-    `summary` is set once every expected key is counted and the engine is informed.
+    `summary` is set once every expected key is counted and the engine is informed: only then it may run (I3).
     """
 
     def __init__(
-        self, transfer: IncomingTransfer, engine: Engine, timestamps: RequestTimestamps
+        self,
+        transfer: IncomingTransfer,
+        engine: Engine,
+        timestamps: RequestTimestamps,
+        on_failed: Callable[[Exception], None],
+        *,
+        forwards_state: bool,
     ) -> None:
+        """`on_failed` gets the transfer's error. `forwards_state`: the engine gets its hidden state too."""
         self.summary: TransferSummary | None = None
         self._transfer = transfer
         self._engine = engine
         self._timestamps = timestamps
+        self._on_failed = on_failed
+        self._stopped = False
+        name = transfer.transfer_id
+        self._arrival = asyncio.create_task(transfer.wait(), name=f"transfer {name}")
+        self._arrival.add_done_callback(self._arrived)
         self._forwarding: asyncio.Task[None] | None = None
-        self._arrival = asyncio.create_task(
-            transfer.wait(), name=f"transfer {transfer.transfer_id}"
-        )
+        if forwards_state:
+            self._forwarding = asyncio.create_task(self._forward_state(), name=f"state of {name}")
 
     @property
     def error(self) -> HeadraceError | None:
@@ -47,43 +57,26 @@ class TransferWaiter:
         if self._transfer.active:
             raise InternalError("the engine generated before the KV cache was complete")
 
-    async def wait_complete(self, events: EngineEvents, deadline: Deadline) -> None:
-        """Waits until every expected key is counted, and only then lets the engine run (I3)."""
-        readable = asyncio.create_task(events.wait_readable())
-        try:
-            await asyncio.wait({self._arrival, readable}, return_when=asyncio.FIRST_COMPLETED)
-            if readable.done() and self._transfer.active:
-                # The only valid event is an error of the engine, which `read` raises.
-                await events.read(deadline)
-                self.require_complete()
-        finally:
-            readable.cancel()
-        # The transfer's own error is more precise than the engine's, which may come first.
-        self._complete(await self._arrival)
-
-    def start_forwarding(self, events: EngineEvents) -> None:
-        """Gives the engine the hidden state, and later the complete KV cache, while its events are read."""
-        self._forwarding = asyncio.create_task(
-            self._forward(events), name=f"hidden state and KV of {self._transfer.transfer_id}"
-        )
-
-    async def _forward(self, events: EngineEvents) -> None:
-        try:
+    async def _forward_state(self) -> None:
+        with suppress(HeadraceError):
             state = await self._transfer.hidden_state()
             self._timestamps.hidden_state_arrived()
             self._engine.transfer_event(FirstHiddenState(self._transfer.transfer_id, state))
-            await asyncio.wait({self._arrival})
-            self._complete(self._arrival.result())
-        except HeadraceError as error:
-            events.interrupt(error)
 
-    def _complete(self, summary: TransferSummary) -> None:
-        self.summary = summary
+    def _arrived(self, arrival: asyncio.Task[TransferSummary]) -> None:
+        if self._stopped or arrival.cancelled():
+            return
+        error = arrival.exception()
+        if isinstance(error, Exception):
+            self._on_failed(error)
+            return
+        self.summary = arrival.result()
         self._timestamps.kv_arrived()
         self._engine.transfer_event(Arrived(self._transfer.transfer_id))
 
-    async def stop_forwarding(self) -> None:
+    async def stop(self) -> None:
         """Informs the engine no more, until `wait_ended`."""
+        self._stopped = True
         await end_task(self._forwarding)
 
     async def wait_ended(self) -> None:

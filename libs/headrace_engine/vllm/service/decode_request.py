@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_engine.interface import (
+    AnswerSink,
     DecodeEnded,
-    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     FirstToken,
@@ -56,18 +55,22 @@ class DecodeRequest:
         llm: AsyncLLM,
         link: LinkServer,
         work: DecodeWork,
+        sink: AnswerSink,
+        takers: dict[str, AnswerSink],
         prompt: TokensPrompt | EngineInput,
         sampler: FirstTokenSampler | None = None,
         max_model_len: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """`prompt`: see engine_prompt. `sampler` chooses the first token of a work with `from_hidden_state`.
+        """`takers`: see pass_tokens. `prompt`: see engine_prompt. `max_model_len` is the engine's.
 
-        `max_model_len` is the engine's.
+        `sampler` chooses the first token of a work with `from_hidden_state`.
         """
         self._llm = llm
         self._link = link
         self._work = work
+        self._sink = sink
+        self._takers = takers
         self._prompt = prompt
         self._sampler = sampler
         self._max_model_len = max_model_len
@@ -79,7 +82,7 @@ class DecodeRequest:
         self._load_failed: asyncio.Future[bool] = loop.create_future()
         self._step_start_ns = 0
         self._has_tokens = False
-        self._put: Callable[[DecodeEvent], None] = lambda event: None
+        self._vllm_id = ""
         self._early: list[RequestOutput] | None = []
         """Outputs that came before the reservation or the first token. None once outputs are put at once."""
         self._last: asyncio.Future[RequestOutput] = loop.create_future()
@@ -89,7 +92,7 @@ class DecodeRequest:
         """The scheduler has allocated blocks."""
         if not self._reserved.done():
             self._reserved.set_result(reservation)
-            self._put(reservation)
+            self._sink.put(reservation)
 
     def step_started(self, monotonic_ns: int) -> None:
         """The scheduler has planned the first step with the request."""
@@ -114,15 +117,16 @@ class DecodeRequest:
         if not self._last.done():
             self._last.set_exception(error)
 
-    async def run(self, put: Callable[[DecodeEvent], None]) -> None:
+    async def run(self) -> None:
         """See Engine.decode."""
-        self._put = put
         self._link.request_coming()
         outputs = await self._start()
         try:
+            self._vllm_id = outputs.request_id
             take_outputs(outputs, self._output_arrived)
             await self._generate()
         finally:
+            self._takers.pop(self._vllm_id, None)
             # An exception is retrieved here, so that asyncio does not log it.
             if not self._last.done() or self._last.exception() is not None:
                 await self._llm.abort(outputs.request_id, internal=True)
@@ -160,9 +164,9 @@ class DecodeRequest:
             if ended is None:
                 given = FirstToken(self._work.transfer_id, first.token_ids[0])
                 self._link.transfer_event(given)
-            self._put(first)
+            self._sink.put(first)
             if ended is not None:
-                self._put(ended)
+                self._sink.put(ended)
                 return
         early, self._early = self._early or (), None
         for output in early:
@@ -172,7 +176,8 @@ class DecodeRequest:
         if cached_tokens is None:
             cached_tokens = last.num_cached_tokens or 0
         stopped = await self._stopped(last.outputs[0].finish_reason)
-        self._put(DecodeEnded(stopped, cached_tokens, kept=read_kept(last.kv_transfer_params)))
+        kept = read_kept(last.kv_transfer_params)
+        self._sink.put(DecodeEnded(stopped, cached_tokens, kept=kept))
 
     def _output_arrived(self, output: RequestOutput | Exception) -> None:
         """Called by vLLM's task that reads the outputs of all requests, which must not fail."""
@@ -186,13 +191,15 @@ class DecodeRequest:
             self._early.append(output)
         else:
             self._put_tokens(output)
+            if self._work.sampling.logprobs is None:
+                self._takers[self._vllm_id] = self._sink
 
     def _put_tokens(self, output: RequestOutput) -> None:
         if not output.outputs[0].token_ids:
             return
         self._has_tokens = True
         try:
-            self._put(self._tokens_of(output))
+            self._sink.put(self._tokens_of(output))
         except Exception as error:  # noqa: BLE001
             self.fail(self._known_error(error))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -18,7 +17,6 @@ from headrace_common.identity import new_transfer_id
 from headrace_common.latency.clocks import ClockDifference
 from headrace_common.latency.steps import AttemptSteps, Call, decode_steps, with_task
 from headrace_common.rpc.trace_context import traceparent
-from headrace_common.tasks import end_task
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
@@ -80,6 +78,51 @@ class OwnTimeline:
         return replace(known, message=(self._asked_ns // 1_000, known.queued))
 
 
+class _Answer:
+    """What an attempt has given and its reader has not taken. An AttemptSink."""
+
+    def __init__(self) -> None:
+        self.readable = asyncio.Event()
+        self.token_count = 0
+        self.reserved: decode_pb2.Reserved | None = None
+        self.end: decode_pb2.Finished | Exception | None = None
+        self._tokens: list[decode_pb2.Tokens] = []
+
+    def take(self) -> list[decode_pb2.Tokens]:
+        """The new tokens."""
+        tokens, self._tokens = self._tokens, []
+        self.readable.clear()
+        return tokens
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all tokens are taken."""
+        return not self._tokens
+
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        self.reserved = reserved
+        self.readable.set()
+
+    def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+        self._add(tokens_to_proto(tokens))
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        self._add(decode_pb2.Tokens(token_ids=token_ids))
+
+    def _add(self, tokens: decode_pb2.Tokens) -> None:
+        self.token_count += len(tokens.token_ids)
+        self._tokens.append(tokens)
+        self.readable.set()
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        self.end = finished
+
+    def ended(self, error: Exception | None) -> None:
+        """Nothing follows."""
+        self.end = error or self.end
+        self.readable.set()
+
+
 class OwnAttempt:
     """Adds the tokens of one attempt to the response. Runs once."""
 
@@ -138,17 +181,32 @@ class OwnAttempt:
             running.end()
 
     async def _add_tokens(self, running: DecodeAttempt, timeline: OwnTimeline) -> AttemptOutcome:
-        response = self._request.response
-        self._reserved = reserved = await running.reserve()
-        if reserved.start_token < reserved.end_token:
-            timeline.asked(self._start_prefill(reserved.start_token, traceparent(running.span)))
-        event = await _first_event(running, timeline.outcome)
-        while isinstance(event, DecodeTokens):
-            await response.add_tokens(tokens_to_proto(event))
-            if response.stopped:
-                return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
-            event = await running.read()
-        return self._outcome(event.reason, event)
+        response, answer = self._request.response, _Answer()
+        running.start(answer, answer.ended)
+
+        def prefill_ended(prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
+            error = None if prefill.cancelled() else prefill.exception()
+            if isinstance(error, Exception) and not answer.token_count:
+                running.interrupt(error)
+
+        while True:
+            await answer.readable.wait()
+            if self._reserved is None and answer.reserved is not None:
+                self._reserved = reserved = answer.reserved
+                if reserved.start_token < reserved.end_token:
+                    prefill = self._start_prefill(reserved.start_token, traceparent(running.span))
+                    timeline.asked(prefill)
+                    prefill.add_done_callback(prefill_ended)
+            for tokens in answer.take():
+                await response.add_tokens(tokens)
+                if response.stopped:
+                    return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
+            if not answer.is_read:
+                continue
+            if isinstance(answer.end, Exception):
+                raise answer.end
+            if answer.end is not None:
+                return self._outcome(answer.end.reason, answer.end)
 
     def _start_prefill(
         self, start_token: int, parent: str
@@ -180,24 +238,3 @@ class OwnAttempt:
             transferred = self._reserved.end_token - cached
         prompt_tokens = len(self._request.prepared.token_ids)
         return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens, kept)
-
-
-async def _first_event(
-    running: DecodeAttempt, prefill: asyncio.Task[Any] | None
-) -> DecodeTokens | decode_pb2.Finished:
-    """The first tokens or the end. Raises the error of a prefill that fails before them."""
-
-    async def read() -> DecodeTokens | decode_pb2.Finished:
-        await running.wait_ready()
-        return await running.read()
-
-    reading = asyncio.create_task(read())
-    try:
-        if prefill is not None:
-            either: set[asyncio.Future[Any]] = {reading, prefill}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                prefill.result()
-        return await reading
-    finally:
-        await end_task(reading)

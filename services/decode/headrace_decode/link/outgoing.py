@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
@@ -64,12 +64,18 @@ class OutgoingStream:
         self._reserved: decode_pb2.Reserved | None = None
         self._times: decode_pb2.AttemptTimes | None = None
         self._token_ids: list[int] = []
+        self._moved_tokens = 0
         self._logprobs: list[sampling_pb2.TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         """Those of the prompt that are not sent, last ones first."""
         self._finished: decode_pb2.Finished | None = None
         self._status = b""
         self._has_end = False
+
+    @property
+    def token_count(self) -> int:
+        """All tokens that were added."""
+        return self._moved_tokens + len(self._token_ids)
 
     @property
     def sendable(self) -> bool:
@@ -95,7 +101,13 @@ class OutgoingStream:
         self._reserved = reserved
         self._on_change(self)
 
-    def add_tokens(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens without logprobs."""
+        self._token_ids += token_ids
+        if not self.is_listed:
+            self._on_change(self)
+
+    def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
         """Adds tokens. Times go with the next tokens, and replace those that are not sent yet."""
         self._token_ids += tokens.token_ids
         if tokens.logprobs:
@@ -164,6 +176,7 @@ class OutgoingStream:
             message.add_tokens(self.stream_id, token_ids[:count])
             del token_ids[:count]
         self._credit -= count
+        self._moved_tokens += count
 
     def _move_prompt_logprobs(self, message: _Message) -> int:
         """Moves those that fit, and with the last one the first token. Returns how many tokens it has moved."""

@@ -18,6 +18,7 @@ from headrace_engine.interface import (
 )
 from headrace_engine.vllm.service import decode_request
 from headrace_engine.vllm.service.decode_request import DecodeRequest
+from tests.decoding import EventSink
 
 PROMPT: Any = {"prompt_token_ids": [1, 2, 3]}
 FREE = Sampling(max_tokens=4)
@@ -66,10 +67,10 @@ async def error_of(
     work = DecodeWork("x1", (1, 2, 3), sampling, remote_kv=remote_kv)
     engine: Any = FailingEngine()
     link: Any = QuietLink()
-    request = DecodeRequest(engine, link, work, PROMPT)
+    request = DecodeRequest(engine, link, work, EventSink(lambda _: None), {}, PROMPT)
     if failed_transfer:
         request.transfer_failed()
-    ending = asyncio.ensure_future(request.run(lambda event: None))
+    ending = asyncio.ensure_future(request.run())
     for load_failed in reports:
         await asyncio.sleep(0.002)
         request.failure_reported(load_failed=load_failed)
@@ -140,9 +141,8 @@ async def test_the_prompt_is_reported_once_with_the_first_token() -> None:
     work = DecodeWork("x1", (1, 2, 3), Sampling(max_tokens=2, prompt_logprobs=1), remote_kv=False)
     engine: Any = ScoringEngine()
     link: Any = QuietLink()
-    request = DecodeRequest(engine, link, work, PROMPT)
     events: list[Any] = []
-    await request.run(events.append)
+    await DecodeRequest(engine, link, work, EventSink(events.append), {}, PROMPT).run()
     first, second, _ = events
     best = ((7, -0.5),)
     assert first == DecodeTokens(
