@@ -27,13 +27,15 @@ class _Message:
         self._counts: list[int] = []
         self._token_ids: list[int] = []
 
-    def add_tokens(self, stream_id: int, token_ids: list[int]) -> None:
-        count = len(token_ids)
+    def add_tokens(self, stream_id: int, token_ids: list[int], count: int) -> int:
+        """Adds the first `count` tokens or, where there is no room for them, fewer. Returns how many."""
+        count = min(count, max(1, self.room_bytes // _TOKEN_BYTES))
         self._stream_ids.append(stream_id)
         self._counts.append(count)
-        self._token_ids += token_ids
+        self._token_ids += token_ids if count == len(token_ids) else token_ids[:count]
         # As `use`, for the entries of which there are most.
         self.room_bytes -= _ENTRY_BYTES + count * _TOKEN_BYTES
+        return count
 
     def complete(self) -> decode_pb2.LinkResponse:
         if self._stream_ids:
@@ -86,11 +88,6 @@ class OutgoingStream:
             return self._credit > 0
         return self._has_end and not self.sent_end
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether it has nothing but tokens after those with its times."""
-        return self._reserved is None and self._times is None and not self._has_end
-
     def grant(self, credit_tokens: int) -> None:
         """Allows more tokens."""
         self._credit += credit_tokens
@@ -132,9 +129,10 @@ class OutgoingStream:
         self._has_end = True
         self._on_change(self)
 
-    def mark_listed(self) -> None:
-        """`Outgoing` will call `move_to`."""
+    def list_sendable(self) -> bool:
+        """`Outgoing` will call `move_to`. Returns whether it has nothing but tokens after those with its times."""
         self.is_listed = True
+        return self._reserved is None and self._times is None and not self._has_end
 
     def move_to(self, message: _Message) -> None:
         """Moves the events that credit and room allow, at least one. It stays listed while credit allows more."""
@@ -148,7 +146,14 @@ class OutgoingStream:
                 response.times.add(stream_id=stream_id, times=self._times)
                 message.use(self._times.ByteSize())
                 self._times = None
-            self._move_tokens(message)
+            count = min(self._credit, len(self._token_ids))
+            if self._logprobs or self._prompt_logprobs:
+                count = self._move_with_logprobs(message, count)
+            else:
+                count = message.add_tokens(stream_id, self._token_ids, count)
+                del self._token_ids[:count]
+            self._credit -= count
+            self._moved_tokens += count
         if self._token_ids or not self._has_end:
             self.is_listed = bool(self._token_ids) and self._credit > 0
             return
@@ -160,23 +165,15 @@ class OutgoingStream:
             response.failures.add(stream_id=stream_id, status=self._status)
             message.use(len(self._status))
 
-    def _move_tokens(self, message: _Message) -> None:
-        token_ids = self._token_ids
-        allowed = min(self._credit, len(token_ids))
+    def _move_with_logprobs(self, message: _Message, allowed: int) -> int:
         if self._prompt_logprobs:
-            count = self._move_prompt_logprobs(message)
-        elif self._logprobs:
-            count = self._count_with_logprobs(allowed, message.room_bytes)
-            tokens = decode_pb2.Tokens(
-                token_ids=self._token_ids[:count], logprobs=self._logprobs[:count]
-            )
-            self._add_with_logprobs(message, tokens)
-        else:
-            count = min(allowed, max(1, message.room_bytes // _TOKEN_BYTES))
-            message.add_tokens(self.stream_id, token_ids[:count])
-            del token_ids[:count]
-        self._credit -= count
-        self._moved_tokens += count
+            return self._move_prompt_logprobs(message)
+        count = self._count_with_logprobs(allowed, message.room_bytes)
+        tokens = decode_pb2.Tokens(
+            token_ids=self._token_ids[:count], logprobs=self._logprobs[:count]
+        )
+        self._add_with_logprobs(message, tokens)
+        return count
 
     def _move_prompt_logprobs(self, message: _Message) -> int:
         """Moves those that fit, and with the last one the first token. Returns how many tokens it has moved."""
@@ -253,23 +250,22 @@ class Outgoing:
 
         `holds_tokens` leaves tokens that may wait for a later message.
         """
-        queue, unfinished = self._queue, dict[int, OutgoingStream]()
         if not holds_tokens:
-            queue |= self._waiting
+            self._queue |= self._waiting
             self._waiting.clear()
-        if not queue:
+        if not self._queue:
             return None
-        message = _Message(self._bytes_max)
-        while queue and message.room_bytes > 0:
-            stream_id = next(iter(queue))
-            stream = queue.pop(stream_id)
+        message, queue = _Message(self._bytes_max), iter(self._queue.items())
+        unfinished: dict[int, OutgoingStream] = {}
+        while message.room_bytes > 0 and (one := next(queue, None)) is not None:
+            stream_id, stream = one
             stream.move_to(message)
             if stream.is_listed:
                 unfinished[stream_id] = stream
             elif stream.sent_end:
                 del self._streams[stream_id]
         # Those that had no turn go first.
-        queue |= unfinished
+        self._queue = dict(queue) | unfinished
         return message.complete()
 
     def _enqueue(self, stream: OutgoingStream) -> None:
@@ -277,9 +273,8 @@ class Outgoing:
         dropped = stream_id not in self._streams
         if dropped or not stream.sendable or stream_id in self._queue:
             return
-        stream.mark_listed()
         self._on_sendable()
-        if stream.may_wait:
+        if stream.list_sendable():
             self._waiting[stream_id] = stream
         else:
             self._waiting.pop(stream_id, None)
