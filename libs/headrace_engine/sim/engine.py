@@ -149,7 +149,7 @@ class SimEngine(Engine):
             self._copiers, lambda load: _call_soon(loop, self._loaded, load), self._waker()
         )
         self._stepper = Stepper(
-            self.model, self._memory, self._pools, self._ranks, shape, self._clock
+            self.model, self._memory, self._pools, self._ranks, shape.settings, self._clock
         )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
