@@ -79,15 +79,6 @@ class OutgoingStream:
         """All tokens that were added."""
         return self._moved_tokens + len(self._token_ids)
 
-    @property
-    def sendable(self) -> bool:
-        """Whether `move_to` would move an event."""
-        if self._reserved is not None:
-            return True
-        if self._token_ids:
-            return self._credit > 0
-        return self._has_end and not self.sent_end
-
     def grant(self, credit_tokens: int) -> None:
         """Allows more tokens."""
         self._credit += credit_tokens
@@ -129,8 +120,15 @@ class OutgoingStream:
         self._has_end = True
         self._on_change(self)
 
-    def list_sendable(self) -> bool:
-        """`Outgoing` will call `move_to`. Returns whether it has nothing but tokens after those with its times."""
+    def try_list(self) -> bool | None:
+        """Lists it if `move_to` would move an event. Returns whether all may wait, and None if there is none.
+
+        Tokens after those with its times may wait.
+        """
+        if self._reserved is None:
+            ends = self._has_end and not self.sent_end
+            if not (self._credit > 0 if self._token_ids else ends):
+                return None
         self.is_listed = True
         return self._reserved is None and self._times is None and not self._has_end
 
@@ -271,10 +269,10 @@ class Outgoing:
     def _enqueue(self, stream: OutgoingStream) -> None:
         stream_id = stream.stream_id
         dropped = stream_id not in self._streams
-        if dropped or not stream.sendable or stream_id in self._queue:
+        if dropped or stream_id in self._queue or (may_wait := stream.try_list()) is None:
             return
         self._on_sendable()
-        if stream.list_sendable():
+        if may_wait:
             self._waiting[stream_id] = stream
         else:
             self._waiting.pop(stream_id, None)
