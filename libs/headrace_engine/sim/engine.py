@@ -300,9 +300,8 @@ class SimEngine(Engine):
         self.require_adapter(work.adapter)
 
         def keep(answer: Sequence) -> Kept | None:
-            if work.keep is None:
-                return None
-            return self._pools.tiers.keep(answer.transfer_id, answer.computed, work.keep)
+            tiers, terms = self._pools.tiers, work.keep
+            return terms and tiers.keep(answer.transfer_id, answer.computed, terms)
 
         sequence = Answer(
             replace(work, sampling=self._seeded(work.sampling)),

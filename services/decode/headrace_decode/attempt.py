@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from opentelemetry.trace import Span
 
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 ERROR_MARGIN_S = 0.5
 ERROR_MARGIN_SHARE = 0.1
 _CLOSE_TIMEOUT_S = 5.0
+
+
+OnEnd: TypeAlias = Callable[[Exception | None], None]
 
 
 class AttemptSink(Protocol):
@@ -106,10 +109,10 @@ class DecodeAttempt:
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict, init=False)
     add_tokens: Callable[[Sequence[int]], None] = field(init=False)
     """See AnswerSink."""
-    _sink: AttemptSink | None = field(default=None, init=False)
-    _report: Callable[[Exception | None], None] = field(init=False)
+    _sink: AttemptSink = field(init=False)
+    _report: OnEnd = field(init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
-    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    _timer: asyncio.TimerHandle = field(init=False)
     _waiter: TransferWaiter | None = field(default=None, init=False)
     _over: bool = field(default=False, init=False)
     """Whether its caller has got the end or an error."""
@@ -130,15 +133,9 @@ class DecodeAttempt:
     @property
     def generated_tokens(self) -> int:
         """The tokens that its caller has got."""
-        return 0 if self._sink is None else self._sink.token_count
+        return 0 if self._task is None else self._sink.token_count
 
-    def start(
-        self,
-        sink: AttemptSink,
-        on_end: Callable[[Exception | None], None],
-        *,
-        early: bool = False,
-    ) -> None:
+    def start(self, sink: AttemptSink, on_end: OnEnd, *, early: bool = False) -> None:
         """Starts the engine's request. `sink` gets the reservation, tokens and the end, each at once.
 
         `on_end` is called once, with the error if any. The deadline counts as an error. With `early`, prefill may
@@ -156,15 +153,15 @@ class DecodeAttempt:
             sink.reserve(decode_pb2.Reserved(end_token=end_token, admitted=True))
         self._task = asyncio.create_task(self.engine.decode(self.work, self), name=f"answer {name}")
         self._task.add_done_callback(self._engine_ended)
-        self._timer = asyncio.get_running_loop().call_later(
-            self.deadline.remaining_s(), self._deadline_passed
-        )
+        what = f"the deadline passed while waiting for the engine in request {name}"
+        late = DeadlineExceeded(what, metadata={"waited_for": "engine"})
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.deadline.remaining_s(), self._fail, late)
 
     def put(self, event: DecodeEvent) -> None:
         """See AnswerSink."""
         if self._over:
             return
-        assert self._sink is not None
         try:
             match event:
                 case DecodeTokens():
@@ -241,7 +238,6 @@ class DecodeAttempt:
         self._from_kv = before + len(tokens.token_ids) > (1 if sampled else 0)
         if self._from_kv:
             self._require_kv()
-            assert self._sink is not None
             self.add_tokens = self._sink.add_tokens
         self.timestamps.first_generated(
             sampled=sampled, from_kv=self._from_kv, step_start_ns=tokens.step_start_ns
@@ -289,12 +285,6 @@ class DecodeAttempt:
             error = InternalError(f"the engine ended request {name} without a reason")
         self._fail(error)
 
-    def _deadline_passed(self) -> None:
-        what = f"waiting for the engine in request {self.work.transfer_id}"
-        self._fail(
-            DeadlineExceeded(f"the deadline passed while {what}", metadata={"waited_for": "engine"})
-        )
-
     def _fail(self, failure: Exception) -> None:
         """The first error ends the engine's request. The transfer's own one is more precise than the engine's."""
         if self._over:
@@ -341,7 +331,6 @@ class DecodeAttempt:
         """Ends the engine's request."""
         if self._task is None:
             return
-        assert self._timer is not None
         self._timer.cancel()
         self._task.cancel()
         with suppress(asyncio.CancelledError):

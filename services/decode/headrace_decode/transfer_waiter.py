@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_common.tasks import end_task
@@ -18,61 +19,57 @@ log = logging.getLogger(__name__)
 SETTLE_TIMEOUT_S = 5.0
 
 
+@dataclass(eq=False)
 class TransferWaiter:
     """One transfer, from its reservation on. `stop` and then `wait_ended` are called at the end.
 
     `summary` is set once every expected key is counted and the engine is informed: only then it may run (I3).
     """
 
-    def __init__(
-        self,
-        transfer: IncomingTransfer,
-        engine: Engine,
-        timestamps: RequestTimestamps,
-        on_failed: Callable[[Exception], None],
-        *,
-        forwards_state: bool,
-    ) -> None:
-        """`on_failed` gets the transfer's error. `forwards_state`: the engine gets its hidden state too."""
-        self.summary: TransferSummary | None = None
-        self._transfer = transfer
-        self._engine = engine
-        self._timestamps = timestamps
-        self._on_failed = on_failed
-        self._stopped = False
-        name = transfer.transfer_id
-        self._arrival = asyncio.create_task(transfer.wait(), name=f"transfer {name}")
+    transfer: IncomingTransfer
+    engine: Engine
+    timestamps: RequestTimestamps
+    on_failed: Callable[[Exception], None]
+    """Gets the transfer's error."""
+    forwards_state: bool
+    """Whether the engine gets its hidden state too."""
+    summary: TransferSummary | None = field(default=None, init=False)
+    _stopped: bool = field(default=False, init=False)
+    _forwarding: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        name = self.transfer.transfer_id
+        self._arrival = asyncio.create_task(self.transfer.wait(), name=f"transfer {name}")
         self._arrival.add_done_callback(self._arrived)
-        self._forwarding: asyncio.Task[None] | None = None
-        if forwards_state:
+        if self.forwards_state:
             self._forwarding = asyncio.create_task(self._forward_state(), name=f"state of {name}")
 
     @property
     def error(self) -> HeadraceError | None:
         """The error that failed the transfer."""
-        return self._transfer.error
+        return self.transfer.error
 
     def require_complete(self) -> None:
         """Raises InternalError when the engine has used an incomplete KV cache (I3)."""
-        if self._transfer.active:
+        if self.transfer.active:
             raise InternalError("the engine generated before the KV cache was complete")
 
     async def _forward_state(self) -> None:
         with suppress(HeadraceError):
-            state = await self._transfer.hidden_state()
-            self._timestamps.hidden_state_arrived()
-            self._engine.transfer_event(FirstHiddenState(self._transfer.transfer_id, state))
+            state = await self.transfer.hidden_state()
+            self.timestamps.hidden_state_arrived()
+            self.engine.transfer_event(FirstHiddenState(self.transfer.transfer_id, state))
 
     def _arrived(self, arrival: asyncio.Task[TransferSummary]) -> None:
         if self._stopped or arrival.cancelled():
             return
         error = arrival.exception()
         if isinstance(error, Exception):
-            self._on_failed(error)
+            self.on_failed(error)
             return
         self.summary = arrival.result()
-        self._timestamps.kv_arrived()
-        self._engine.transfer_event(Arrived(self._transfer.transfer_id))
+        self.timestamps.kv_arrived()
+        self.engine.transfer_event(Arrived(self.transfer.transfer_id))
 
     async def stop(self) -> None:
         """Informs the engine no more, until `wait_ended`."""
@@ -85,9 +82,9 @@ class TransferWaiter:
             return
         await asyncio.wait({self._arrival}, timeout=SETTLE_TIMEOUT_S)
         if not self._arrival.done():
-            name = self._transfer.transfer_id
+            name = self.transfer.transfer_id
             log.error("transfer %s did not end within %g s of its cancel", name, SETTLE_TIMEOUT_S)
             self._arrival.cancel()
         elif not self._arrival.cancelled() and self._arrival.exception() is None:
             # It was completed while the request was cancelled, so the receiver will not release the blocks.
-            self._engine.transfer_event(Arrived(self._transfer.transfer_id))
+            self.engine.transfer_event(Arrived(self.transfer.transfer_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -86,18 +87,14 @@ class _Answer:
         self.token_count = 0
         self.reserved: decode_pb2.Reserved | None = None
         self.end: decode_pb2.Finished | Exception | None = None
-        self._tokens: list[decode_pb2.Tokens] = []
+        self._tokens: deque[decode_pb2.Tokens] = deque()
 
-    def take(self) -> list[decode_pb2.Tokens]:
-        """The new tokens."""
-        tokens, self._tokens = self._tokens, []
+    def take(self) -> decode_pb2.Tokens | None:
+        """The oldest tokens. None once all are taken."""
+        if self._tokens:
+            return self._tokens.popleft()
         self.readable.clear()
-        return tokens
-
-    @property
-    def is_read(self) -> bool:
-        """Whether all tokens are taken."""
-        return not self._tokens
+        return None
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         self.reserved = reserved
@@ -197,12 +194,10 @@ class OwnAttempt:
                     prefill = self._start_prefill(reserved.start_token, traceparent(running.span))
                     timeline.asked(prefill)
                     prefill.add_done_callback(prefill_ended)
-            for tokens in answer.take():
+            while (tokens := answer.take()) is not None:
                 await response.add_tokens(tokens)
                 if response.stopped:
                     return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
-            if not answer.is_read:
-                continue
             if isinstance(answer.end, Exception):
                 raise answer.end
             if answer.end is not None:
