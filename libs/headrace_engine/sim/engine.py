@@ -301,7 +301,7 @@ class SimEngine(Engine):
 
         def keep(answer: Sequence) -> Kept | None:
             tiers, terms = self._pools.tiers, work.keep
-            return terms and tiers.keep(answer.transfer_id, answer.computed, terms)
+            return tiers.keep(answer.transfer_id, answer.computed, terms) if terms else None
 
         sequence = Answer(
             replace(work, sampling=self._seeded(work.sampling)),

@@ -28,9 +28,9 @@ FORMED = Sampling(max_tokens=4, structured_outputs=StructuredOutputs("regex", "[
 def collected(*outputs: Any) -> SimpleNamespace:
     """A request's outputs, as vLLM collects them until they are taken."""
     found = SimpleNamespace(request_id="x1-0", output=None)
+    loop = asyncio.get_running_loop()
     for number, output in enumerate(outputs):
-        call = asyncio.get_running_loop().call_later
-        call(0.001 * number, lambda output=output: found.put(output))
+        loop.call_later(0.001 * number, lambda one: found.put(one), output)
     return found
 
 
