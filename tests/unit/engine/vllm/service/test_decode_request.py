@@ -30,7 +30,7 @@ def collected(*outputs: Any) -> SimpleNamespace:
     found = SimpleNamespace(request_id="x1-0", output=None)
     loop = asyncio.get_running_loop()
     for number, output in enumerate(outputs):
-        loop.call_later(0.001 * number, lambda one: found.put(one), output)
+        loop.call_later(0.001 * number, lambda one: found.put(one), output)  # noqa: PLW0108
     return found
 
 
