@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -233,6 +233,21 @@ class DecodeEnded:
 DecodeEvent = Reservation | DecodeTokens | DecodeEnded
 
 
+class AnswerSink(Protocol):
+    """Takes what an engine generates for one request. Its methods are called on the event loop, and never raise."""
+
+    def put(self, event: DecodeEvent) -> None:
+        """The next event. The first tokens that are computed from KV are one."""
+        ...
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """The tokens of a later step, without logprobs: no object and no task for each of them.
+
+        It may be another function after each call, so that what happens once costs later tokens nothing.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """The KV cache is complete: the request may run."""
@@ -356,12 +371,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
-        """Gives `put` the Reservation of a request with `remote_kv` once blocks are held, tokens, and then DecodeEnded.
+    async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
+        """Gives `sink` the Reservation of a request with `remote_kv` once blocks are held, tokens, and DecodeEnded.
 
-        Returns after the end. `put` is called on the event loop, and neither raises nor waits. With a reservation that
-        is not empty, no token comes before the KV cache is complete. The exception is a token that is chosen from
-        `FirstHiddenState`; the end can follow it directly. The engine waits for `Arrived`.
+        Returns after the end. With a reservation that is not empty, no token comes before the KV cache is complete. The
+        exception is a token that is chosen from `FirstHiddenState`; the end can follow it directly. The engine waits
+        for `Arrived`.
 
         Its cancellation aborts the request. The reservation's blocks stay held until `Arrived` or `Released` (I1). An
         empty reservation (start_token == end_token) needs neither. A request that awaits its first token never has one.

@@ -16,22 +16,23 @@ from headrace_engine.interface import PromptImage, Sampling, StructuredOutputs, 
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_kv.prefix.images import CONTENT_HASH_BYTES
 
+_DEFAULTS: Final = Sampling()
+
 
 def sampling_from_proto(
     params: sampling_pb2.SamplingParams, stop_token_ids: Sequence[int]
 ) -> Sampling:
     """The engine's sampling. Absent fields get the defaults of sampling.proto."""
-    defaults = Sampling()
     return Sampling(
-        temperature=params.temperature if params.HasField("temperature") else defaults.temperature,
-        top_p=params.top_p if params.HasField("top_p") else defaults.top_p,
+        temperature=params.temperature if params.HasField("temperature") else _DEFAULTS.temperature,
+        top_p=params.top_p if params.HasField("top_p") else _DEFAULTS.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty
         if params.HasField("repetition_penalty")
-        else defaults.repetition_penalty,
+        else _DEFAULTS.repetition_penalty,
         seed=params.seed if params.HasField("seed") else None,
         max_tokens=params.max_tokens,
         stop_token_ids=tuple(stop_token_ids),

@@ -47,6 +47,7 @@ CALLS = {
     "vllm.v1.engine.async_llm.AsyncLLM.add_request": "request_id prompt params lora_request",
     "vllm.v1.engine.async_llm.AsyncLLM.abort": "request_id internal",
     "vllm.v1.engine.output_processor.RequestOutputCollector.put": "output",
+    "vllm.v1.engine.output_processor.OutputProcessor.process_outputs": "engine_core_outputs",
     "vllm.v1.engine.async_llm.AsyncLLM.add_lora": "lora_request",
     "vllm.renderers.base.BaseRenderer.render_cmpl_async": "prompts skip_mm_cache",
     "vllm.multimodal.media.image.ImageMediaIO.load_bytes": "data",

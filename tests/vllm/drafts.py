@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace_engine.interface import Sampling
-from headrace_engine.vllm.compat import take_outputs
-from headrace_engine.vllm.service import decode_request
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import CHUNK_TOKENS, Answer, Pair, prompt_of, reset, running_pair
 
@@ -67,15 +65,14 @@ async def answers(
         groups = [(one.name, len(one.layers), one.head_count) for one in layout.groups]
         found = Drafted(groups=groups, model=layout.model)
         prompts = [prompt_of(length, seed=4) for length in lengths]
-        steps = record_steps()
         for way in ways or WAYS:
             for prompt in prompts:
                 await pair.reset()
-                steps.clear()
                 answer = await WAYS[way](pair, prompt)
                 found.tokens.setdefault(way, []).append(answer.token_ids)
-                # An answer before has fewer.
-                found.steps.setdefault(way, []).append(max(steps.values(), key=sum))
+                # Another engine or the sampler has made the first token.
+                steps = answer.steps if way in (*ALONE, "split") else answer.steps[1:]
+                found.steps.setdefault(way, []).append(steps)
                 if answer.prefill is not None:
                     cached = answer.prefill.cached_tokens
                     found.prefill_cached.setdefault(way, []).append(cached)
@@ -84,21 +81,6 @@ async def answers(
         found.tokens[TOGETHER] = [answer.token_ids for answer in together]
         found.left_blocks = await pair.left_blocks()
         return found
-
-
-def record_steps() -> dict[object, list[int]]:
-    """The tokens of each step of decode, by request."""
-    found: dict[object, list[int]] = {}
-
-    def take_recorded(outputs: Any, take: Callable[[Any], None]) -> None:
-        def record(output: Any) -> None:
-            found.setdefault(outputs, []).append(len(output.outputs[0].token_ids))
-            take(output)
-
-        take_outputs(outputs, record)
-
-    decode_request.take_outputs = take_recorded  # type: ignore[attr-defined]
-    return found
 
 
 async def _alone(pair: Pair, prompt: list[int]) -> Answer:

@@ -72,7 +72,8 @@ class Answer:
     """The events of one request."""
 
     token_ids: list[int] = field(default_factory=list)
-    step_count: int = 0
+    steps: list[int] = field(default_factory=list)
+    """The tokens of each step."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reservation: Reservation | None = None
     end: DecodeEnded | None = None
@@ -85,9 +86,9 @@ class Answer:
         """Adds an event."""
         if isinstance(event, DecodeTokens):
             self.token_ids.extend(event.token_ids)
-            self.step_count += 1
+            self.steps.append(len(event.token_ids))
             self.logprobs.extend(event.logprobs)
-            self.step_start_ns = event.step_start_ns
+            self.step_start_ns = self.step_start_ns or event.step_start_ns
         elif isinstance(event, DecodeEnded):
             self.end = event
         else:

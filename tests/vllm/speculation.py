@@ -40,7 +40,7 @@ async def measure(model: str) -> SpeculationResult:
             result.plain.append(plain.token_ids)
             split = await pair.split(prompt, SAMPLING)
             result.split.append(split.token_ids)
-            result.steps.append(split.step_count)
+            result.steps.append(len(split.steps))
             await pair.reset()
             after_first = await pair.split_after_first(prompt, SAMPLING)
             result.after_first.append(after_first.token_ids)

@@ -13,7 +13,7 @@ from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, Tra
 from headrace_engine.interface import Arrived, DecodeEvent, PrefillOutcome, PrefillWork, Released
 from headrace_kv.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
-from tests.decoding import decoded
+from tests.decoding import EventSink, decoded
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import TIMEOUT_S, Pair, prompt_of, reset
 from tests.waiting import until
@@ -51,7 +51,7 @@ async def test_a_request_aborted_before_its_reservation_leaves_no_blocks(pair: P
     for delay_s in (0.0, 0.001, 0.01):
         events: list[DecodeEvent] = []
         work = pair.work(prompt_of(202))
-        task = asyncio.create_task(pair.decode.decode(work, events.append))
+        task = asyncio.create_task(pair.decode.decode(work, EventSink(events.append)))
         await asyncio.sleep(delay_s)
         task.cancel()
         await asyncio.wait({task})

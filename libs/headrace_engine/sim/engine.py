@@ -25,8 +25,8 @@ from headrace_engine.connector.pool_planner import PoolUse
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.interface import (
+    AnswerSink,
     Arrived,
-    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     Engine,
@@ -149,7 +149,7 @@ class SimEngine(Engine):
             self._copiers, lambda load: _call_soon(loop, self._loaded, load), self._waker()
         )
         self._stepper = Stepper(
-            self.model, self._memory, self._pools, self._ranks, shape, self._clock
+            self.model, self._memory, self._pools, self._ranks, shape.settings, self._clock
         )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
@@ -287,14 +287,13 @@ class SimEngine(Engine):
             tier_tokens=sequence.tier_tokens,
         )
 
-    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
+    async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
         check(work, self.max_model_len)
         self.require_adapter(work.adapter)
 
         def keep(answer: Sequence) -> Kept | None:
-            if work.keep is None:
-                return None
-            return self._pools.tiers.keep(answer.transfer_id, answer.computed, work.keep)
+            tiers, terms = self._pools.tiers, work.keep
+            return tiers.keep(answer.transfer_id, answer.computed, terms) if terms else None
 
         sequence = Answer(
             replace(work, sampling=self._seeded(work.sampling)),
@@ -302,7 +301,7 @@ class SimEngine(Engine):
             self.max_model_len,
             self._shape.block_tokens,
             keep,
-            put,
+            sink,
         )
         self._requests.submit(sequence, DecodeFull)
         try:

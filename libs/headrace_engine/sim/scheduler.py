@@ -311,7 +311,7 @@ class Scheduler:
         sequence = self._admitted
         assert sequence is not None
         if isinstance(sequence, Answer):
-            sequence.put(reservation)
+            sequence.sink.put(reservation)
         elif isinstance(sequence, Prompt) and not sequence.starts_fetch(reservation):
             self.planner.transfer_settled(reservation.transfer_id, whole=False)
             self.wake()

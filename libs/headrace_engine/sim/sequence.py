@@ -18,8 +18,8 @@ from headrace_engine.connector.transfers import (
     SendParams,
 )
 from headrace_engine.interface import (
+    AnswerSink,
     DecodeEnded,
-    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     PrefillWork,
@@ -244,15 +244,14 @@ class Answer(Sequence):
         max_model_len: int,
         block_tokens: int,
         keep: Callable[[Sequence], Kept | None],
-        put: Callable[[DecodeEvent], None],
+        sink: AnswerSink,
     ) -> None:
         capacity = min(work.prompt_tokens + work.sampling.max_tokens, max_model_len) - 1
         name = work.transfer_id
         params = ReceiveParams(name, work.awaits_first_token) if work.remote_kv else None
         super().__init__(work, name, params, capacity, model, block_tokens)
         self.work = work
-        self.put = put
-        """Gets the events."""
+        self.sink = sink
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the answer has ended, with its failure if it has one."""
         self.is_plain = is_plain(work.sampling)
@@ -260,6 +259,7 @@ class Answer(Sequence):
         self.prompt_count = work.prompt_tokens
         self._keep = keep
         self._first_step_ns = 0
+        self._has_step_tokens = False
 
     def reusable_tokens(self, keeps_state: bool) -> int:
         """The last token of a prompt is never among them."""
@@ -289,7 +289,12 @@ class Answer(Sequence):
     ) -> None:
         """Adds a token to the answer. It ends with a stop token or when it is full."""
         self.awaits_first_token = False
-        self.put(DecodeTokens((token_id,), logprobs, self._first_step_ns, prompt_logprobs))
+        if self._has_step_tokens and not logprobs:
+            self.sink.add_tokens((token_id,))
+        else:
+            self._has_step_tokens = self._first_step_ns > 0
+            start_ns = self._first_step_ns
+            self.sink.put(DecodeTokens((token_id,), logprobs, start_ns, prompt_logprobs))
         needs_kv = self._append(token_id)
         stopped = token_id in self.work.sampling.stop_token_ids
         if stopped or not needs_kv:
@@ -298,7 +303,7 @@ class Answer(Sequence):
     def end_answer(self, *, stopped: bool) -> None:
         """The answer ends after its last token."""
         self.ended = True
-        self.put(DecodeEnded(stopped, self.cached, self.tier_tokens, self._keep(self)))
+        self.sink.put(DecodeEnded(stopped, self.cached, self.tier_tokens, self._keep(self)))
         if not self.answered.done():
             self.answered.set_result(None)
 

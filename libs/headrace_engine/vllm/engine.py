@@ -21,8 +21,8 @@ from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
+    AnswerSink,
     BlockErrors,
-    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     Engine,
@@ -36,7 +36,13 @@ from headrace_engine.interface import (
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
-from headrace_engine.vllm.compat import end_llm, hidden_format, max_model_len, reset_prefix_cache
+from headrace_engine.vllm.compat import (
+    end_llm,
+    hidden_format,
+    max_model_len,
+    pass_tokens,
+    reset_prefix_cache,
+)
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
     kept_from_proto,
@@ -104,6 +110,8 @@ class VllmEngine(Engine):
         self._rank_memories: Mapping[int, MappedMemory] = {}
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
+        # Those with tokens from KV, by vLLM's id.
+        self._takers: dict[str, AnswerSink] = {}
         # Those that may fetch a prefix, by the transfer that brings it.
         self._fetching: dict[str, PrefillRequest] = {}
         self.tier_loads: LoadTimes = LoadTimes()
@@ -147,6 +155,7 @@ class VllmEngine(Engine):
         self._rank_memories = self._link.shared_memories()
         if self._config.role == "decode" and self._config.local_broadcast:
             self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._rank_memories)
+        pass_tokens(self._llm, self._takers)
         await self._adapters.start(self._llm)
         self.adapters = self._adapters.identities
         self.max_model_len = max_model_len(self._llm)
@@ -227,7 +236,7 @@ class VllmEngine(Engine):
                     if on_report is not None:
                         on_report(report)
 
-    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
+    async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
         llm, link = self._require_started(work.transfer_id)
         if work.sampling.structured_outputs is not None:
             await self._constraints.check(work.sampling.structured_outputs, work.tenant_salt)
@@ -241,6 +250,8 @@ class VllmEngine(Engine):
                 llm=llm,
                 link=link,
                 work=work,
+                sink=sink,
+                takers=self._takers,
                 prompt=prompt,
                 sampler=self._first_token_sampler,
                 max_model_len=self.max_model_len,
@@ -248,7 +259,7 @@ class VllmEngine(Engine):
             )
             self._decodes[work.transfer_id] = request
             try:
-                await request.run(put)
+                await request.run()
             except InternalError as error:
                 await self._raise_loss(error)
                 raise

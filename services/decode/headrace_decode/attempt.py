@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from opentelemetry.trace import Span
 
@@ -17,13 +17,13 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_ns
 from headrace_common.errors import (
     Cancelled,
+    DeadlineExceeded,
     DuplicateTransfer,
     HeadraceError,
     InternalError,
     InvalidRequest,
 )
 from headrace_common.tickets import TicketKey
-from headrace_decode.engine_events import EngineEvents
 from headrace_decode.proto import kept_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
@@ -46,13 +46,33 @@ log = logging.getLogger(__name__)
 # missing keys still reaches the client.
 ERROR_MARGIN_S = 0.5
 ERROR_MARGIN_SHARE = 0.1
+_CLOSE_TIMEOUT_S = 5.0
+
+
+OnEnd: TypeAlias = Callable[[Exception | None], None]
 
 
 class AttemptSink(Protocol):
-    """Takes what an attempt generates."""
+    """Takes what an attempt has for its caller. Nothing follows `finish`, and nothing an error."""
 
-    def add_tokens(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
-        """New tokens. `times` come with the first one that was sampled from a hidden state, and the first from KV."""
+    @property
+    def token_count(self) -> int:
+        """The tokens that it has got."""
+        ...
+
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        """The blocks are reserved, and prefill may begin."""
+        ...
+
+    def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+        """Tokens of the first step, or with logprobs. `times` come with the first ones of either kind.
+
+        The kinds are those from a hidden state, and those from KV.
+        """
+        ...
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """All other tokens."""
         ...
 
     def finish(self, finished: decode_pb2.Finished) -> None:
@@ -64,8 +84,8 @@ class AttemptSink(Protocol):
 class DecodeAttempt:
     """Owns all resources of one attempt, and runs it for one caller.
 
-    That calls `reserve` and `wait_ready`. Then a link calls `forward`, and the HTTP API calls `read`. Both call `end`
-    in any case. `error` is the result; None once the attempt has reached its end.
+    That calls `start`, and `end` in any case. `error` is the result; None once the attempt has reached its end. It is
+    the engine's AnswerSink.
     """
 
     work: DecodeWork
@@ -85,11 +105,17 @@ class DecodeAttempt:
         default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
     )
     reservation: Reservation | None = field(default=None, init=False)
-    generated_tokens: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict, init=False)
-    _events: EngineEvents | None = field(default=None, init=False)
+    add_tokens: Callable[[Sequence[int]], None] = field(init=False)
+    """See AnswerSink."""
+    _sink: AttemptSink = field(init=False)
+    _report: OnEnd = field(init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+    _timer: asyncio.TimerHandle = field(init=False)
     _waiter: TransferWaiter | None = field(default=None, init=False)
+    _over: bool = field(default=False, init=False)
+    """Whether its caller has got the end or an error."""
     _ended: bool = field(default=False, init=False)
     _from_kv: bool = field(default=False, init=False)
     """Whether a token was computed from KV."""
@@ -104,63 +130,54 @@ class DecodeAttempt:
         """The summary of its transfer, once that is complete."""
         return self._waiter.summary if self._waiter is not None else None
 
-    def expect_prefill(self) -> decode_pb2.Reserved:
-        """Lets prefill begin, and open the transfer, before the blocks are reserved. Comes before `reserve`."""
-        self.receiver.expect(self.work.transfer_id)
-        return decode_pb2.Reserved(end_token=self.work.transferable_tokens, admitted=True)
+    @property
+    def generated_tokens(self) -> int:
+        """The tokens that its caller has got."""
+        return 0 if self._task is None else self._sink.token_count
 
-    async def reserve(self) -> decode_pb2.Reserved:
-        """Starts the engine's request, and returns once it has its blocks. Raises HeadraceError."""
-        with self._recorded():
-            name = f"request {self.work.transfer_id}"
-            self._events = EngineEvents(partial(self.engine.decode, self.work), name)
-            if not self.work.remote_kv:
-                self.timestamps.blocks_reserved()
-                return decode_pb2.Reserved()
-            reservation = await self._reserve(self._events)
-            return decode_pb2.Reserved(
-                start_token=reservation.start_token, end_token=reservation.end_token
-            )
+    def start(self, sink: AttemptSink, on_end: OnEnd, *, early: bool = False) -> None:
+        """Starts the engine's request. `sink` gets the reservation, tokens and the end, each at once.
 
-    async def wait_ready(self) -> None:
-        """Returns once the engine may generate: with the KV cache, or before it if it begins with a hidden state.
-
-        Follows `reserve`. Raises HeadraceError.
+        `on_end` is called once, with the error if any. The deadline counts as an error. With `early`, prefill may
+        begin, and open the transfer, before the blocks are reserved.
         """
-        if self._waiter is None:
+        self._sink, self._report = sink, on_end
+        self.add_tokens = self._add_early_tokens
+        name = self.work.transfer_id
+        if not self.work.remote_kv:
+            self.timestamps.blocks_reserved()
+            sink.reserve(decode_pb2.Reserved())
+        elif early:
+            self.receiver.expect(name)
+            end_token = self.work.transferable_tokens
+            sink.reserve(decode_pb2.Reserved(end_token=end_token, admitted=True))
+        self._task = asyncio.create_task(self.engine.decode(self.work, self), name=f"answer {name}")
+        self._task.add_done_callback(self._engine_ended)
+        what = f"the deadline passed while waiting for the engine in request {name}"
+        late = DeadlineExceeded(what, metadata={"waited_for": "engine"})
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.deadline.remaining_s(), self._fail, late)
+
+    def put(self, event: DecodeEvent) -> None:
+        """See AnswerSink."""
+        if self._over:
             return
-        with self._recorded():
-            if self.work.from_hidden_state:
-                self._waiter.start_forwarding(self._engine_events)
-            else:
-                await self._waiter.wait_complete(self._engine_events, self.deadline)
+        try:
+            match event:
+                case DecodeTokens():
+                    self._sink.add_first(event, self._times_of(event))
+                case DecodeEnded():
+                    self._sink.finish(self._finished(event))
+                    self._stop()
+                    self._report(None)
+                case Reservation():
+                    self._sink.reserve(self._reserve(event))
+        except Exception as error:  # noqa: BLE001 - the engine and its other requests go on
+            self._fail(error)
 
-    def forward(self, sink: AttemptSink, on_end: Callable[[Exception | None], None]) -> None:
-        """From now on `sink` gets what the engine generates, at once. `on_end` is called once, with the error if any.
-
-        The deadline counts as an error.
-        """
-
-        def put(event: DecodeEvent) -> None:
-            if isinstance(event, DecodeTokens):
-                sink.add_tokens(event, self._count(event))
-            else:
-                sink.finish(self._finished(event))
-                on_end(None)
-
-        def fail(error: Exception) -> None:
-            on_end(self._recorded_error(error))
-
-        self._engine_events.forward(put, fail, self.deadline)
-
-    async def read(self) -> DecodeTokens | decode_pb2.Finished:
-        """The next tokens, or the end. Raises HeadraceError."""
-        with self._recorded():
-            event = await self._engine_events.read(self.deadline)
-            if not isinstance(event, DecodeTokens):
-                return self._finished(event)
-            self._count(event)
-            return event
+    def _add_early_tokens(self, token_ids: Sequence[int]) -> None:
+        """Tokens of an engine that has put none."""
+        self.put(DecodeTokens(tuple(token_ids)))
 
     def set_first_token(self, token_id: int) -> None:
         """Gives the engine the answer's first token, which a prefill worker has chosen.
@@ -182,82 +199,64 @@ class DecodeAttempt:
         self.timestamps.token_received()
         self.engine.transfer_event(FirstToken(work.transfer_id, token_id))
 
-    def interrupt(self, error: HeadraceError) -> None:
-        """Ends the stream with `error`, after the events that the engine has yielded."""
-        if self._events is not None:
-            self._events.interrupt(error)
+    def interrupt(self, error: Exception) -> None:
+        """Ends the stream with `error`, after what the engine has given."""
+        if self._task is not None:
+            self._fail(error)
 
-    async def _reserve(self, events: EngineEvents) -> Reservation:
-        """Waits for the engine's blocks and opens the transfer into them."""
-        first = await events.read(self.deadline)
-        if not isinstance(first, Reservation):
-            raise InternalError("the engine yielded another event before its reservation")
-        self.reservation = first
+    def _reserve(self, reservation: Reservation) -> decode_pb2.Reserved:
+        """Opens the transfer into the engine's blocks."""
+        if self.reservation is not None:
+            raise InternalError("the engine reserved blocks twice")
+        self.reservation = reservation
         self.timestamps.blocks_reserved()
-        if first.start_token < first.end_token:
+        start_token, end_token = reservation.start_token, reservation.end_token
+        if start_token < end_token:
+            by_state = self.work.from_hidden_state
             transfer = self.receiver.reserve(
-                first,
+                reservation,
                 transfer_deadline(self.deadline),
                 self.on_transfer_free,
-                hidden_format=self.engine.hidden_format if self.work.from_hidden_state else None,
+                hidden_format=self.engine.hidden_format if by_state else None,
                 signer=self.signer,
             )
-            self._waiter = TransferWaiter(transfer, self.engine, self.timestamps)
+            self._waiter = TransferWaiter(
+                transfer, self.engine, self.timestamps, self._fail, forwards_state=by_state
+            )
         else:
-            self.receiver.cancel(first.transfer_id, Cancelled.reason, "no token is missing")
-        return first
+            self.receiver.cancel(reservation.transfer_id, Cancelled.reason, "no token is missing")
+        return decode_pb2.Reserved(start_token=start_token, end_token=end_token)
 
-    @property
-    def _engine_events(self) -> EngineEvents:
-        assert self._events is not None, "the attempt was not started"
-        return self._events
-
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as failure:
-            error = self._recorded_error(failure)
-            if error is not failure:
-                raise error from None
-            raise
-
-    def _recorded_error(self, failure: Exception) -> Exception:
-        """Keeps the error that ends the attempt, and returns what its caller gets.
-
-        The transfer's own error is more precise than the engine's.
-        """
-        if not isinstance(failure, HeadraceError):
-            self.error = InternalError(f"{type(failure).__name__}: {failure}")
-            return failure
-        waiter = self._waiter if self.work.from_hidden_state else None
-        self.error = (waiter.error if waiter is not None else None) or failure
-        return self.error
-
-    def _count(self, tokens: DecodeTokens) -> decode_pb2.AttemptTimes | None:
-        """Counts new tokens. Returns the times of this attempt with the first one of either kind.
+    def _times_of(self, tokens: DecodeTokens) -> decode_pb2.AttemptTimes | None:
+        """The times of this attempt with its first token of either kind, else None.
 
         Only one token, sampled from a hidden state, may come before the KV cache is complete (I3).
         """
-        before = self.generated_tokens
-        self.generated_tokens += len(tokens.token_ids)
         if self._from_kv:
-            self.timestamps.token_generated()
             return None
-        sampled = self.work.from_hidden_state
-        self._from_kv = self.generated_tokens > (1 if sampled else 0)
-        if self._from_kv and self._waiter is not None and self._waiter.summary is None:
-            self._waiter.require_complete()
+        before, sampled = self.generated_tokens, self.work.from_hidden_state
+        self._from_kv = before + len(tokens.token_ids) > (1 if sampled else 0)
+        if self._from_kv:
+            self._require_kv()
+            self.add_tokens = self._sink.add_tokens
         self.timestamps.first_generated(
             sampled=sampled, from_kv=self._from_kv, step_start_ns=tokens.step_start_ns
         )
         return self.timestamps.to_proto() if self._from_kv or not before else None
 
-    def _finished(self, ended: DecodeEvent) -> decode_pb2.Finished:
-        if not isinstance(ended, DecodeEnded):
-            raise InternalError("the engine reserved blocks twice")
+    def _require_kv(self) -> None:
+        """Raises InternalError when the engine has used an incomplete KV cache (I3)."""
+        if self.work.remote_kv and self.reservation is None:
+            raise InternalError("the engine yielded another event before its reservation")
+        if self._waiter is not None:
+            self._waiter.require_complete()
+
+    def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
+        if not self.work.from_hidden_state:
+            self._require_kv()
         # The caller may disconnect as soon as it has read this.
         self.error = None
+        self.timestamps.token_generated()
         self.cached_tokens = ended.cached_tokens
         self.tier_tokens = ended.tier_tokens
         finished = decode_pb2.Finished(
@@ -280,8 +279,34 @@ class DecodeAttempt:
             finished.transfer_wait.CopyFrom(duration_from_ns(1_000 * waited_us))
         return finished
 
+    def _engine_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if not isinstance(error, Exception):
+            name = self.work.transfer_id
+            error = InternalError(f"the engine ended request {name} without a reason")
+        self._fail(error)
+
+    def _fail(self, failure: Exception) -> None:
+        """The first error ends the engine's request. The transfer's own one is more precise than the engine's."""
+        if self._over:
+            return
+        self._stop()
+        if isinstance(failure, HeadraceError):
+            transfer_error = self._waiter.error if self._waiter is not None else None
+            failure = self.error = transfer_error or failure
+        else:
+            self.error = InternalError(f"{type(failure).__name__}: {failure}")
+        if self._task is not None:
+            self._task.cancel()
+        self._report(failure)
+
+    def _stop(self) -> None:
+        """Nothing of the engine goes to the caller any more."""
+        self._over, self.add_tokens = True, _ignore_tokens
+
     def end(self) -> None:
         """The caller reads no more. Repeats are ignored."""
+        self._stop()
         if not self._ended:
             self._ended = True
             self.timestamps.ended()
@@ -292,17 +317,31 @@ class DecodeAttempt:
         transfer_id = self.work.transfer_id
         error = self.error or Cancelled("the request has ended")
         if self._waiter is not None:
-            await self._waiter.stop_forwarding()
+            await self._waiter.stop()
         if self.work.remote_kv and self.summary is None:
             self.receiver.cancel(transfer_id, error.reason, error.detail)
-        if self._events is not None and not await self._events.close():
-            log.error("the engine did not abort %s within its time", transfer_id)
+        await self._abort()
         held = self.reservation
         if self._waiter is not None:
             await self._waiter.wait_ended()
         elif self.work.remote_kv and (held is None or held.start_token < held.end_token):
             # No transfer was opened for the blocks.
             self.engine.transfer_event(Released(transfer_id))
+
+    async def _abort(self) -> None:
+        """Ends the engine's request."""
+        if self._task is None:
+            return
+        self._timer.cancel()
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({self._task}, timeout=_CLOSE_TIMEOUT_S)
+        if not self._task.done():
+            log.error("the engine did not abort %s within its time", self.work.transfer_id)
+
+
+def _ignore_tokens(_: Sequence[int]) -> None:
+    """Those that an engine gives until it has noticed the end."""
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:

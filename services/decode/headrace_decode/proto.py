@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, keep_pb2
@@ -22,6 +23,8 @@ from headrace_engine.proto import (
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_kv.tiers.promises import KeepTerms, Kept
 
+_POLICIES: Final = frozenset(first_token_pb2.FirstTokenPolicy.values())
+
 
 def work_from_proto(
     request: decode_pb2.GenerateRequest, adapters: Collection[Adapter] = ()
@@ -32,14 +35,15 @@ def work_from_proto(
         violations["tenant_salt"] = "must be as the router sets it"
     if not 0 < len(request.transfer_id) <= TRANSFER_ID_CHARACTERS_MAX:
         violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
-    if not request.token_ids:
+    # A slice is copied without a Python step for each token.
+    token_ids, generated = tuple(request.token_ids[:]), request.generated_token_count
+    if not token_ids:
         violations["token_ids"] = "must hold at least one token"
-    generated = request.generated_token_count
-    if request.token_ids and generated >= len(request.token_ids):
+    elif generated >= len(token_ids):
         violations["generated_token_count"] = "must leave a token of token_ids for the prompt"
     if request.sampling.max_tokens <= generated:
         violations["sampling.max_tokens"] = f"must be {generated + 1} or more"
-    if request.first_token not in first_token_pb2.FirstTokenPolicy.values():
+    if request.first_token not in _POLICIES:
         violations["first_token"] = "must be one of the named values"
     from_hidden_state = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
     by_prefill = (
@@ -55,9 +59,9 @@ def work_from_proto(
         raise InvalidRequest(violations)
     return DecodeWork(
         transfer_id=request.transfer_id,
-        token_ids=tuple(request.token_ids),
+        token_ids=token_ids,
         sampling=sampling_from_proto(request.sampling, request.stop_token_ids),
-        remote_kv=request.remote_prefill and (by_prefill or len(request.token_ids) > 1),
+        remote_kv=request.remote_prefill and (by_prefill or len(token_ids) > 1),
         generated_tokens=generated,
         awaits_first_token=by_prefill,
         from_hidden_state=from_hidden_state,
@@ -67,7 +71,7 @@ def work_from_proto(
         priority=Priority.from_proto(request.priority),
         bounds=bounds_from_proto(request.bounds),
         keep=_terms(request.transfer_id, request.keep) if request.HasField("keep") else None,
-        images=images_from_proto(request.images, len(request.token_ids) - generated - 1),
+        images=images_from_proto(request.images, len(token_ids) - generated - 1),
     )
 
 

@@ -268,7 +268,8 @@ def _work_from_proto(
     if violations:
         raise InvalidRequest(violations)
     return PrefillWork(
-        token_ids=tuple(task.token_ids),
+        # A slice is copied without a Python step for each token.
+        token_ids=tuple(task.token_ids[:]),
         target=TransferTarget(
             transfer_id=task.transfer_id,
             decode=WorkerRef(task.decode_worker_id, task.decode_incarnation),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from headrace_engine.interface import (
+    AnswerSink,
     Arrived,
     DecodeEvent,
     DecodeTokens,
@@ -74,9 +75,10 @@ class ScriptedEngine(Engine):
     ) -> PrefillOutcome:
         raise AssertionError("a decode engine must not prefill")
 
-    async def decode(self, work: DecodeWork, put: Callable[[DecodeEvent], None]) -> None:
+    async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
         self.works.append(work)
         script = self.scripts.get(work.transfer_id, self.script)
+        has_tokens = False
         try:
             while True:
                 event = await script.get()
@@ -84,7 +86,11 @@ class ScriptedEngine(Engine):
                     return
                 if isinstance(event, Exception):
                     raise event
-                put(event)
+                if has_tokens and isinstance(event, DecodeTokens):
+                    sink.add_tokens(event.token_ids)
+                else:
+                    has_tokens = isinstance(event, DecodeTokens)
+                    sink.put(event)
         finally:
             self.closed += 1
 

@@ -36,9 +36,9 @@ def columns(message: decode_pb2.LinkResponse | None) -> dict[int, list[int]]:
 def test_a_step_of_all_requests_is_one_message() -> None:
     outgoing, streams = opened(1, 2, 3)
     streams[3].reserve(decode_pb2.Reserved(start_token=5, end_token=7))
-    streams[1].add_tokens(DecodeTokens((10,)), None)
-    streams[1].add_tokens(DecodeTokens((11,)), None)
-    streams[2].add_tokens(DecodeTokens((20,)), None)
+    streams[1].add_tokens([10])
+    streams[1].add_tokens([11])
+    streams[2].add_tokens([20])
     streams[2].finish(_END)
     message = outgoing.next_message()
     assert columns(message) == {1: [10, 11], 2: [20]}
@@ -51,8 +51,8 @@ def test_a_step_of_all_requests_is_one_message() -> None:
 
 def test_a_message_is_split_and_requests_take_turns() -> None:
     outgoing, streams = opened(1, 2, bytes_max=1_000)
-    streams[1].add_tokens(DecodeTokens(tuple(range(2**28, 2**28 + 500))), None)
-    streams[2].add_tokens(DecodeTokens((20,)), None)
+    streams[1].add_tokens(range(2**28, 2**28 + 500))
+    streams[2].add_tokens([20])
     seen: dict[int, list[int]] = {1: [], 2: []}
     messages = []
     while (message := outgoing.next_message()) is not None:
@@ -70,7 +70,7 @@ def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: boo
     entries = tuple(TokenLogprobs(-float(n), ((n, -0.5),) * 3, n) for n in range(1, 100))
     outgoing, streams = opened(1, bytes_max=1_000)
     own = (TokenLogprobs(-0.1, ()), TokenLogprobs(-0.2, ())) if logprobs else ()
-    streams[1].add_tokens(DecodeTokens((10, 11), own, prompt_logprobs=entries), None)
+    streams[1].add_first(DecodeTokens((10, 11), own, prompt_logprobs=entries), None)
     streams[1].finish(_END)
     answer = LinkedAnswer(1, 9, lambda stream_id, tokens: None)
     answers = LinkedAnswers()

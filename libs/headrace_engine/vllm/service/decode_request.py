@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import (
@@ -15,8 +14,8 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_engine.interface import (
+    AnswerSink,
     DecodeEnded,
-    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     FirstToken,
@@ -48,48 +47,40 @@ RESERVATION_LAG_S = 10.0
 FAILURE_LAG_S = 10.0
 
 
+@dataclass(eq=False, slots=True)
 class DecodeRequest:
     """Call `run` once. The link calls `blocks_reserved`, `step_started`, `failure_reported` and `fail`."""
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        link: LinkServer,
-        work: DecodeWork,
-        prompt: TokensPrompt | EngineInput,
-        sampler: FirstTokenSampler | None = None,
-        max_model_len: int = 0,
-        lora_request: LoRARequest | None = None,
-    ) -> None:
-        """`prompt`: see engine_prompt. `sampler` chooses the first token of a work with `from_hidden_state`.
-
-        `max_model_len` is the engine's.
-        """
-        self._llm = llm
-        self._link = link
-        self._work = work
-        self._prompt = prompt
-        self._sampler = sampler
-        self._max_model_len = max_model_len
-        self._lora_request = lora_request
-        loop = asyncio.get_running_loop()
-        self._hidden_state: asyncio.Future[bytes] = loop.create_future()
-        self._reserved: asyncio.Future[Reservation] = loop.create_future()
-        self._transfer_failed = False
-        self._load_failed: asyncio.Future[bool] = loop.create_future()
-        self._step_start_ns = 0
-        self._has_tokens = False
-        self._put: Callable[[DecodeEvent], None] = lambda event: None
-        self._early: list[RequestOutput] | None = []
-        """Outputs that came before the reservation or the first token. None once outputs are put at once."""
-        self._last: asyncio.Future[RequestOutput] = loop.create_future()
-        """The output with the end, or the error. Until then vLLM has the request."""
+    llm: AsyncLLM
+    link: LinkServer
+    work: DecodeWork
+    sink: AnswerSink
+    takers: dict[str, AnswerSink]
+    """See pass_tokens."""
+    prompt: TokensPrompt | EngineInput
+    """See engine_prompt."""
+    sampler: FirstTokenSampler | None = None
+    """Chooses the first token of a work with `from_hidden_state`."""
+    max_model_len: int = 0
+    """The engine's."""
+    lora_request: LoRARequest | None = None
+    _hidden_state: asyncio.Future[bytes] = field(default_factory=asyncio.Future, init=False)
+    _reserved: asyncio.Future[Reservation] = field(default_factory=asyncio.Future, init=False)
+    _transfer_failed: bool = field(default=False, init=False)
+    _load_failed: asyncio.Future[bool] = field(default_factory=asyncio.Future, init=False)
+    _step_start_ns: int = field(default=0, init=False)
+    _has_tokens: bool = field(default=False, init=False)
+    _vllm_id: str = field(default="", init=False)
+    _early: list[RequestOutput] | None = field(default_factory=list, init=False)
+    """Outputs that came before the reservation or the first token. None once outputs are put at once."""
+    _last: asyncio.Future[RequestOutput] = field(default_factory=asyncio.Future, init=False)
+    """The output with the end, or the error. Until then vLLM has the request."""
 
     def blocks_reserved(self, reservation: Reservation) -> None:
         """The scheduler has allocated blocks."""
         if not self._reserved.done():
             self._reserved.set_result(reservation)
-            self._put(reservation)
+            self.sink.put(reservation)
 
     def step_started(self, monotonic_ns: int) -> None:
         """The scheduler has planned the first step with the request."""
@@ -114,28 +105,29 @@ class DecodeRequest:
         if not self._last.done():
             self._last.set_exception(error)
 
-    async def run(self, put: Callable[[DecodeEvent], None]) -> None:
+    async def run(self) -> None:
         """See Engine.decode."""
-        self._put = put
-        self._link.request_coming()
+        self.link.request_coming()
         outputs = await self._start()
         try:
+            self._vllm_id = outputs.request_id
             take_outputs(outputs, self._output_arrived)
             await self._generate()
         finally:
+            self.takers.pop(self._vllm_id, None)
             # An exception is retrieved here, so that asyncio does not log it.
             if not self._last.done() or self._last.exception() is not None:
-                await self._llm.abort(outputs.request_id, internal=True)
+                await self.llm.abort(outputs.request_id, internal=True)
 
     async def _start(self) -> RequestOutputCollector:
-        work = self._work
+        work = self.work
         params = None
         if work.remote_kv:
             params = receive_params(work.transfer_id, work.awaits_first_token)
         try:
-            return await self._llm.add_request(
+            return await self.llm.add_request(
                 work.transfer_id,
-                self._prompt,
+                self.prompt,
                 sampling_params(
                     work.sampling,
                     params,
@@ -145,34 +137,37 @@ class DecodeRequest:
                     bounds=work.bounds,
                     keep=work.keep,
                 ),
-                lora_request=self._lora_request,
+                lora_request=self.lora_request,
             )
         except Exception as error:
             raise self._known_error(error) from error
 
     async def _generate(self) -> None:
         cached_tokens: int | None = None
-        if self._work.remote_kv:
+        if self.work.remote_kv:
             cached_tokens = (await self._wait_reserved()).start_token
-        if self._work.from_hidden_state:
+        if self.work.from_hidden_state:
             first = await self._choose_first_token()
             ended = self._end_after(first.token_ids[0])
             if ended is None:
-                given = FirstToken(self._work.transfer_id, first.token_ids[0])
-                self._link.transfer_event(given)
-            self._put(first)
+                given = FirstToken(self.work.transfer_id, first.token_ids[0])
+                self.link.transfer_event(given)
+            self.sink.put(first)
             if ended is not None:
-                self._put(ended)
+                self.sink.put(ended)
                 return
         early, self._early = self._early or (), None
         for output in early:
             self._put_tokens(output)
-        last = await self._last_output()
+        # Its cancellation is not that of the future, which says whether vLLM has ended the request.
+        await asyncio.wait({self._last})
+        last = self._last.result()
         self._put_tokens(last)
         if cached_tokens is None:
             cached_tokens = last.num_cached_tokens or 0
         stopped = await self._stopped(last.outputs[0].finish_reason)
-        self._put(DecodeEnded(stopped, cached_tokens, kept=read_kept(last.kv_transfer_params)))
+        kept = read_kept(last.kv_transfer_params)
+        self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept))
 
     def _output_arrived(self, output: RequestOutput | Exception) -> None:
         """Called by vLLM's task that reads the outputs of all requests, which must not fail."""
@@ -186,27 +181,24 @@ class DecodeRequest:
             self._early.append(output)
         else:
             self._put_tokens(output)
+            if self.work.sampling.logprobs is None:
+                self.takers[self._vllm_id] = self.sink
 
     def _put_tokens(self, output: RequestOutput) -> None:
         if not output.outputs[0].token_ids:
             return
         self._has_tokens = True
         try:
-            self._put(self._tokens_of(output))
+            self.sink.put(self._tokens_of(output))
         except Exception as error:  # noqa: BLE001
             self.fail(self._known_error(error))
 
-    async def _last_output(self) -> RequestOutput:
-        # Its cancellation is not that of the future, which says whether vLLM has ended the request.
-        await asyncio.wait({self._last})
-        return self._last.result()
-
     def _tokens_of(self, output: RequestOutput) -> DecodeTokens:
-        sampling = self._work.sampling
+        sampling = self.work.sampling
         tokens = tokens_of(output.outputs[0], sampling.logprobs, self._step_start_ns)
         if sampling.prompt_logprobs is None:
             return tokens
-        prompt = self._work.token_ids
+        prompt = self.work.token_ids
         return replace(
             tokens, prompt_logprobs=prompt_logprobs_of(output, prompt, sampling.prompt_logprobs)
         )
@@ -215,23 +207,23 @@ class DecodeRequest:
         """The first token, once its state has arrived. Raises an error when vLLM ends the request before that."""
         awaited: set[asyncio.Future[Any]] = {self._hidden_state, self._last}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        if self._sampler is None:
+        if self.sampler is None:
             raise InternalError("this engine chooses no token from hidden states")
         if not self._hidden_state.done():
             await self._stopped(self._last.result().outputs[0].finish_reason)
             raise InternalError("vLLM ended a request that waited for its first token")
-        return await self._sampler.choose(
+        return await self.sampler.choose(
             self._hidden_state.result(),
-            prompt=self._work.token_ids,
-            sampling=self._work.sampling,
-            lora_request=self._lora_request,
+            prompt=self.work.token_ids,
+            sampling=self.work.sampling,
+            lora_request=self.lora_request,
         )
 
     def _end_after(self, token_id: int) -> DecodeEnded | None:
         """The end of an answer that ends with this first token, by vLLM's rules. None when it goes on."""
-        sampling, tokens = self._work.sampling, len(self._work.token_ids)
+        sampling, tokens = self.work.sampling, len(self.work.token_ids)
         stopped = token_id in sampling.stop_token_ids
-        if stopped or sampling.max_tokens == 1 or tokens + 1 >= self._max_model_len:
+        if stopped or sampling.max_tokens == 1 or tokens + 1 >= self.max_model_len:
             return DecodeEnded(stopped, self._reserved.result().start_token)
         return None
 
@@ -243,7 +235,7 @@ class DecodeRequest:
             return False
         if finish_reason != "error":
             raise Cancelled(f"vLLM ended the request: {finish_reason}")
-        outputs = self._work.sampling.structured_outputs
+        outputs = self.work.sampling.structured_outputs
         if outputs is None or self._transfer_failed or await self._has_failed_load():
             raise TransferFailed("the KV cache did not arrive, so nothing was generated")
         remedy = (
@@ -262,21 +254,16 @@ class DecodeRequest:
         awaited: set[asyncio.Future[Any]] = {self._reserved, self._last}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not self._reserved.done():
-            await self._raise_early_end(self._last.result())
+            # No reservation comes for a request that vLLM has ended with an error before it scheduled it.
+            await self._stopped(self._last.result().outputs[0].finish_reason)
             await asyncio.wait({self._reserved}, timeout=RESERVATION_LAG_S)
         if not self._reserved.done():
             raise InternalError("vLLM generated tokens without a reservation of blocks")
         return self._reserved.result()
 
-    async def _raise_early_end(self, output: RequestOutput) -> None:
-        """Raises the error of a request that vLLM has ended before it scheduled it: no reservation will come."""
-        reason = output.outputs[0].finish_reason
-        if reason not in ("stop", "length"):
-            await self._stopped(reason)
-
     def _known_error(self, error: Exception) -> HeadraceError:
         if isinstance(error, HeadraceError):
             return error
         if isinstance(error, request_errors()):
-            return rejected(error, self._work.sampling, "token_ids")
+            return rejected(error, self.work.sampling, "token_ids")
         return InternalError(f"vLLM failed: {type(error).__name__}: {error}")

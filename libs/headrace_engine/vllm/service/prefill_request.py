@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
@@ -45,28 +45,19 @@ QUIET_TIMEOUT_S: Final = 30.0
 GREEDY_ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 
 
+@dataclass(eq=False, slots=True)
 class PrefillRequest:
     """Call `outcome` once. The link calls `blocks_reserved`, `transfer_quiet` and `engine_lost`."""
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        link: LinkServer,
-        work: PrefillWork,
-        rank_count: int,
-        on_first_token: Callable[[DecodeTokens], None] | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> None:
-        self._llm = llm
-        self._link = link
-        self._work = work
-        self._rank_count = rank_count
-        self._on_first_token = on_first_token
-        self._lora_request = lora_request
-        self._reports: dict[int, SendReport] = {}
-        self._failure: HeadraceError | None = None
-        self._failed = asyncio.Event()
-        self._quiet = asyncio.Event()
+    llm: AsyncLLM
+    link: LinkServer
+    work: PrefillWork
+    rank_count: int
+    on_first_token: Callable[[DecodeTokens], None] | None = None
+    lora_request: LoRARequest | None = None
+    _reports: dict[int, SendReport] = field(default_factory=dict, init=False)
+    _failure: asyncio.Future[HeadraceError] = field(default_factory=asyncio.Future, init=False)
+    _quiet: asyncio.Future[None] = field(default_factory=asyncio.Future, init=False)
 
     @property
     def reports(self) -> tuple[SendReport, ...]:
@@ -75,15 +66,15 @@ class PrefillRequest:
 
     def blocks_reserved(self, reservation: Reservation) -> None:
         """The scheduler has allocated blocks for a prefix, which is fetched or not."""
-        prefix = self._work.prefix
+        prefix = self.work.prefix
         if prefix is None or not prefix.start(reservation):
-            self._link.transfer_event(Released(reservation.transfer_id))
+            self.link.transfer_event(Released(reservation.transfer_id))
 
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of the transfer under way any more."""
         self._reports[report.rank] = report
-        if len(self._reports) == self._rank_count:
-            self._quiet.set()
+        if len(self._reports) == self.rank_count:
+            self._be_quiet()
         if report.reason:
             self.fail(
                 from_reason(
@@ -95,32 +86,34 @@ class PrefillRequest:
 
     def fail(self, error: HeadraceError) -> None:
         """The prefill has failed. Later failures are ignored."""
-        if self._failure is None:
-            self._failure = error
-            self._failed.set()
+        if not self._failure.done():
+            self._failure.set_result(error)
 
     def engine_lost(self, error: HeadraceError) -> None:
         """The engine's processes have ended, so none of them writes any more."""
         self.fail(error)
-        self._quiet.set()
+        self._be_quiet()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _be_quiet(self) -> None:
+        if not self._quiet.done():
+            self._quiet.set_result(None)
+
+    async def _wait(self, awaited: asyncio.Future[Any]) -> None:
+        """Raises the failure if that comes first."""
+        either: set[asyncio.Future[Any]] = {awaited, self._failure}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.done():
+            raise self._failure.result()
 
     async def outcome(self) -> PrefillOutcome:
         """See Engine.prefill."""
-        deadline = Deadline(self._work.target.deadline_s)
+        deadline = Deadline(self.work.target.deadline_s)
         compute = asyncio.create_task(self._compute())
-        failed = asyncio.create_task(self._failed.wait())
-        quiet = asyncio.create_task(self._quiet.wait())
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                await asyncio.wait({compute, failed}, return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failure()
+                await self._wait(compute)
                 times = compute.result()
-                await asyncio.wait({failed, quiet}, return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failure()
+                await self._wait(self._quiet)
             return PrefillOutcome(
                 cached_tokens=times.cached_tokens,
                 compute_start_unix_ns=times.compute_start_unix_ns,
@@ -130,18 +123,16 @@ class PrefillRequest:
             )
         except TimeoutError:
             raise TransferTimeout(
-                f"the deadline passed with {self._rank_count - len(self._reports)} of {self._rank_count} ranks "
+                f"the deadline passed with {self.rank_count - len(self._reports)} of {self.rank_count} ranks "
                 "still sending",
-                metadata={"transfer_id": self._work.target.transfer_id},
+                metadata={"transfer_id": self.work.target.transfer_id},
             ) from None
         finally:
-            failed.cancel()
-            quiet.cancel()
-            if not (compute.done() and self._quiet.is_set()):
+            if not (compute.done() and self._quiet.done()):
                 await asyncio.shield(asyncio.create_task(self._stop(compute)))
 
     async def _compute(self) -> PrefillTimes:
-        name, prefix = self._work.target.transfer_id, self._prefix_params()
+        name, prefix = self.work.target.transfer_id, self._prefix_params()
         times = await self._run(name, prefix)
         if times is None and prefix is not None:
             # An engine that also decodes ends a request without its KV.
@@ -152,32 +143,32 @@ class PrefillRequest:
 
     async def _run(self, request_id: str, prefix: PrefixParams | None) -> PrefillTimes | None:
         """None when vLLM has ended the request without computing it."""
-        target = self._work.target
+        target = self.work.target
         sampling = GREEDY_ONE_TOKEN
-        if self._work.sampling is not None:
-            sampling = replace(self._work.sampling, max_tokens=1)
-        ours = send_params(target, prefix, cached_only=self._work.cached_only)
+        if self.work.sampling is not None:
+            sampling = replace(self.work.sampling, max_tokens=1)
+        ours = send_params(target, prefix, cached_only=self.work.cached_only)
         params = sampling_params(
             sampling,
             ours,
-            priority=self._work.priority,
-            bounds=self._work.bounds,
+            priority=self.work.priority,
+            bounds=self.work.bounds,
         )
-        token_ids = self._work.token_ids
-        if self._work.cached_only:
+        token_ids = self.work.token_ids
+        if self.work.cached_only:
             # vLLM computes one token at least.
             token_ids = (*token_ids, token_ids[-1])
-        prompt = await engine_prompt(self._llm, token_ids, self._work.cache_salt, self._work.images)
+        prompt = await engine_prompt(self.llm, token_ids, self.work.cache_salt, self.work.images)
         last = None
         # A step that waits for another prompt's prefix would delay it.
-        self._link.request_coming()
+        self.link.request_coming()
         try:
-            async for output in self._llm.generate(
-                prompt, params, request_id, lora_request=self._lora_request
+            async for output in self.llm.generate(
+                prompt, params, request_id, lora_request=self.lora_request
             ):
                 last = output
-                if self._on_first_token is not None and output.outputs[0].token_ids:
-                    self._on_first_token(tokens_of(output.outputs[0], sampling.logprobs))
+                if self.on_first_token is not None and output.outputs[0].token_ids:
+                    self.on_first_token(tokens_of(output.outputs[0], sampling.logprobs))
         except HeadraceError:
             raise
         except request_errors() as exc:
@@ -187,26 +178,24 @@ class PrefillRequest:
         return read_times(last.kv_transfer_params if last is not None else None)
 
     def _prefix_params(self) -> PrefixParams | None:
-        prefix = self._work.prefix
+        prefix = self.work.prefix
         if prefix is None:
             return None
         return PrefixParams(prefix.transfer_id, prefix.end_token, prefix.least_tokens)
 
     async def _stop(self, compute: asyncio.Task[PrefillTimes]) -> None:
         """Ends the computation and waits until every rank is quiet (I2)."""
-        transfer_id = self._work.target.transfer_id
+        transfer_id = self.work.target.transfer_id
         start_s = time.monotonic()
         stop = link_pb2.Stop(transfer_id=transfer_id)
-        self._link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
+        self.link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
         await end_task(compute)
-        try:
-            async with asyncio.timeout(QUIET_TIMEOUT_S):
-                await self._quiet.wait()
-        except TimeoutError:
+        await asyncio.wait({self._quiet}, timeout=QUIET_TIMEOUT_S)
+        if not self._quiet.done():
             log.error(
                 "%d of %d ranks were not quiet for transfer %s after %.0f s",
-                self._rank_count - len(self._reports),
-                self._rank_count,
+                self.rank_count - len(self._reports),
+                self.rank_count,
                 transfer_id,
                 time.monotonic() - start_s,
             )

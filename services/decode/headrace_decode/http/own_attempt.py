@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -16,7 +17,6 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.identity import new_transfer_id
 from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
-from headrace_common.tasks import end_task
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
@@ -65,6 +65,47 @@ class OwnRecord(AttemptRecord):
         answer = self.answer
         if answer.HasField("steps"):
             self.add_task(self._asked_us, self._answered_us, answer.steps)
+
+
+class _Answer:
+    """What an attempt has given and its reader has not taken. An AttemptSink."""
+
+    def __init__(self) -> None:
+        self.readable = asyncio.Event()
+        self.token_count = 0
+        self.reserved: decode_pb2.Reserved | None = None
+        self.end: decode_pb2.Finished | Exception | None = None
+        self._tokens: deque[decode_pb2.Tokens] = deque()
+
+    def take(self) -> decode_pb2.Tokens | None:
+        """The oldest tokens. None once all are taken."""
+        if self._tokens:
+            return self._tokens.popleft()
+        self.readable.clear()
+        return None
+
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        self.reserved = reserved
+        self.readable.set()
+
+    def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+        self._add(tokens_to_proto(tokens))
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        self._add(decode_pb2.Tokens(token_ids=token_ids))
+
+    def _add(self, tokens: decode_pb2.Tokens) -> None:
+        self.token_count += len(tokens.token_ids)
+        self._tokens.append(tokens)
+        self.readable.set()
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        self.end = finished
+
+    def ended(self, error: Exception | None) -> None:
+        """Nothing follows."""
+        self.end = error or self.end
+        self.readable.set()
 
 
 class OwnAttempt:
@@ -130,18 +171,31 @@ class OwnAttempt:
             running.end()
 
     async def _add_tokens(self, running: DecodeAttempt, record: OwnRecord) -> AttemptOutcome:
-        response = self._request.response
-        self._reserved = reserved = await running.reserve()
-        if reserved.start_token < reserved.end_token:
-            parent = carrier_of(running.span.get_span_context()).get("traceparent", "")
-            record.asked(self._start_prefill(reserved.start_token, parent))
-        event = await _first_event(running, record.outcome)
-        while isinstance(event, DecodeTokens):
-            await response.add_tokens(tokens_to_proto(event))
-            if response.stopped:
-                return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
-            event = await running.read()
-        return self._outcome(event.reason, event)
+        response, answer = self._request.response, _Answer()
+        running.start(answer, answer.ended)
+
+        def prefill_ended(prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
+            error = None if prefill.cancelled() else prefill.exception()
+            if isinstance(error, Exception) and not answer.token_count:
+                running.interrupt(error)
+
+        while True:
+            await answer.readable.wait()
+            if self._reserved is None and answer.reserved is not None:
+                self._reserved = reserved = answer.reserved
+                if reserved.start_token < reserved.end_token:
+                    parent = carrier_of(running.span.get_span_context()).get("traceparent", "")
+                    prefill = self._start_prefill(reserved.start_token, parent)
+                    record.asked(prefill)
+                    prefill.add_done_callback(prefill_ended)
+            while (tokens := answer.take()) is not None:
+                await response.add_tokens(tokens)
+                if response.stopped:
+                    return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
+            if isinstance(answer.end, Exception):
+                raise answer.end
+            if answer.end is not None:
+                return self._outcome(answer.end.reason, answer.end)
 
     def _start_prefill(
         self, start_token: int, parent: str
@@ -173,24 +227,3 @@ class OwnAttempt:
             transferred = self._reserved.end_token - cached
         prompt_tokens = len(self._request.prepared.token_ids)
         return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens, kept)
-
-
-async def _first_event(
-    running: DecodeAttempt, prefill: asyncio.Task[Any] | None
-) -> DecodeTokens | decode_pb2.Finished:
-    """The first tokens or the end. Raises the error of a prefill that fails before them."""
-
-    async def read() -> DecodeTokens | decode_pb2.Finished:
-        await running.wait_ready()
-        return await running.read()
-
-    reading = asyncio.create_task(read())
-    try:
-        if prefill is not None:
-            either: set[asyncio.Future[Any]] = {reading, prefill}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                prefill.result()
-        return await reading
-    finally:
-        await end_task(reading)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
@@ -27,13 +29,31 @@ class _Message:
         self._counts: list[int] = []
         self._token_ids: list[int] = []
 
-    def add_tokens(self, stream_id: int, token_ids: list[int]) -> None:
-        count = len(token_ids)
+    def add_tokens(self, stream_id: int, token_ids: list[int], count: int) -> int:
+        """Adds the first `count` tokens or, where there is no room for them, fewer. Returns how many."""
+        count = min(count, max(1, self.room_bytes // _TOKEN_BYTES))
         self._stream_ids.append(stream_id)
         self._counts.append(count)
-        self._token_ids += token_ids
+        self._token_ids += token_ids if count == len(token_ids) else token_ids[:count]
         # As `use`, for the entries of which there are most.
         self.room_bytes -= _ENTRY_BYTES + count * _TOKEN_BYTES
+        return count
+
+    def take_columns(self, columns: dict[int, list[int]]) -> None:
+        """Moves the tokens of requests, all of them at once where there is room. The last thing that is added."""
+        counts = list(map(len, columns.values()))
+        if len(counts) * _ENTRY_BYTES + sum(counts) * _TOKEN_BYTES <= self.room_bytes:
+            self._stream_ids += columns
+            self._counts += counts
+            self._token_ids += chain.from_iterable(columns.values())
+            columns.clear()
+        for stream_id in list(columns):
+            if self.room_bytes <= 0:
+                break
+            token_ids = columns.pop(stream_id)
+            count = self.add_tokens(stream_id, token_ids, len(token_ids))
+            if count < len(token_ids):
+                columns[stream_id] = token_ids[count:]
 
     def complete(self) -> decode_pb2.LinkResponse:
         if self._stream_ids:
@@ -48,54 +68,64 @@ class _Message:
         self.room_bytes -= _FRAME_BYTES + event_bytes
 
 
+@dataclass(eq=False, slots=True)
 class OutgoingStream:
     """The unsent events of one request. Once it is dropped, nothing of it is sent."""
 
-    def __init__(
-        self, stream_id: int, credit_tokens: int, on_change: Callable[[OutgoingStream], None]
-    ) -> None:
-        """`on_change` is called when it may have events to send."""
-        self.stream_id = stream_id
-        self.sent_end = False
-        self.is_listed = False
-        """Whether `Outgoing` knows that it has something to send."""
-        self._credit = credit_tokens
-        self._on_change = on_change
-        self._reserved: decode_pb2.Reserved | None = None
-        self._times: decode_pb2.AttemptTimes | None = None
-        self._token_ids: list[int] = []
-        self._logprobs: list[sampling_pb2.TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        """Those of the prompt that are not sent, last ones first."""
-        self._finished: decode_pb2.Finished | None = None
-        self._status = b""
-        self._has_end = False
+    stream_id: int
+    credit_tokens: int
+    """Those that may be sent."""
+    columns: dict[int, list[int]]
+    """Tokens by stream that credit allows and that may wait. Their stream has nothing else to send."""
+    on_change: Callable[[OutgoingStream], None]
+    """Called when it may have events to send, and for the first one in `columns`."""
+    sent_end: bool = field(default=False, init=False)
+    is_listed: bool = field(default=False, init=False)
+    """Whether `Outgoing` knows that it has something to send."""
+    _reserved: decode_pb2.Reserved | None = field(default=None, init=False)
+    _times: decode_pb2.AttemptTimes | None = field(default=None, init=False)
+    _token_ids: list[int] = field(default_factory=list, init=False)
+    _moved_tokens: int = field(default=0, init=False)
+    _logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list, init=False)
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    """Those of the prompt that are not sent, last ones first."""
+    _finished: decode_pb2.Finished | None = field(default=None, init=False)
+    _status: bytes = field(default=b"", init=False)
+    _has_end: bool = field(default=False, init=False)
 
     @property
-    def sendable(self) -> bool:
-        """Whether `move_to` would move an event."""
-        if self._reserved is not None:
-            return True
-        if self._token_ids:
-            return self._credit > 0
-        return self._has_end and not self.sent_end
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether it has nothing but tokens after those with its times."""
-        return self._reserved is None and self._times is None and not self._has_end
+    def token_count(self) -> int:
+        """All tokens that were added."""
+        return self._moved_tokens + len(self._token_ids)
 
     def grant(self, credit_tokens: int) -> None:
         """Allows more tokens."""
-        self._credit += credit_tokens
-        self._on_change(self)
+        self.credit_tokens += credit_tokens
+        self.on_change(self)
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """Adds the first event. Replaces an earlier one that is not sent yet."""
         self._reserved = reserved
-        self._on_change(self)
+        self._changed()
 
-    def add_tokens(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens without logprobs."""
+        count = len(token_ids)
+        if self._token_ids or self.is_listed or not 0 < count <= self.credit_tokens:
+            self._token_ids += token_ids
+            self._changed()
+            return
+        self.credit_tokens -= count
+        self._moved_tokens += count
+        columns = self.columns
+        if (waiting := columns.get(self.stream_id)) is not None:
+            waiting += token_ids
+            return
+        if not columns:
+            self.on_change(self)
+        columns[self.stream_id] = [*token_ids]
+
+    def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
         """Adds tokens. Times go with the next tokens, and replace those that are not sent yet."""
         self._token_ids += tokens.token_ids
         if tokens.logprobs:
@@ -104,25 +134,44 @@ class OutgoingStream:
             self._prompt_logprobs = list(reversed(tokens.prompt_logprobs))
         if times is not None:
             self._times = times
-        elif self.is_listed:
-            return
-        self._on_change(self)
+        self._changed()
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         """Adds the end."""
         self._finished = finished
         self._has_end = True
-        self._on_change(self)
+        self._changed()
 
     def fail(self, status: bytes) -> None:
         """Adds an error as the last event, after the tokens before it."""
         self._status = status
         self._has_end = True
-        self._on_change(self)
+        self._changed()
 
-    def mark_listed(self) -> None:
-        """`Outgoing` will call `move_to`."""
+    def _changed(self) -> None:
+        """Its tokens in the columns go before what was added."""
+        if waiting := self.columns.pop(self.stream_id, None):
+            self._token_ids[:0] = waiting
+            self.credit_tokens += len(waiting)
+            self._moved_tokens -= len(waiting)
+        self.on_change(self)
+
+    def close(self) -> None:
+        """Nothing of it goes to the columns any more."""
+        self.columns.pop(self.stream_id, None)
+        self.credit_tokens = 0
+
+    def try_list(self) -> bool | None:
+        """Lists it if `move_to` would move an event. Returns whether all may wait, and None if there is none.
+
+        Tokens after those with its times may wait.
+        """
+        if self._reserved is None:
+            ends = self._has_end and not self.sent_end
+            if not (self.credit_tokens > 0 if self._token_ids else ends):
+                return None
         self.is_listed = True
+        return self._reserved is None and self._times is None and not self._has_end
 
     def move_to(self, message: _Message) -> None:
         """Moves the events that credit and room allow, at least one. It stays listed while credit allows more."""
@@ -131,16 +180,24 @@ class OutgoingStream:
             response.reserved.add(stream_id=stream_id, reserved=self._reserved)
             message.use(0)
             self._reserved = None
-        if self._token_ids and self._credit > 0:
+        if self._token_ids and self.credit_tokens > 0:
             if self._times is not None:
                 response.times.add(stream_id=stream_id, times=self._times)
                 message.use(self._times.ByteSize())
                 self._times = None
-            self._move_tokens(message)
+            count = min(self.credit_tokens, len(self._token_ids))
+            if self._logprobs or self._prompt_logprobs:
+                count = self._move_with_logprobs(message, count)
+            else:
+                count = message.add_tokens(stream_id, self._token_ids, count)
+                del self._token_ids[:count]
+            self.credit_tokens -= count
+            self._moved_tokens += count
         if self._token_ids or not self._has_end:
-            self.is_listed = bool(self._token_ids) and self._credit > 0
+            self.is_listed = bool(self._token_ids) and self.credit_tokens > 0
             return
         self.is_listed, self.sent_end = False, True
+        self.close()
         if self._finished is not None:
             response.finished.add(stream_id=stream_id, finished=self._finished)
             message.use(self._finished.ByteSize())
@@ -148,22 +205,15 @@ class OutgoingStream:
             response.failures.add(stream_id=stream_id, status=self._status)
             message.use(len(self._status))
 
-    def _move_tokens(self, message: _Message) -> None:
-        token_ids = self._token_ids
-        allowed = min(self._credit, len(token_ids))
+    def _move_with_logprobs(self, message: _Message, allowed: int) -> int:
         if self._prompt_logprobs:
-            count = self._move_prompt_logprobs(message)
-        elif self._logprobs:
-            count = self._count_with_logprobs(allowed, message.room_bytes)
-            tokens = decode_pb2.Tokens(
-                token_ids=self._token_ids[:count], logprobs=self._logprobs[:count]
-            )
-            self._add_with_logprobs(message, tokens)
-        else:
-            count = min(allowed, max(1, message.room_bytes // _TOKEN_BYTES))
-            message.add_tokens(self.stream_id, token_ids[:count])
-            del token_ids[:count]
-        self._credit -= count
+            return self._move_prompt_logprobs(message)
+        count = self._count_with_logprobs(allowed, message.room_bytes)
+        tokens = decode_pb2.Tokens(
+            token_ids=self._token_ids[:count], logprobs=self._logprobs[:count]
+        )
+        self._add_with_logprobs(message, tokens)
+        return count
 
     def _move_prompt_logprobs(self, message: _Message) -> int:
         """Moves those that fit, and with the last one the first token. Returns how many tokens it has moved."""
@@ -200,13 +250,14 @@ class Outgoing:
     """
 
     def __init__(self, bytes_max: int, on_sendable: Callable[[], None]) -> None:
-        """`bytes_max`: the size from which messages are split. `on_sendable` is called when there is more to send."""
+        """`bytes_max`: the size from which messages are split. `on_sendable` is called when more may be sent."""
         self._bytes_max = bytes_max
         self._on_sendable = on_sendable
         self._streams: dict[int, OutgoingStream] = {}
         self._queue: dict[int, OutgoingStream] = {}
         self._waiting: dict[int, OutgoingStream] = {}
-        """Those with nothing but tokens that may wait."""
+        """Those with nothing but tokens that may wait, and that are not in the columns."""
+        self._columns: dict[int, list[int]] = {}
 
     @property
     def count(self) -> int:
@@ -216,11 +267,11 @@ class Outgoing:
     @property
     def has_waiting(self) -> bool:
         """Whether there are tokens that may wait."""
-        return bool(self._waiting)
+        return bool(self._columns or self._waiting)
 
     def open(self, stream_id: int, credit_tokens: int) -> OutgoingStream:
         """Adds a request."""
-        stream = OutgoingStream(stream_id, credit_tokens, self._enqueue)
+        stream = OutgoingStream(stream_id, credit_tokens, self._columns, self._enqueue)
         self._streams[stream_id] = stream
         return stream
 
@@ -231,7 +282,8 @@ class Outgoing:
 
     def drop(self, stream_id: int) -> None:
         """Forgets a request."""
-        self._streams.pop(stream_id, None)
+        if (stream := self._streams.pop(stream_id, None)) is not None:
+            stream.close()
         self._queue.pop(stream_id, None)
         self._waiting.pop(stream_id, None)
 
@@ -240,33 +292,33 @@ class Outgoing:
 
         `holds_tokens` leaves tokens that may wait for a later message.
         """
-        queue, unfinished = self._queue, dict[int, OutgoingStream]()
         if not holds_tokens:
-            queue |= self._waiting
+            self._queue |= self._waiting
             self._waiting.clear()
-        if not queue:
+        columns = {} if holds_tokens else self._columns
+        if not self._queue and not columns:
             return None
-        message = _Message(self._bytes_max)
-        while queue and message.room_bytes > 0:
-            stream_id = next(iter(queue))
-            stream = queue.pop(stream_id)
+        message, queue = _Message(self._bytes_max), iter(self._queue.items())
+        unfinished: dict[int, OutgoingStream] = {}
+        while message.room_bytes > 0 and (one := next(queue, None)) is not None:
+            stream_id, stream = one
             stream.move_to(message)
             if stream.is_listed:
                 unfinished[stream_id] = stream
             elif stream.sent_end:
                 del self._streams[stream_id]
         # Those that had no turn go first.
-        queue |= unfinished
+        self._queue = dict(queue) | unfinished
+        message.take_columns(columns)
         return message.complete()
 
     def _enqueue(self, stream: OutgoingStream) -> None:
+        self._on_sendable()
         stream_id = stream.stream_id
         dropped = stream_id not in self._streams
-        if dropped or not stream.sendable or stream_id in self._queue:
+        if dropped or stream_id in self._queue or (may_wait := stream.try_list()) is None:
             return
-        stream.mark_listed()
-        self._on_sendable()
-        if stream.may_wait:
+        if may_wait:
             self._waiting[stream_id] = stream
         else:
             self._waiting.pop(stream_id, None)

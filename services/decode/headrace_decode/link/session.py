@@ -88,7 +88,7 @@ class _Lane:
         self.stream_id = outgoing.stream_id
         self.attempt: DecodeAttempt | None = None
         self.starting: asyncio.Task[None] | None = None
-        """Runs until the engine may generate."""
+        """Runs until the engine has the request."""
 
     def start(self, starting: asyncio.Task[None]) -> None:
         self.starting = starting
@@ -210,16 +210,13 @@ class LinkSession:
             lane.start(starting)
 
     async def _run(self, lane: _Lane, opened: decode_pb2.LinkOpen) -> None:
-        """Runs a request until the engine may generate."""
+        """Admits a request and starts it."""
         otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
         try:
             attempt = await self._start(opened.request, self._deadline_of(opened))
             lane.admitted(attempt)
-            if opened.request.early_admission and attempt.work.remote_kv:
-                lane.outgoing.reserve(attempt.expect_prefill())
-            lane.outgoing.reserve(await attempt.reserve())
-            await attempt.wait_ready()
-            attempt.forward(lane.outgoing, partial(self._end_lane, lane))
+            on_end = partial(self._end_lane, lane)
+            attempt.start(lane.outgoing, on_end, early=opened.request.early_admission)
         except Exception as error:  # noqa: BLE001 - the outermost frame of a request
             self._end_lane(lane, error)
 

@@ -9,12 +9,15 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_engine.interface import DecodeTokens
 from headrace_engine.vllm import compat
 from headrace_engine.vllm.compat import import_vllm, require_vllm
+from tests.decoding import EventSink
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -205,3 +208,16 @@ def test_ranks_request_tile_registers_where_a_cpu_has_them(
     monkeypatch.setattr(compat, "runs_on_cpu", lambda: on_cpu)
     compat.request_tile_registers()
     assert len(requested) == requests
+
+
+def test_tokens_alone_go_to_their_taker_and_all_else_goes_on() -> None:
+    events: list[Any] = []
+    processor = SimpleNamespace(process_outputs=lambda outputs, *more: outputs)
+    llm: Any = SimpleNamespace(output_processor=processor)
+    compat.pass_tokens(llm, {"a": EventSink(events.append)})
+    plain, other, last = (
+        SimpleNamespace(request_id=name, new_token_ids=[token], finish_reason=reason)
+        for name, token, reason in (("a", 1, None), ("b", 2, None), ("a", 3, "stop"))
+    )
+    assert processor.process_outputs([plain, other, last], 0.5) == [other, last]
+    assert events == [DecodeTokens((1,))]

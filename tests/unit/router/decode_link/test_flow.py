@@ -93,15 +93,14 @@ class _Link:
     def _generate(self, stream_id: int, count: int) -> None:
         known = self.generated[stream_id]
         new = range(len(known), len(known) + count)
-        pieces = [
-            DecodeTokens(
-                (token,), (TokenLogprobs(-float(token), ()),) if stream_id in _WITH_LOGPROBS else ()
-            )
-            for token in new
-        ]
         known += new
-        for piece in pieces:
-            self.streams[stream_id].add_tokens(piece, None)
+        stream = self.streams[stream_id]
+        for token in new:
+            if stream_id in _WITH_LOGPROBS:
+                logprobs = (TokenLogprobs(-float(token), ()),)
+                stream.add_first(DecodeTokens((token,), logprobs), None)
+            else:
+                stream.add_tokens([token])
 
     def read(self, stream_id: int) -> bool:
         """Reads one event. False when there is none, or none is left."""
