@@ -35,9 +35,8 @@ def test_every_requirement_is_a_range_with_a_lower_bound(root: str) -> None:
 
 
 def test_the_table_of_extras_has_the_modules_of_each() -> None:
-    assert MODULES.keys() | {"client", "etcd"} == EXTRAS.keys()
+    assert MODULES.keys() | {"client"} == EXTRAS.keys()
     assert EXTRAS["client"] == []
-    assert EXTRAS["etcd"] == ["headrace[registry]"]
     distributions = {
         name: {canonicalize_name(each) for each in found}
         for name, found in packages_distributions().items()
