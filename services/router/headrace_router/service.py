@@ -15,7 +15,6 @@ from headrace_common.errors import (
     HeadraceError,
     NotFound,
     StaleIncarnation,
-    Unauthenticated,
     WorkerGone,
 )
 from headrace_common.rpc.status import error_from_rpc
@@ -24,7 +23,7 @@ from headrace_frontend.openai.intake import ClientParts, system_fingerprint
 from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.running.tracer import RequestTracer
-from headrace_frontend.tenants import DEFAULT_TENANT
+from headrace_frontend.tenants import DEFAULT_TENANT, tenant_or_none
 from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -177,10 +176,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _explained_tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         """The tenant with the caches that an operator asks about."""
-        try:
-            return self._tenant_of(context)
-        except Unauthenticated:
-            return DEFAULT_TENANT
+        metadata = context.invocation_metadata() or ()
+        return tenant_or_none(self._parts.tenants, metadata) or DEFAULT_TENANT
 
     def _tenant_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         return self._parts.tenants.tenant_of(context.invocation_metadata())
