@@ -46,7 +46,7 @@ class _Record:
 
     faults_s: list[float] = field(default_factory=list)
     intact: int = 0
-    """Transfers that were found intact since the latest fault, or since one was forgiven."""
+    """Checks without a fault since the latest one, or since one was forgiven."""
     until_s: float = -math.inf
     detail: str = ""
     rejections: int = 0
@@ -64,7 +64,7 @@ class _Record:
         return rejected_s
 
     def add_intact(self) -> None:
-        """Counts a transfer that was found intact."""
+        """Counts a check without a fault."""
         self.intact += 1
         if self.intact >= INTACT_PER_FAULT and self.faults_s:
             self.intact = 0
@@ -74,8 +74,8 @@ class _Record:
 class CorruptSenderTracker:
     """Rejects a prefill worker for a while after `limit` corrupt transfers.
 
-    A fault counts for an hour, and until 1,000 intact transfers have followed it. Once a worker has been rejected, its
-    next fault rejects it again, for twice as long.
+    A fault counts for an hour, and until 1,000 checks without one have followed it. A transfer has a check or more.
+    Once a worker has been rejected, its next fault rejects it again, for twice as long.
     """
 
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,7 +100,7 @@ class CorruptSenderTracker:
             self._records.popitem(last=False)
 
     def record_intact(self, ref: WorkerRef) -> None:
-        """Counts one transfer that was found intact."""
+        """Counts a check that has found no fault."""
         found = self._records.get(ref)
         if found is not None:
             found.add_intact()
