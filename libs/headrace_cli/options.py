@@ -246,6 +246,74 @@ Devices = Annotated[
 CpuThreads = Annotated[
     int, typer.Option(metavar="N", min=1, help="Compute threads of each worker on CPUs.")
 ]
+_VLLM = "Flags of vLLM, for all workers"
+ServedModelName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", rich_help_panel=_VLLM, help="Name that clients call the model by."
+    ),
+]
+MaxModelLen = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        rich_help_panel=_VLLM,
+        help="Most tokens of prompt and answer together; 0 means the model's own, as far as the memory for KV goes.",
+    ),
+]
+MaxNumSeqs = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        rich_help_panel=_VLLM,
+        help="Most requests that a worker computes at once.",
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        rich_help_panel=_VLLM,
+        help="Most tokens of one step of a worker's engine.",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="TYPE",
+        rich_help_panel=_VLLM,
+        help="Type of weights and KV cache: auto, float32, bfloat16 or float16.",
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    typer.Option(
+        metavar="SHARE",
+        min=0,
+        max=1,
+        rich_help_panel=_VLLM,
+        help="Share of a GPU's memory for each rank.",
+    ),
+]
+Quantization = Annotated[
+    str,
+    typer.Option(metavar="METHOD", rich_help_panel=_VLLM, help="How weights are quantized."),
+]
+EnableLora = Annotated[
+    bool, typer.Option("--enable-lora", rich_help_panel=_VLLM, help="Serve LoRA adapters.")
+]
+LoraModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=FOLDER",
+        rich_help_panel=_VLLM,
+        help="A LoRA adapter to load; may be repeated.",
+    ),
+]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", hidden=True)]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -49,8 +49,8 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra."""
-    return f"pip install 'headrace[{extra}]'"
+    """The command that installs an extra. No package index has Headrace."""
+    return f"pip install '.[{extra}]' in a clone (docs/installation.md has other ways)"
 
 
 def require_extra(what: str, extra: str) -> None:

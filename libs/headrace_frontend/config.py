@@ -21,14 +21,16 @@ from headrace_common.config import (
 )
 from headrace_common.ports import is_loopback
 from headrace_frontend.tenants import PrefixCacheScope
-from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
+from headrace_text.parsing.registry import NO_PARSER, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
 def _check_parsers(entries: tuple[str, ...], known: Collection[str]) -> None:
     for entry in entries:
         name = entry.rpartition("=")[2].strip()
-        if name not in known:
-            raise ValueError(f"{name!r} is no parser; use one of: {', '.join(sorted(known))}")
+        if name not in known and name != NO_PARSER:
+            raise ValueError(
+                f"{name!r} is no parser; use {NO_PARSER}, or one of: {', '.join(sorted(known))}"
+            )
 
 
 def _check_image_hosts(hosts: tuple[str, ...]) -> None:
@@ -69,12 +71,13 @@ class FrontendConfig(ClientAccessConfig):
     tool_call_parser: ToolCallParserList = Field(
         default=(),
         description="How the models write tool calls: a parser's name, or MODEL=NAME for each model, separated by "
-        "commas. Empty: tools need tool_choice required or a function. Names: docs/openai.md.",
+        "commas. Empty: the one that the model's chat template shows. none: none. Names: docs/openai.md.",
     )
     reasoning_parser: ReasoningParserList = Field(
         default=(),
         description="How the models write reasoning: a parser's name, or MODEL=NAME for each model, separated by "
-        "commas. Empty: reasoning stays in the content. Names: docs/openai.md.",
+        "commas. Empty: the one that the model's chat template shows. none: reasoning stays in the content. Names: "
+        "docs/openai.md.",
     )
     api_keys_file: str = Field(
         default="",
@@ -141,7 +144,7 @@ class FrontendConfig(ClientAccessConfig):
 
     @property
     def parsers(self) -> dict[str, tuple[str, str]]:
-        """The parsers of tool calls and of reasoning for each served model. Empty: none."""
+        """The parsers of tool calls and of reasoning for each served model. Empty: as its chat template shows."""
         calls, reasoning = self._by_model("tool_call_parser"), self._by_model("reasoning_parser")
         return {name: (calls.get(name, ""), reasoning.get(name, "")) for name in self.model_names}
 

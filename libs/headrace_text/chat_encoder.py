@@ -22,6 +22,7 @@ from headrace_text.control_tokens import (
     texts_in,
 )
 from headrace_text.encoder import check_count, encode, make_tokenizer, reject_far_too_long
+from headrace_text.parsing.detection import PROBE_TOOL, find_reasoning_parser, find_tool_call_parser
 
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 """About 170 conversations of 128K tokens."""
@@ -234,6 +235,8 @@ class ChatEncoder:
         """`encode_text` encodes as `tokenizer` does. `image_text` is the placeholder for an image, or empty."""
         self._tokenizer = tokenizer
         self._template = ChatTemplate(source, special_tokens, image_text)
+        self.tool_call_parser = find_tool_call_parser(self._render_probe)
+        self.reasoning_parser = find_reasoning_parser(source, self._render_probe)
         added: list[dict[str, Any]] = description.get("added_tokens") or []
         texts = control_texts(
             ((token["content"], token["special"]) for token in added), tokenizer, self._frames()
@@ -275,6 +278,15 @@ class ChatEncoder:
         )
         # The template contains the special tokens: adding them here would double them.
         return self._runs.encode(text, cache_scope, tokens_max, escaped)
+
+    def _render_probe(
+        self, messages: Sequence[ChatMessage], variables: Mapping[str, Any], begins: bool
+    ) -> str:
+        return self._template.render(
+            template_values(messages, [PROBE_TOOL], variables),
+            continue_final_message=False,
+            add_generation_prompt=begins,
+        )
 
     def _encode_escaped(self, text: str, escaped: EscapedChat, tokens_max: int | None) -> list[int]:
         """Encodes the texts between two control tokens of the template by themselves, as tokenizers do."""

@@ -81,8 +81,10 @@ class ChatTemplate:
             ) from error
         self._image_text = image_text
         self._contents = _Contents.BOTH
+        self._takes_objects = True
         if image_text:
             self._contents = self._find_contents()
+        self._takes_objects = bool(self._try_call() or not self._try_call(as_text=True))
 
     def render(
         self,
@@ -110,6 +112,9 @@ class ChatTemplate:
                 {**message, "content": self._content_for_template(message["content"])}
                 for message in values["messages"]
             ]
+            values = {**values, "messages": messages}
+        if not self._takes_objects:
+            messages = [_with_arguments_as_text(message) for message in values["messages"]]
             values = {**values, "messages": messages}
         variables = {
             "documents": None,
@@ -141,8 +146,16 @@ class ChatTemplate:
             return _Contents.TEXTS
         return _Contents.BOTH if _MARK in self._try(_MARK) else _Contents.LISTS
 
-    def _try(self, content: Any) -> str:
-        values = {"messages": [{"role": "user", "content": content}], "tools": None}
+    def _try_call(self, *, as_text: bool = False) -> str:
+        """A conversation with a call. Some templates take its arguments as a JSON text only."""
+        function = {"name": "f", "arguments": {"x": _MARK}}
+        # Mistral's templates want ids of nine letters and digits.
+        call = {"id": "headrace1", "type": "function", "function": function}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._try(_MARK, _with_arguments_as_text(message) if as_text else message)
+
+    def _try(self, content: Any, *others: Mapping[str, Any]) -> str:
+        values = {"messages": [{"role": "user", "content": content}, *others], "tools": None}
         try:
             return self._render(values, add_generation_prompt=True)
         except InvalidRequest:
@@ -186,6 +199,17 @@ def _message_object(message: ChatMessage) -> dict[str, Any]:
     if message.tool_call_id:
         found["tool_call_id"] = message.tool_call_id
     return found
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
+        for call in message["tool_calls"]
+        for function in (call["function"],)
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _cut_at_mark(rendered: str, final_content: str) -> str:

@@ -76,6 +76,10 @@ class TextCodec(ABC):
     """How the model takes images. None for a model that takes none here."""
     encodes_fast = False
     """Whether it takes some 50 ns for each character of a text, while it has no `encoder_differences`."""
+    tool_call_parser = ""
+    """The parser of the calls that the model writes, by its chat template. Empty: none is known."""
+    reasoning_parser = ""
+    """That of its reasoning."""
     images_refusal: str = ""
     """Why not, for a model that takes them elsewhere."""
 

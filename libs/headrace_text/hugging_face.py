@@ -147,6 +147,9 @@ class HuggingFaceCodec(TextCodec):
             if source
             else None
         )
+        if self._chat is not None:
+            self.tool_call_parser = self._chat.tool_call_parser
+            self.reasoning_parser = self._chat.reasoning_parser
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         reject_far_too_long(self._tokenizer, [text], tokens_max)

@@ -7,8 +7,9 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, TextIO
 
 import typer
@@ -24,18 +25,28 @@ from headrace_cli.options import (
     CpuThreads,
     DecodeCount,
     Devices,
+    Dtype,
+    EnableLora,
     Engine,
+    GpuMemoryUtilization,
     HttpPort,
     Logs,
+    LoraModules,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
     MaxTokens,
     Model,
     Port,
     PrefillCount,
+    Quantization,
     Router,
+    ServedModelName,
     Settings,
     Store,
     StorePool,
     TensorParallel,
+    TrustRemoteCode,
     WorkerCount,
 )
 from headrace_cli.output import answer_console, failures_as_exit, notice_console, run_command
@@ -45,11 +56,13 @@ from headrace_cli.up.keeping import NO_RESTARTS, RestartPolicy, run_up
 from headrace_cli.up.topology import (
     SIM,
     Topology,
+    engine_settings,
     http_port_of,
     named_model,
     parse_devices,
     parse_ranks,
     parse_setting,
+    status_port_of,
 )
 from headrace_common import ports
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError, NotFound
@@ -90,6 +103,16 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     tensor_parallel: TensorParallel = "1",
     devices: Devices = "",
     cpu_threads: CpuThreads = 1,
+    served_model_name: ServedModelName = "",
+    max_model_len: MaxModelLen = 0,
+    max_num_seqs: MaxNumSeqs = 0,
+    max_num_batched_tokens: MaxNumBatchedTokens = 0,
+    dtype: Dtype = "",
+    gpu_memory_utilization: GpuMemoryUtilization = 0.0,
+    quantization: Quantization = "",
+    enable_lora: EnableLora = False,
+    lora_modules: LoraModules = None,
+    trust_remote_code: TrustRemoteCode = False,
     settings: Settings = None,
     logs: Logs = None,
     no_restart: Annotated[
@@ -115,8 +138,21 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         (prefill, decode, workers),
         tensor_parallel,
         settings,
+        {
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "dtype": dtype,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "quantization": quantization,
+            "enable_lora": enable_lora,
+            "lora_modules": lora_modules or [],
+            "trust_remote_code": trust_remote_code,
+        },
+        served_model_name=served_model_name,
         port=port,
         http_port=http_port_of(port, http_port),
+        status_port=status_port_of(port),
         store=store,
         cpu_threads=cpu_threads,
         pool_gib=store_pool,
@@ -133,11 +169,12 @@ def topology_of(
     counts: tuple[int | None, int | None, int],
     tensor_parallel: str,
     settings: list[str] | None,
+    engine_flags: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
 ) -> Topology:
     """The topology that the options describe. `counts` are of prefill, decode and both roles.
 
-    `others` are fields of a Topology. Raises ConfigError.
+    `engine_flags` are vLLM's, by its names. `others` are fields of a Topology. Raises ConfigError.
     """
     prefill_count, decode_count, worker_count = counts
     default = 0 if worker_count else 1
@@ -153,7 +190,7 @@ def topology_of(
         worker_count=worker_count,
         prefill_tensor_parallel=prefill_ranks,
         decode_tensor_parallel=decode_ranks,
-        settings=tuple(parse_setting(text) for text in settings or ()),
+        settings=tuple(engine_settings(map(parse_setting, settings or ()), engine_flags)),
         **others,
     )
 

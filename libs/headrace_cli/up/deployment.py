@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import open_router_internally
 from headrace_cli.state import (
     UpState,
@@ -161,7 +162,8 @@ LOGGED_LINES_SHOWN = 15
 class Deployment:
     """A running deployment. `router` is the "host:port" for clients, the others are those of internal listeners.
 
-    `pool` and `planner` are empty without these processes.
+    `pool` and `planner` are empty without these processes. `model` is as the router lists it, None where this process
+    may not ask.
     """
 
     router: str
@@ -172,6 +174,7 @@ class Deployment:
     supervisor: Supervisor
     pool: str = ""
     planner: str = ""
+    model: inference_pb2.Model | None = None
 
 
 class Signals:
@@ -269,6 +272,7 @@ def ready_text(topology: Topology, deployment: Deployment) -> str:
     return "\n".join(
         [
             f"{topology.model_name} is served on {deployment.router}",
+            *_model_lines(deployment.model),
             *([f"OpenAI HTTP on {scheme}://{http}/v1"] if http else []),
             *(["clients need TLS: set HEADRACE_TLS_AUTHORITY_FILE"] if has_tls else []),
             *(
@@ -279,11 +283,23 @@ def ready_text(topology: Topology, deployment: Deployment) -> str:
             f"registry on {deployment.registry}, logs in {deployment.folder}",
             f'  headrace chat{port} --temperature 0 "What is the capital of France?"',
             f"  headrace workers{port}",
+            *([f"  headrace status{port}"] if topology.status_listen else []),
             f"  headrace trace{port}",
             *([f"  headrace planner explain{port}"] if deployment.planner else []),
             "Ctrl-C stops everything.",
         ]
     )
+
+
+def _model_lines(model: inference_pb2.Model | None) -> list[str]:
+    """What an operator may want to change."""
+    if model is None:
+        return []
+    calls, reasoning = model.tool_call_parser or "none", model.reasoning_parser or "none"
+    return [
+        f"context of {model.max_model_len:,} tokens: --max-model-len or --set decode.kv_cache_gib=GIB changes it",
+        f"parsers: {calls} for tool calls, {reasoning} for reasoning: --set router.tool_call_parser=NAME changes them",
+    ]
 
 
 def show_log(error: HeadraceError, console: Console) -> None:
@@ -345,12 +361,11 @@ async def _start(
         pool=pool_address,
         planner=planner_address,
     )
-    await _wait_joined(topology, deployment)
-    return deployment
+    return replace(deployment, model=await _wait_joined(topology, deployment))
 
 
-async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
-    """Waits until the router has found every worker. Raises DeadlineExceeded.
+async def _wait_joined(topology: Topology, deployment: Deployment) -> inference_pb2.Model | None:
+    """Waits until the router has found every worker, and returns their model. Raises DeadlineExceeded.
 
     Returns at once without a credential of an operator of this deployment: all processes serve, and the router keeps
     requests until it has found a decode worker.
@@ -363,14 +378,14 @@ async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
             try:
                 listed = await router.listing()
             except (PermissionDenied, Unauthenticated):
-                return
+                return None
             for model in listed.models:
                 both = topology.worker_count
                 if (
                     model.prefill_worker_count >= topology.prefill_count + both
                     and model.decode_worker_count >= topology.decode_count + both
                 ):
-                    return
+                    return model
             if deadline.expired:
                 raise DeadlineExceeded(
                     f"the router did not find every worker within {JOIN_TIMEOUT_S:g} s; "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from headrace_text.model_hub import PREFIX, parse_hub_model
 
 SERVICES = ("registry", "router", "prefill", "decode", "worker", "planner")
 WORKER_SERVICES = ("prefill", "decode", "worker")
+ENGINE_ARGUMENTS = frozenset({"quantization", "enable_lora", "lora_modules", "trust_remote_code"})
+"""Flags of vLLM that are no settings of a worker."""
 SIM = "sim"
 VLLM = "vllm"
-# Fits small machines. The models allow contexts several times longer.
-VLLM_CONTEXT_TOKENS = 2048
 # Main memory for KV blocks of each rank, where a store needs some and no setting gives it.
 POOLED_HOST_GIB = 0.5
 # The package headrace_planner has the planner's pure core.
@@ -38,6 +39,8 @@ class Topology:
 
     engine: str = VLLM
     model: str = ""
+    served_model_name: str = ""
+    """The name that clients use; empty means the model's own."""
     prefill_count: int = 1
     decode_count: int = 1
     worker_count: int = 0
@@ -45,6 +48,8 @@ class Topology:
     port: int = ports.ROUTER
     http_port: int = 0
     """Port of the OpenAI HTTP API; 0 means none. `http_port_of` chooses one."""
+    status_port: int = 0
+    """Port of the status page; 0 means none. `status_port_of` chooses one."""
     store: str = "memory"
     prefill_tensor_parallel: int = 1
     decode_tensor_parallel: int = 1
@@ -81,6 +86,12 @@ class Topology:
         return self.router_settings.get("http_listen", default)
 
     @property
+    def status_listen(self) -> str:
+        """host:port of the status page. Empty: none."""
+        default = f"127.0.0.1:{self.status_port}" if self.status_port else ""
+        return self.router_settings.get("status_listen", default)
+
+    @property
     def router_settings(self) -> dict[str, str]:
         """The further settings of the router."""
         return {name: value for service, name, value in self.settings if service == "router"}
@@ -90,6 +101,8 @@ class Topology:
         """The name that clients use."""
         if self.engine == SIM:
             return SIM
+        if self.served_model_name:
+            return self.served_model_name
         hub_model = parse_hub_model(self.model)
         return Path(self.model).resolve().name if hub_model is None else hub_model.repository
 
@@ -125,6 +138,8 @@ def check_topology(topology: Topology) -> None:
             f"{topology.model} is not a model folder: it has no config.json; give another --model, "
             "--model hf:OWNER/NAME to download one, or run `make model` for the small one"
         )
+    if topology.engine == SIM and topology.served_model_name:
+        raise ConfigError("--served-model-name is for --engine vllm: leave it out")
     for option, given in (("--store-pool", topology.pool_gib), ("--planner", topology.planner)):
         if given and any(topology.count_of(one) > SIM_PROCESSES for one in WORKER_SERVICES):
             raise ConfigError(
@@ -216,20 +231,32 @@ def http_port_of(port: int, given: int | None) -> int:
     return (default if given is None else given) or free_port()
 
 
+def status_port_of(port: int) -> int:
+    """The port of the status page: 7 above the router's, or any where another process uses that."""
+    chosen = port + ports.ROUTER_STATUS - ports.ROUTER
+    return chosen if port and not _use_error(chosen) else free_port()
+
+
 def check_ports(topology: Topology) -> None:
     """Raises ConfigError, which names the option, for a port that another process uses."""
     for option, port in (("--port", topology.port), ("--http-port", topology.http_port)):
         if port > PORT_MAX:
             raise ConfigError(f"no port is {port}: give a lower {option}")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on 127.0.0.1:{port}: {error.strerror}; stop what uses the port, or give another "
-                    f"{option}"
-                ) from error
+        if error := _use_error(port):
+            raise ConfigError(
+                f"cannot listen on 127.0.0.1:{port}: {error}; stop what uses the port, or give another {option}"
+            )
+
+
+def _use_error(port: int) -> str:
+    """Why no process can listen on a port of loopback. Empty: one can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            return str(getattr(error, "strerror", error))
+    return ""
 
 
 def parse_setting(text: str) -> tuple[str, str, str]:
@@ -242,6 +269,30 @@ def parse_setting(text: str) -> tuple[str, str, str]:
             f"services are {', '.join(SERVICES)}"
         )
     return service, setting, value
+
+
+def engine_settings(
+    settings: Iterable[tuple[str, str, str]], flags: Mapping[str, str | int | float | list[str]]
+) -> Iterator[tuple[str, str, str]]:
+    """`settings`, after the flags of vLLM that were given, as settings of all workers.
+
+    A worker has a setting of the same name for most. The others become part of its `engine_args`.
+    """
+    own: dict[str, str] = {}
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value and name in ENGINE_ARGUMENTS:
+            values = value if isinstance(value, list) else [str(value)]
+            arguments += [f"--{name.replace('_', '-')}", *(values if value is not True else ())]
+        elif value:
+            own[name] = str(value)
+    if arguments:
+        own["engine_args"] = shlex.join(arguments)
+    for service in WORKER_SERVICES:
+        yield from ((service, name, value) for name, value in own.items())
+    for service, name, value in settings:
+        both = name == "engine_args" and name in own
+        yield service, name, f"{own[name]} {value}" if both else value
 
 
 def parse_ranks(text: str) -> tuple[int, int]:
@@ -278,6 +329,7 @@ def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
             f"--listen=127.0.0.1:{topology.port}",
             "--internal-listen=127.0.0.1:0",
             f"--http-listen={topology.http_listen}",
+            f"--status-listen={topology.status_listen}",
             f"--registry={registry}",
             f"--model={model}",
             "--router-id=router-0",
@@ -339,8 +391,6 @@ def worker_spec(
     ]
     if pool:
         flags += [f"--kv-pool-address={pool}", f"--kv-host-gib={POOLED_HOST_GIB}"]
-    if topology.engine == VLLM:
-        flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
     if worker_count > 1:
         flags.append(f"--workers-per-process={worker_count}")
     spec = replace(_spec(topology, folder, name, service, flags), worker_count=worker_count)

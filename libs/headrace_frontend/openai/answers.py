@@ -11,8 +11,10 @@ from typing import Any
 
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.requests import ChatCompletionBody
+from headrace_text.codec import TextCodec
 from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
 from headrace_text.parsing.registry import (
+    NO_PARSER,
     REASONING_PARSERS,
     AnswerParser,
     new_reasoning_parser,
@@ -31,6 +33,12 @@ class ModelParsers:
 
     tool_calls: str = ""
     reasoning: str = ""
+
+
+def parsers_of(codec: TextCodec, tool_calls: str, reasoning: str) -> ModelParsers:
+    """Those that settings name, or else those that the model's chat template shows."""
+    chosen = (tool_calls or codec.tool_call_parser, reasoning or codec.reasoning_parser)
+    return ModelParsers(*("" if name == NO_PARSER else name for name in chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,8 @@ def rules_of(body: ChatCompletionBody, parsers: ModelParsers) -> AnswerRules:
     if automatic and not parsers.tool_calls:
         raise InvalidRequest(
             {
-                "tool_choice": "auto needs a parser of the model's tool calls; set the router's tool_call_parser, or "
-                "choose required, a function or none"
+                "tool_choice": "is auto, and the model's chat template has no calls that a parser knows; choose "
+                "required, a function or none, or set the router's tool_call_parser"
             }
         )
     return AnswerRules(

@@ -20,7 +20,7 @@ from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
-from headrace_frontend.openai.answers import ModelParsers
+from headrace_frontend.openai.answers import parsers_of
 from headrace_frontend.openai.body import BodyKind, UnknownFields, parse_body
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
@@ -83,7 +83,9 @@ class ClientParts:
         self.deadline_s = config.default_deadline_s
         """Of requests without a timeout."""
         self.rejects_unknown_fields = config.reject_unknown_fields
-        self.parsers = {name: ModelParsers(*names) for name, names in config.parsers.items()}
+        self.parsers = {
+            name: parsers_of(codec, *config.parsers[name]) for name, codec in codecs.items()
+        }
         self.images = ImageFetcher(config.image_hosts)
         self.tenants = load_tenants(config.api_keys_file)
         self.callers = CallerBounds(config.calls_per_caller_max, count_refused)

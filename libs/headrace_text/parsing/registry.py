@@ -155,6 +155,8 @@ class ReasoningFormat:
     """Whether a text may begin within the reasoning."""
 
 
+NO_PARSER: Final = "none"
+"""In settings, in place of a parser's name."""
 TOOL_CALL_PARSERS: Final[Mapping[str, Callable[[Mapping[str, Any]], TextParser]]] = {
     "deepseek_v3": lambda _: NamedCalls(DEEPSEEK_V3),
     "deepseek_v31": lambda _: NamedCalls(DEEPSEEK_V31),

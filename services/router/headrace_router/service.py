@@ -168,8 +168,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> inference_pb2.ListModelsResponse:
         """The models that at least one live decode worker serves, by name."""
+        models = self._parts.models.list_models()
+        for model in models:
+            parsers = self._parts.parsers[model.parent or model.name]
+            model.MergeFrom(
+                inference_pb2.Model(
+                    tool_call_parser=parsers.tool_calls, reasoning_parser=parsers.reasoning
+                )
+            )
         return inference_pb2.ListModelsResponse(
-            models=self._parts.models.list_models(),
+            models=models,
             prefix_key_fingerprint=self._prefixes.key_fingerprint,
             **self._endpoints,
         )

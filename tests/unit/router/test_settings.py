@@ -40,9 +40,9 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
         (
             ["--model", "sim", "--tool-call-parser", "x"],
-            "'x' is no parser; use one of: deepseek_v3",
+            "'x' is no parser; use none, or one of: deepseek_v3",
         ),
-        (["--model", "sim", "--reasoning-parser", "x"], "use one of: deepseek_r1"),
+        (["--model", "sim", "--reasoning-parser", "x"], "or one of: deepseek_r1"),
         (["--model", "sim", "--tool-call-parser", "b=hermes"], "the model 'b', which model does"),
         (["--model", "sim", "--tool-call-parser", "hermes,mistral"], "two parsers"),
         *(

@@ -87,6 +87,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "weight_transfer_config": "weights that change would make cached KV wrong",
     "enable_sleep_mode": "a sleeping engine cannot receive KV",
     "revision": "name the model as NAME@REVISION, so that routers and workers load the same",
+    "trust_remote_code": "code of a model's folder would run beside the worker's keys: name a model that vLLM has",
     "hf_token": "no secret on a command line: set the variable HF_TOKEN",
 }
 """Arguments of vLLM that contradict what Headrace needs of the engine, and why."""

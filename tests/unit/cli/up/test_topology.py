@@ -74,6 +74,32 @@ def test_a_setting_replaces_the_flag_of_its_service_only() -> None:
     assert flag(router, "listen") == ["--listen=127.0.0.1:9"]
 
 
+def test_flags_of_vllm_reach_every_worker_and_settings_of_one_worker_win() -> None:
+    flags = {
+        "max_model_len": 4096,
+        "dtype": "",
+        "quantization": "fp8",
+        "enable_lora": True,
+        "lora_modules": ["poet=/a/poet", "coder=/a/coder"],
+    }
+    settings = ["decode.max_model_len=64", "decode.engine_args=--max-loras 2"]
+    topology = topology_of("vllm", "./m", (1, 1, 0), "1", settings, flags, served_model_name="chat")
+    prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    arguments = "--quantization fp8 --enable-lora --lora-modules poet=/a/poet coder=/a/coder"
+    assert flag(prefill, "max-model-len") == ["--max-model-len=4096"]
+    assert flag(decode, "max-model-len") == ["--max-model-len=64"]
+    assert not flag(prefill, "dtype")
+    assert flag(prefill, "engine-args") == [f"--engine-args={arguments}"]
+    assert flag(decode, "engine-args") == [f"--engine-args={arguments} --max-loras 2"]
+    assert flag(decode, "served-model") == ["--served-model=chat"]
+    assert flag(router_spec(topology, FOLDER, "r"), "model") == ["--model=chat=./m"]
+
+
+def test_without_flags_a_worker_takes_the_models_own_context() -> None:
+    topology = topology_of("vllm", "./m", (1, 1, 0), "1", None)
+    assert not any(flag(one, "max-model-len") for one in worker_specs(topology, FOLDER, "r"))
+
+
 def test_http_is_off_unless_a_port_or_a_setting_names_its_address() -> None:
     setting = ("router", "http_listen", "127.0.0.1:8000")
     for topology, address in (
@@ -120,6 +146,7 @@ def test_a_planner_publishes_for_the_served_model_and_takes_settings() -> None:
         (Topology(engine="sim", model="/models/a"), "--engine sim has no model /models/a"),
         (Topology(model="hf:nowhere"), "hf:OWNER/NAME"),
         (Topology(model="nowhere"), "not a model folder"),
+        (Topology(engine="sim", served_model_name="a"), "--served-model-name is for"),
         (Topology(engine="sim", decode_count=0), "--decode 1 or more, or --workers 1 or more"),
         (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
         (Topology(engine="sim", decode_count=9, planner=True), "--planner needs a process"),
