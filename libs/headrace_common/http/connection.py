@@ -19,6 +19,7 @@ from headrace_common.http.bounds import (
     HttpBounds,
 )
 from headrace_common.http.exchange import HttpExchange
+from headrace_common.http.http2 import PREFACE, Http2Refusal
 
 # A chunk of one byte takes six. Other bytes around a body, such as trailers, are few.
 _FRAMING_PER_BODY_BYTE: Final = 8
@@ -215,6 +216,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         # Whether no request has arrived yet.
         self._new = True
+        self._grpc: Http2Refusal | None = None
         self._unsent = b""
         self._writable = asyncio.Event()
 
@@ -240,6 +242,9 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if self._new and (self._grpc is not None or data.startswith(PREFACE)):
+            self._refuse_grpc(data)
+            return
         try:
             self._parser.feed(data)
         except Refused as refused:
@@ -248,6 +253,13 @@ class Connection(asyncio.Protocol):
         if self._parser.in_head and self._timer is None:
             self._restart_timer(self._bounds.head_wait_s)
         self.count_input()
+
+    def _refuse_grpc(self, data: bytes) -> None:
+        self._grpc = self._grpc or Http2Refusal()
+        try:
+            self.write(self._grpc.feed(data))
+        except ValueError:
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         self.write_paused = True

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import grpc
+import grpc.aio
 import pytest
 
 from headrace_common.deadlines import Deadline
@@ -22,6 +24,7 @@ from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.connection import Connection
 from headrace_common.http.exchange import HttpExchange
+from headrace_common.http.http2 import PREFACE
 from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
 from headrace_router.config import RouterConfig
@@ -378,3 +381,23 @@ def test_a_taken_port_and_a_wrong_key_are_named(tmp_path: Path) -> None:
     mixed = asdict(authority.sign("one")) | {"tls_key_file": authority.sign("two").tls_key_file}
     with pytest.raises(ConfigError, match="the key must belong to the certificate"):
         server_of(SlowApp(), config_of(http_listen="127.0.0.1:0", **mixed))
+
+
+async def test_a_grpc_client_of_this_port_is_told_the_other_one() -> None:
+    async with serving(mock.Mock()) as server:
+        async with grpc.aio.insecure_channel(server.url.removeprefix("http://")) as channel:
+            for _ in range(2):
+                with pytest.raises(
+                    grpc.aio.AioRpcError, match="port of the setting listen"
+                ) as failed:
+                    await channel.unary_unary("/a.B/C")(b"", timeout=10)
+                assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_long_http2_frame_ends_the_connection() -> None:
+    async with serving(mock.Mock()) as server:
+        reader, writer = await connected(server, PREFACE + b"\xff\xff\xff" + bytes(6))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1024):
+                pass
+        writer.close()
