@@ -15,6 +15,8 @@ CHATML = (
     "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# DeepSeek writes a wide bar, and a low block between words.
+DEEPSEEK = {ord("|"): "\uff5c", ord("_"): "\u2581"}
 CALLS = {
     "hermes": '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "\n</tool_call>",
@@ -25,8 +27,11 @@ CALLS = {
     "{% endfor %})]",
     "mistral": '[TOOL_CALLS][{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
     '"id": "{{ c.id }}"}]',
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
-    "{{ '' + c.function.arguments }}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": (
+        "<|tool_calls_begin|><|tool_call_begin|>{{ c.function.name }}<|tool_sep|>"
+        # It takes a text only.
+        "{{ '' + c.function.arguments }}<|tool_call_end|><|tool_calls_end|>"
+    ).translate(DEEPSEEK),
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ c.function.name }}:0"
     "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
     "": "<call {{ c.function.name }}>{{ c.function.arguments }}</call>",
