@@ -336,9 +336,11 @@ SystemMessage = Annotated[
     str, typer.Option("--system", help="System message at the start of the conversation.")
 ]
 MaxTokens = Annotated[
-    int,
+    int | None,
     typer.Option(
-        metavar="N", min=0, help="Most tokens to generate; 0 means what the context leaves."
+        metavar="N",
+        min=1,
+        help="Most tokens to generate. Without it, as many as the context leaves.",
     ),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -19,6 +20,9 @@ _MESSAGE_REMEDY = (
     "give a text, or for each message a pair of role and content, a mapping such as "
     '{"role": "user", "content": "Hello"}, or a ChatMessage'
 )
+
+
+_SAMPLING_FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name.keys()
 
 
 class SamplingFields(TypedDict, total=False):
@@ -81,8 +85,8 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
 ) -> inference_pb2.GenerateRequest:
     """A request with one prompt: plain text, messages oldest first, or token ids. `tools` go with messages.
 
-    `max_tokens` 0 means what the context leaves, and `n` is the number of answers. With `include_latency`, the last
-    response has the parts of the time to the first token, as `timing.latency`. With `ttft_target_s`, the router refuses
+    Without `max_tokens`, an answer has what the context leaves. `n` is the number of answers. With `include_latency`,
+    the last response has the parts of the time to the first token, as `timing.latency`. With `ttft_target_s`, the router refuses
     a request at once when it predicts a later first token. `tpot_target_s` is the mean time that each further token may
     take. With `keep_s`, the KV of the answer shall stay for so long after it: the last response has `usage.kept`.
     `priority` is a class that the tenant may use. Raises
@@ -96,8 +100,12 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
     if sum(map(bool, (prompt, chat, tokens))) != 1:
         raise InvalidRequest({"prompt": "give exactly one of a text, messages and tokens"})
     given = {name: value for name, value in sampling.items() if value is not None}
-    if not given.get("max_tokens"):
-        given.pop("max_tokens", None)
+    for name in given.keys() - _SAMPLING_FIELDS:
+        near = difflib.get_close_matches(name, _SAMPLING_FIELDS, n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "the fields of SamplingParams are its keywords"
+        )
+        raise InvalidRequest({name: f"is no keyword: {hint}"})
     try:
         request = inference_pb2.GenerateRequest(
             model=model,

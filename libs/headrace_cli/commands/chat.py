@@ -45,7 +45,7 @@ class ChatOptions:
     """Options of the requests of one command."""
 
     model: str = ""
-    max_tokens: int = 0
+    max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
     system: str = ""
@@ -81,7 +81,7 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     router: Router = DEFAULT_ROUTER,
     model: RequestModel = "",
     system: SystemMessage = "",
-    max_tokens: MaxTokens = 0,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an answer may take.")] = 300,

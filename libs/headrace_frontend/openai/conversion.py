@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from headrace.inference.v1 import inference_pb2, priority_pb2, sampling_pb2, tools_pb2
 from headrace_common.durations import duration_from_seconds
@@ -55,6 +56,8 @@ _RENAMED = (
     (re.compile(r"^(structured_outputs\.choice)\.texts"), r"\1"),
     (re.compile(r"^(ttft|tpot)_target$"), r"\1_target_s"),
 )
+
+_FIRST_NAME: Final = re.compile(r"\w+")
 
 
 def id_of(text: str) -> str:
@@ -120,14 +123,21 @@ def tokenize_request(body: TokenizeBody) -> inference_pb2.GenerateRequest:
 
 
 def openai_error(
-    error: InvalidRequest, *, chat: bool, formatted: bool = False, echoed: bool = False
+    error: InvalidRequest,
+    *,
+    chat: bool,
+    max_tokens: str = "max_tokens",
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    formatted: bool = False,
+    echoed: bool = False,
 ) -> InvalidRequest:
-    """The error with OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer.
+    """The error with the caller's names of the invalid fields.
 
-    `echoed`: an echo with logprobs sets the prompt's.
+    `max_tokens`: the name that was sent. `renamed`: names of chats and those of another API for them. `formatted`:
+    response_format sets the form of the answer. `echoed`: an echo with logprobs sets the prompt's.
     """
     names = {
-        "max_tokens": "max_completion_tokens" if chat else "max_tokens",
+        "max_tokens": max_tokens,
         "logprobs": "top_logprobs" if chat else "logprobs",
         "keep": KEEP_HEADER,
     }
@@ -135,13 +145,17 @@ def openai_error(
         names["prompt_logprobs"] = "logprobs"
     if formatted:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
-    renamed: dict[str, str] = {}
+    violations: dict[str, str] = {}
     for path, remedy in error.violations.items():
         field = path
         for pattern, name in _RENAMED:
             field = pattern.sub(name, field, count=1)
-        renamed[names.get(field, field)] = remedy
-    return InvalidRequest(renamed, cause=error.cause)
+        field = names.get(field, field)
+        first = _FIRST_NAME.match(field)
+        if first is not None and first[0] in renamed:
+            field = renamed[first[0]] + field.removeprefix(first[0])
+        violations[field] = remedy
+    return InvalidRequest(violations, cause=error.cause)
 
 
 def _request(body: GenerationBody, request_id: str) -> inference_pb2.GenerateRequest:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.latency.breakdown import breakdown_object
@@ -79,6 +79,9 @@ class CollectedChoice:
 
 class AnswerFormat(ABC):
     """Formats one response: its events if it is streamed, or else one object."""
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Fields of the API with other names than those of chats, by the latter."""
 
     @abstractmethod
     def first_event(self, index: int) -> bytes:

@@ -106,6 +106,8 @@ class Answering:
             raise openai_error(
                 error,
                 chat=not isinstance(form, CompletionFormat),
+                max_tokens="max_tokens" if body.max_tokens is not None else "max_completion_tokens",
+                renamed=form.renamed,
                 formatted=body.formatted,
                 echoed=not includes.prompt_logprobs,
             ) from error

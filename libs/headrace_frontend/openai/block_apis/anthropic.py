@@ -287,6 +287,7 @@ _DELTAS: Final = {
 
 
 class MessagesFormat(BlockFormat):
+    renamed = {"stop": "stop_sequences", "response_format": "output_config.format"}  # noqa: RUF012
     """The answers of /v1/messages."""
 
     def first_event(self, index: int) -> bytes:

@@ -29,6 +29,12 @@ def _save_nothing(output: Sequence[Mapping[str, Any]]) -> None:
 
 
 class ResponsesFormat(BlockFormat):
+    renamed = {  # noqa: RUF012
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "messages": "input",
+    }
     """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats. `namespaced` has
     the namespace and the name of functions, by the name that the model calls. `save` gets the output before the client
     has all of it.

@@ -67,8 +67,8 @@ async def test_ignored_fields_are_named_in_a_header() -> None:
     ("fields", "status", "code", "words"),
     [
         ({"model": "other"}, 404, "model_not_found", "use one of: sim"),
-        ({"model": 5}, 400, "invalid_type", "valid string"),
-        ({"messages": None}, 400, "missing_required_parameter", "required"),
+        ({"model": 5}, 400, "invalid_type", "must be a text"),
+        ({"messages": None}, 400, "missing_required_parameter", "is missing"),
         ({"temperature": 9}, 400, "invalid_value", "from 0 to 2"),
         ({"max_tokens": CONTEXT}, 400, "context_length_exceeded", "maximum context length is 512"),
         (

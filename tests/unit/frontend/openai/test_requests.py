@@ -219,11 +219,11 @@ def test_the_bias_of_tokens_is_kept() -> None:
     [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [USER] * 2_049}, "messages", "at most 2048"),
-        ({"messages": [{"role": 5, "content": "x"}]}, "messages[0].role", "valid string"),
+        ({"messages": [{"role": 5, "content": "x"}]}, "messages[0].role", "must be a text"),
         (
             {"messages": [{**USER, "tool_calls": [{}]}]},
             "messages[0].tool_calls[0].function",
-            "required",
+            "is missing",
         ),
         ({"messages": [{**USER, "audio": {"id": "a"}}]}, "messages[0].audio", "not supported"),
         ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
@@ -237,7 +237,7 @@ def test_the_bias_of_tokens_is_kept() -> None:
             "structured_outputs.whitespace_pattern",
             "not",
         ),
-        ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
+        ({"max_tokens": 2.5}, "max_tokens", "must be an integer"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
@@ -254,7 +254,7 @@ def test_the_bias_of_tokens_is_kept() -> None:
                 remedy,
             )
             for image, field, remedy in (
-                ({}, ".url", "required"),
+                ({}, ".url", "is missing"),
                 (None, "", "is missing"),
                 ("data:image/png,x", ".url", "must be data:image/...;base64"),
                 ("data:image/png;base64,", ".url", "no file in base64"),
@@ -262,11 +262,11 @@ def test_the_bias_of_tokens_is_kept() -> None:
                 ("data:video/mp4;base64,AAAA", ".url", "'video/mp4' is not supported"),
             )
         ),
-        ({"temperature": "hot"}, "temperature", "valid number"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens", "greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature", "must be a number"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "must be 0 or more"),
         ({"seed": 2**64}, "seed", "less than"),
-        ({"n": 17}, "n", "less than or equal to 16"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"n": 17}, "n", "must be 16 or less"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
         ({"tool_choice": "any"}, "tool_choice", "'required'"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
@@ -284,7 +284,7 @@ def test_the_bias_of_tokens_is_kept() -> None:
             "leave one out",
         ),
         ({"logit_bias": {"word": 1.0}}, "logit_bias", "'word' is no token id"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "must be 0 or more"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream=false"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
@@ -317,7 +317,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, Any], field: s
 
 
 def test_a_body_that_is_no_json_is_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="body: Invalid JSON"):
+    with pytest.raises(InvalidRequest, match="body: is no JSON"):
         parse_body(CompletionBody, b'{"prompt": ')
 
 
@@ -388,8 +388,8 @@ def test_an_answer_cannot_begin_and_continue_a_message(
 
 def test_violations_have_the_names_of_openai_fields() -> None:
     names = {
-        "sampling.max_tokens": "max_completion_tokens",
-        "sampling.stop[1]": "stop[1]",
+        "sampling.max_tokens": "max_tokens",
+        "sampling.stop[1]": "stop_sequences[1]",
         "chat.messages[0].role": "messages[0].role",
         "sampling.logprobs": "top_logprobs",
         "text": "prompt",
@@ -403,5 +403,10 @@ def test_violations_have_the_names_of_openai_fields() -> None:
         "tokens.ids[3]": "prompt[3]",
     }
     for name, openai_name in names.items():
-        error = openai_error(InvalidRequest({name: "remedy"}), chat=True, formatted=True)
+        error = openai_error(
+            InvalidRequest({name: "remedy"}),
+            chat=True,
+            formatted=True,
+            renamed={"stop": "stop_sequences"},
+        )
         assert error.violations == {openai_name: "remedy"}
