@@ -85,13 +85,12 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
 ) -> inference_pb2.GenerateRequest:
     """A request with one prompt: plain text, messages oldest first, or token ids. `tools` go with messages.
 
-    Without `max_tokens`, an answer has what the context leaves. `n` is the number of answers. With `include_latency`,
-    the last response has the parts of the time to the first token, as `timing.latency`. With `ttft_target_s`, the router refuses
-    a request at once when it predicts a later first token. `tpot_target_s` is the mean time that each further token may
-    take. With `keep_s`, the KV of the answer shall stay for so long after it: the last response has `usage.kept`.
-    `priority` is a class that the tenant may use. Raises
-    InvalidRequest unless exactly one kind of prompt is given, and for values of the wrong type. The router validates
-    the rest.
+    Without `max_tokens`, an answer has what the context leaves. `n` is the number of answers. With
+    `include_latency`, the last response has the parts of the time to the first token, as `timing.latency`. With
+    `ttft_target_s`, the router refuses a request at once when it predicts a later first token. `tpot_target_s` is
+    the mean time that each further token may take. With `keep_s`, the KV of the answer shall stay for so long after
+    it: the last response has `usage.kept`. `priority` is a class that the tenant may use. Raises InvalidRequest
+    unless exactly one kind of prompt is given, and for values of the wrong type. The router validates the rest.
     """
     try:
         chat = messages_of(messages)
