@@ -47,6 +47,7 @@ def stage() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     generate("settings_reference.py", SOURCE / "docs" / "settings.md")
+    generate("error_reference.py", SOURCE / "docs" / "errors.md")
     generate("api_reference.py", SOURCE / "docs" / "api")
 
 

@@ -18,7 +18,11 @@ PAGES = (
     *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))),
 )
 PACKAGES = sorted(path.parent.name for path in (ROOT / "protos" / "headrace").glob("*/v1"))
-GENERATED = {"docs/settings.md", *(f"docs/api/headrace.{name}.v1.md" for name in PACKAGES)}
+GENERATED = {
+    "docs/settings.md",
+    "docs/errors.md",
+    *(f"docs/api/headrace.{name}.v1.md" for name in PACKAGES),
+}
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -272,7 +272,7 @@ def ready_text(topology: Topology, deployment: Deployment) -> str:
     return "\n".join(
         [
             f"{topology.model_name} is served on {deployment.router}",
-            *_model_lines(deployment.model),
+            *_model_lines(deployment.model, "decode" if topology.decode_count else "worker"),
             *([f"OpenAI HTTP on {scheme}://{http}/v1"] if http else []),
             *(["clients need TLS: set HEADRACE_TLS_AUTHORITY_FILE"] if has_tls else []),
             *(
@@ -291,13 +291,13 @@ def ready_text(topology: Topology, deployment: Deployment) -> str:
     )
 
 
-def _model_lines(model: inference_pb2.Model | None) -> list[str]:
-    """What an operator may want to change."""
+def _model_lines(model: inference_pb2.Model | None, service: str) -> list[str]:
+    """What an operator may want to change. `service` is that of the workers that generate."""
     if model is None:
         return []
     calls, reasoning = model.tool_call_parser or "none", model.reasoning_parser or "none"
     return [
-        f"context of {model.max_model_len:,} tokens: --max-model-len or --set decode.kv_cache_gib=GIB changes it",
+        f"context of {model.max_model_len:,} tokens: --max-model-len or --set {service}.kv_cache_gib=GIB changes it",
         f"parsers: {calls} for tool calls, {reasoning} for reasoning: --set router.tool_call_parser=NAME changes them",
     ]
 
