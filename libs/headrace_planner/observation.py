@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from headrace_common.errors import Conflict
 from headrace_planner.settings import WorkerProfile
 
 WAITING_REQUEST_LOAD: Final = 0.02
@@ -46,6 +47,10 @@ class WorkerCounts:
         count: int = getattr(self, role)
         return count
 
+    def beyond(self, other: WorkerCounts) -> WorkerCounts:
+        """What these are above `other`, role by role, and 0 where they are not."""
+        return WorkerCounts(*(max(0, self.of(role) - other.of(role)) for role in PlannedRole))
+
     def changed(self, role: PlannedRole, count: int) -> WorkerCounts:
         """The counts with another number for one role."""
         return replace(self, **{role: count})
@@ -54,6 +59,23 @@ class WorkerCounts:
         if self.is_pool:
             return f"{self.both} W"
         return f"{self.prefill} P, {self.decode} D" + (f", {self.both} W" if self.both else "")
+
+
+NO_WORKERS: Final = WorkerCounts(0, 0)
+
+
+def own_target(own: WorkerCounts, observed: WorkerCounts, wanted: WorkerCounts) -> WorkerCounts:
+    """The workers that a scaler with `own` workers shall run, for a target of `wanted` that `observed` led to.
+
+    Observed workers beyond its own were started by others: they count, and it never stops them. Raises Conflict where
+    it has more than were observed.
+    """
+    if own != wanted and own.beyond(observed) != NO_WORKERS:
+        raise Conflict(
+            f"it was decided from {observed}, and {own} run here",
+            metadata={"observed": str(observed), "running": str(own)},
+        )
+    return wanted.beyond(observed.beyond(own))
 
 
 @dataclass(frozen=True, slots=True)

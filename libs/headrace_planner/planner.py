@@ -16,6 +16,7 @@ from headrace_planner.goal_decision import (
     predict_demand,
 )
 from headrace_planner.observation import (
+    NO_WORKERS,
     Interval,
     PlannedRole,
     Reason,
@@ -286,6 +287,9 @@ def plan(
         return ScalingDecision(current, current, ()), observed
     if current.both and not current.is_pool:
         return ScalingDecision(current, current, (_mixed(current),)), observed
+    if current == NO_WORKERS and observed.history[-1].counts.is_pool:
+        fewest = settings.budget.both_workers_min
+        return ScalingDecision(current, WorkerCounts(0, 0, fewest), (_none_left(fewest),)), observed
     by_load, load = decide_by_load(settings.load, interval, state.load)
     floors = _floors(settings, observed.history)
     wanted, by_goals = _raise_to(apply_reasons(current, by_load), floors)
@@ -295,6 +299,12 @@ def plan(
     needed = (*state.needed, needed_now(current, by_load, floors))
     recent = needed[max(0, len(needed) - settings.shrink_intervals) :]
     return ScalingDecision(current, target, reasons), PlannerState(observed.history, load, recent)
+
+
+def _none_left(fewest: int) -> Reason:
+    return Reason(
+        PlannedRole.BOTH, "none left", fewest, {"fewest": fewest}, "No worker serves any more."
+    )
 
 
 def _mixed(counts: WorkerCounts) -> Reason:
@@ -310,7 +320,12 @@ def _mixed(counts: WorkerCounts) -> Reason:
 def record_interval(
     settings: PlannerSettings, interval: Interval, state: PlannerState
 ) -> PlannerState:
-    """The state after an interval without a decision, such as one in which an earlier decision is carried out."""
+    """The state after an interval without a decision, such as one in which an earlier decision is carried out.
+
+    An interval at the end of which no worker served says nothing about later ones.
+    """
+    if interval.counts == NO_WORKERS and state.history:
+        return state
     history = (*state.history, interval)[-settings.history_intervals_max :]
     return PlannerState(history, state.load, state.needed)
 

@@ -28,11 +28,11 @@ from headrace_cli.up.deployment import Deployment, Signals, deployed, ready_text
 from headrace_cli.up.supervisor import Child, Supervisor, end_text, log_line, unexpected_end
 from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec, Topology, worker_spec
 from headrace_common.config import ServiceConfig
-from headrace_common.errors import Cancelled, Conflict, HeadraceError
+from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 from headrace_common.tasks import run_together
 from headrace_kv.compatibility import pair_faults_of
-from headrace_planner.observation import WorkerCounts
+from headrace_planner.observation import WorkerCounts, own_target
 
 RESTARTED: Final = (*WORKER_SERVICES, "pool", "planner")
 """Services that others do not need to serve: without the pool, workers compute what it would have had."""
@@ -43,9 +43,11 @@ _POLL_S: Final = 0.1
 class RestartPolicy:
     """A worker is started again after `first_delay_s`. Each further delay is twice as long, up to `delay_max_s`.
 
-    After `count_max` restarts of a worker within `window_s`, its next end is final.
+    After `count_max` restarts of a worker within `window_s`, its next end is final: all others end, unless it
+    `gives_up` that worker alone.
     """
 
+    gives_up: bool = False
     count_max: int = 5
     first_delay_s: float = 1.0
     delay_max_s: float = 30.0
@@ -123,7 +125,13 @@ class Restarts:
         worker = self._workers.setdefault(name, _Worker())
         worker.forget_before(now_s - self.policy.window_s)
         number = len(worker.started_s) + 1
-        if child.spec.service not in RESTARTED or number > self.policy.count_max:
+        final = number > self.policy.count_max
+        if final and self.policy.gives_up and child.spec.service in WORKER_SERVICES:
+            child.mark_stopping()
+            child.mark_replaced()
+            self._report(child, f"{end_text(child)}, too often: it does not start again")
+            return
+        if final or child.spec.service not in RESTARTED:
             raise unexpected_end(child)
         delay_s = self.policy.delay_s(number)
         worker.schedule(child, now_s + delay_s)
@@ -233,6 +241,7 @@ class TargetFollower:
         self._planner = planner
         self._scaler = scaler
         self._console = console
+        self._applied_id = ""
 
     async def run(self) -> None:
         """Never returns. While the planner does not answer, the numbers of workers stay."""
@@ -258,18 +267,12 @@ class TargetFollower:
             await self._acknowledge(stub, response.target.id, failure)
 
     async def _apply(self, target: planner_pb2.Target) -> None:
-        """Raises Conflict for a target that was decided from other workers than those that run.
-
-        Else raises as the scaler does.
-        """
+        """Raises as `own_target` and the scaler do. A target comes again after a lost connection."""
+        if target.id == self._applied_id:
+            return
         wanted, observed = map(counts_from_proto, (target.workers, target.current))
-        counts = self._scaler.counts()
-        if counts not in (observed, wanted):
-            raise Conflict(
-                f"it was decided from {observed}, and {counts} run here",
-                metadata={"observed": str(observed), "running": str(counts)},
-            )
-        await self._scaler.apply(wanted)
+        await self._scaler.apply(own_target(self._scaler.counts(), observed, wanted))
+        self._applied_id = target.id
 
     async def _acknowledge(
         self, stub: planner_pb2_grpc.PlannerServiceAsyncStub, target_id: str, failure: str
@@ -310,6 +313,8 @@ async def keep(
     topology: Topology, deployment: Deployment, console: Console, policy: RestartPolicy
 ) -> None:
     """Runs until a process ends for good. Then raises as Supervisor.check does."""
+    # A planner replaces what is given up.
+    policy = replace(policy, gives_up=bool(deployment.planner))
     work: list[Coroutine[Any, Any, None]] = [Restarts(deployment.supervisor, console, policy).run()]
     if deployment.planner:
         scaler = new_scaler(topology, deployment, console)

@@ -11,13 +11,12 @@ from typing import Final, Protocol
 
 from headrace_common.errors import (
     ConfigError,
-    Conflict,
     DeadlineExceeded,
     HeadraceError,
     WorkerGone,
 )
 from headrace_common.extras import require_extra
-from headrace_planner.observation import PlannedRole, WorkerCounts
+from headrace_planner.observation import PlannedRole, WorkerCounts, own_target
 from headrace_planner_service.config import PlannerConfig, Workload, WorkloadState, parse_workload
 from headrace_planner_service.steering import TargetBoard
 
@@ -54,17 +53,13 @@ class WorkloadScaler:
         """Returns when the wanted workers serve and all removed ones have ended.
 
         Removals come first, because an added worker may need their devices. Pods that are removed drain by SIGTERM.
-        Raises Conflict where the workloads have neither `current` nor `wanted` pods. Raises DeadlineExceeded where
-        added workers do not serve in time. Their number is then as before, so that they hold no devices.
+        Raises as `own_target` does, and DeadlineExceeded where added workers do not serve in time. Their number is then
+        as before, so that they hold no devices.
         """
         states = {role: await self._api.read(found) for role, found in self._workloads.items()}
         given = WorkerCounts(states[PlannedRole.PREFILL].wanted, states[PlannedRole.DECODE].wanted)
         # The workloads have no workers of both roles: such a target is refused here.
-        if given not in (current, wanted):
-            raise Conflict(
-                f"it was decided from {current}, and the workloads have {given}",
-                metadata={"observed": str(current), "given": str(given)},
-            )
+        wanted = own_target(given, current, wanted)
         removed = [role for role in PlannedRole if wanted.of(role) < given.of(role)]
         added = [role for role in PlannedRole if wanted.of(role) > given.of(role)]
         for role in removed:

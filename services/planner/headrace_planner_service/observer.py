@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -96,6 +97,8 @@ def request_statistics(before: Totals, after: Totals) -> RequestStatistics | Non
 def _profile(
     prefill: Iterable[worker_pb2.WatchStatusResponse], decode: Sequence[DecodeReading]
 ) -> WorkerProfile | None:
+    if not decode:
+        return None
     computing = [*prefill, *(one.status for one in decode if one.has_both)]
     return learned_profile(
         [time_model_from_proto(one.times, one.worker_id) for one in computing],
@@ -143,6 +146,8 @@ OpenChannel = Callable[[str], grpc.aio.Channel]
 
 _SHORTEST_S: Final = 5.0
 _LATE_S: Final = 3.0
+SILENT_S: Final = 30.0
+"""A worker that has sent no status for so long is not counted. Until then nothing is decided."""
 _RETRY_FIRST_S: Final = 0.2
 _RETRY_MAX_S: Final = 5.0
 
@@ -164,7 +169,13 @@ class WorkerStatus:
         self._open_channel = open_channel
         self.latest: worker_pb2.WatchStatusResponse | None = None
         """The latest status. None while the worker sends none."""
+        self._silent_since_s = time.monotonic()
         self._task = run_forever(self._follow(), f"status-{member.worker_id}")
+
+    @property
+    def silent_s(self) -> float:
+        """How long the worker has sent none, 0 while it sends some."""
+        return 0.0 if self.latest is not None else time.monotonic() - self._silent_since_s
 
     def set_interval(self, interval_s: float) -> None:
         """Asks for another interval after the next status, if the difference is worth a new stream."""
@@ -183,6 +194,7 @@ class WorkerStatus:
                     pass
                 if self.latest is not None:
                     delay_s = _RETRY_FIRST_S
+                    self._silent_since_s = time.monotonic()
             finally:
                 self.latest = None
                 await channel.close()
@@ -241,6 +253,8 @@ class Observer:
         self._routers: dict[str, _Router] = {}
         self._closing = BackgroundTasks()
         self._current = False
+        # Whether a worker that generates has served since the start of this observer.
+        self._has_served = False
 
     def update(self, members: Collection[registry_pb2.Member], *, current: bool = True) -> None:
         """Replaces the members that the registry lists. `current`: whether the registry is connected."""
@@ -279,20 +293,20 @@ class Observer:
         prefill, decode = [], []
         for worker in self._workers.values():
             status, member = worker.latest, worker.member
-            if status is None:
+            if status is None and worker.silent_s < SILENT_S:
                 raise WorkerGone(f"{member.worker_id} sends no status")
+            if status is None:
+                # It cannot be counted on, whatever the reason.
+                continue
             if member.role == registry_pb2.Member.ROLE_PREFILL:
                 prefill.append(status)
             else:
                 both = member.role == registry_pb2.Member.ROLE_BOTH
                 decode.append(DecodeReading(status, member.max_num_seqs, both))
-        if not decode:
-            # The deployment starts, or the registry has lost its members: not a reason to decide on a new number.
-            raise WorkerGone(f"no decode worker of {self._model} is registered")
-        pool = [one.status for one in decode if one.has_both]
-        if pool and not any(map(_serves, pool)):
-            # The numbers would be those of two pools without workers.
-            raise WorkerGone(f"no worker of both roles of {self._model} serves")
+        self._has_served |= any(_serves(one.status) for one in decode)
+        if not self._has_served:
+            # The deployment starts: not a reason to decide on a new number.
+            raise WorkerGone(f"no worker that generates has served {self._model} yet")
         totals = {key: load.answered for key, load in loads.items()}
         sample = load_sample(loads.values(), prefill, decode)
         return Reading(sample, totals, _profile(prefill, decode))

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_planner.observation import PlannedRole, WorkerCounts
-from headrace_planner.planner import PlannerState, devices_of, plan, within_budget
+from headrace_common.errors import Conflict
+from headrace_planner.observation import LoadSample, PlannedRole, WorkerCounts, own_target
+from headrace_planner.planner import (
+    PlannerState,
+    devices_of,
+    plan,
+    record_interval,
+    within_budget,
+)
 from headrace_planner.settings import BudgetSettings, PlannerSettings
 from tests.unit.planner.samples import PROFILE, interval, pool_sample, requests, sample
 
@@ -87,3 +95,44 @@ def test_nothing_is_decided_while_workers_of_both_roles_run_beside_others() -> N
     assert not decision.is_change
     assert "run beside workers of one role" in decision.reasons[0].sentence
     assert str(decision.current) == "1 P, 0 D, 2 W"
+
+
+@pytest.mark.parametrize(
+    "before,after",
+    [(sample(), WorkerCounts(1, 1)), (pool_sample(), WorkerCounts(0, 0, 1))],
+)
+def test_the_fewest_workers_of_the_last_kind_are_wanted_when_none_is_left(
+    before: LoadSample, after: WorkerCounts
+) -> None:
+    state = record_interval(PlannerSettings(), interval(before), PlannerState())
+    none = interval(sample(prefill=0, queued=4, loads=()))
+    for _ in range(2):
+        decision, state = plan(PlannerSettings(), none, state)
+        assert decision.target == after
+
+
+@pytest.mark.parametrize(
+    "own,observed,wanted,target",
+    [
+        ((1, 1), (1, 1), (2, 3), (2, 3)),
+        # A decode worker was started by hand.
+        ((1, 1), (1, 2), (1, 3), (1, 2)),
+        ((1, 1), (1, 2), (1, 1), (1, 0)),
+        ((1, 0), (1, 2), (1, 1), (1, 0)),
+        # The target was carried out already.
+        ((2, 3), (1, 1), (2, 3), (2, 3)),
+    ],
+)
+def test_workers_that_others_have_started_count_and_are_left_alone(
+    own: tuple[int, int],
+    observed: tuple[int, int],
+    wanted: tuple[int, int],
+    target: tuple[int, int],
+) -> None:
+    found = own_target(WorkerCounts(*own), WorkerCounts(*observed), WorkerCounts(*wanted))
+    assert found == WorkerCounts(*target)
+
+
+def test_a_target_from_fewer_workers_than_run_is_refused() -> None:
+    with pytest.raises(Conflict, match="decided from 1 P, 1 D, and 1 P, 2 D run here"):
+        own_target(WorkerCounts(1, 2), WorkerCounts(1, 1), WorkerCounts(1, 3))

@@ -9,6 +9,7 @@ import pytest
 
 from headrace_cli.up.keeping import RestartPolicy, Restarts
 from headrace_cli.up.topology import ProcessSpec
+from headrace_common.errors import WorkerGone
 from tests.unit.cli.up.fake_processes import FakeProcess, FakeSupervisor
 
 KILLED = -int(signal.SIGKILL)
@@ -82,3 +83,22 @@ async def test_a_worker_that_served_must_end_with_status_0(bench: Bench) -> None
     await bench.start()
     bench.end(128 + signal.SIGTERM)
     assert [child.spec.name for child in await bench.supervisor.stop()] == ["decode-0"]
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+async def test_a_worker_that_ends_too_often_is_given_up_or_ends_everything(
+    tmp_path: Path, gives_up: bool
+) -> None:
+    bench = Bench(tmp_path)
+    bench.restarts.policy = RestartPolicy(gives_up=gives_up, count_max=0)
+    await bench.start()
+    bench.end(KILLED)
+    if not gives_up:
+        with pytest.raises(WorkerGone, match="decode-0 was killed"):
+            await bench.step_at(0.0)
+        return
+    for now_s in (0.0, 100.0):
+        await bench.step_at(now_s)
+    assert len(bench.started) == 1
+    assert "too often: it does not start again" in bench.shown()[0]
+    assert await bench.supervisor.stop() == []
