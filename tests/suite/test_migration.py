@@ -62,10 +62,9 @@ async def check(
 
 
 def moved_to(lasts: Iterable[inference_pb2.GenerateResponse]) -> set[str]:
-    """Workers that finished the answers of second attempts. No answer took a third."""
+    """Workers that finished the answers of further attempts."""
     timings = [last.timing for last in lasts]
-    assert {timing.attempts for timing in timings} <= {1, 2}
-    return {timing.decode_worker_id for timing in timings if timing.attempts == 2}
+    return {timing.decode_worker_id for timing in timings if timing.attempts > 1}
 
 
 @pytest.mark.core
