@@ -103,6 +103,12 @@ def read_state(router: str) -> UpState | None:
         return None
 
 
+ADD_REQUEST: Final = ".add"
+"""Ends the name of a file in the state's folder with the role of a worker to add. `headrace add` writes it."""
+ADD_ANSWER: Final = ".added"
+"""Ends the name of the answer."""
+ADD_FAILED: Final = "failed: "
+"""Begins the answer when it could not be added."""
 LOCK_FILE: Final = "up.lock"
 _TEXT_BYTES_MAX: Final = 256
 

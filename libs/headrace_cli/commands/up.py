@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import time
@@ -50,11 +51,21 @@ from headrace_cli.options import (
     WorkerCount,
 )
 from headrace_cli.output import answer_console, failures_as_exit, notice_console, run_command
-from headrace_cli.state import default_folder, is_locked, nothing_serves, read_state, router_port
+from headrace_cli.state import (
+    ADD_ANSWER,
+    ADD_FAILED,
+    ADD_REQUEST,
+    default_folder,
+    is_locked,
+    nothing_serves,
+    read_state,
+    router_port,
+)
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.keeping import NO_RESTARTS, RestartPolicy, run_up
 from headrace_cli.up.topology import (
     SIM,
+    WORKER_SERVICES,
     Topology,
     engine_settings,
     http_port_of,
@@ -65,7 +76,14 @@ from headrace_cli.up.topology import (
     status_port_of,
 )
 from headrace_common import ports
-from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError, NotFound
+from headrace_common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HeadraceError,
+    InternalError,
+    NotFound,
+    WorkerGone,
+)
 from headrace_common.trace_view.reading import read_trace
 
 _POLL_S: Final = 0.2
@@ -82,6 +100,7 @@ def register(app: typer.Typer) -> None:
         cls=AddressedCommand,
         epilog="Examples:  headrace logs   |   headrace logs decode-0 --follow",
     )(logs)
+    app.command(cls=AddressedCommand, epilog="Examples:  headrace add decode")(add)
     app.command(cls=AddressedCommand, epilog="Examples:  headrace down")(down)
     app.command(
         epilog="Examples:  headrace demo   |   headrace demo 'Name three rivers.'   |   "
@@ -281,6 +300,41 @@ def _check(answer: CompleteAnswer, topology: Topology, write_count: int, *, comp
         raise InternalError("the trace is not complete")
     if topology.prefill_count and not topology.worker_count and not write_count:
         raise InternalError("no KV cache was transferred")
+
+
+def add(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or worker.")],
+    router: Router = DEFAULT_ROUTER,
+) -> None:
+    """Adds a worker to a deployment of `headrace up`, with the settings of its start. `headrace drain` ends one."""
+    with failures_as_exit():
+        notice_console().print(add_worker(router, role), markup=False)
+
+
+def add_worker(router: str, role: str) -> str:
+    """Returns when the worker serves. Raises ConfigError for another role.
+
+    Raises WorkerGone without a deployment, and for a worker that could not be added.
+    """
+    if role not in WORKER_SERVICES:
+        raise ConfigError(f"{role!r} is no role: give {', '.join(WORKER_SERVICES)}")
+    folder = default_folder(router_port(router))
+    if read_state(router) is None or not is_locked(folder):
+        raise nothing_serves(router)
+    request = folder / f"{secrets.token_hex(8)}.part"
+    request.write_text(role, encoding="utf-8")
+    request = request.rename(request.with_suffix(ADD_REQUEST))
+    answer = request.with_suffix(ADD_ANSWER)
+    while not answer.exists():
+        if not is_locked(folder):
+            request.unlink(missing_ok=True)
+            raise nothing_serves(router)
+        time.sleep(_POLL_S)
+    text = answer.read_text(encoding="utf-8")
+    answer.unlink()
+    if text.startswith(ADD_FAILED):
+        raise WorkerGone(text.removeprefix(ADD_FAILED))
+    return text
 
 
 def logs(

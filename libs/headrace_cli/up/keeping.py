@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,11 +24,19 @@ from headrace_cli.client import (
     list_members,
     rpc_errors,
 )
+from headrace_cli.state import ADD_ANSWER, ADD_FAILED, ADD_REQUEST, default_folder
 from headrace_cli.up.deployment import Deployment, Signals, deployed, ready_text
 from headrace_cli.up.supervisor import Child, Supervisor, end_text, log_line, unexpected_end
-from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec, Topology, worker_spec
+from headrace_cli.up.topology import (
+    SIM_PROCESSES,
+    WORKER_SERVICES,
+    ProcessSpec,
+    Topology,
+    shares_processes,
+    worker_spec,
+)
 from headrace_common.config import ServiceConfig
-from headrace_common.errors import Cancelled, HeadraceError
+from headrace_common.errors import Cancelled, ConfigError, HeadraceError
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 from headrace_common.tasks import run_together
 from headrace_kv.compatibility import pair_faults_of
@@ -184,14 +192,22 @@ class Scaler:
             one for role in WORKER_SERVICES for one in workers[role][wanted[role] :] if one.running
         ]
         await self._all([self._drain(child) for child in surplus])
-        taken = {child.spec.name for role in WORKER_SERVICES for child in workers[role]}
-        taken |= {child.spec.name for child in self.supervisor.children if child.running}
-        added: list[Coroutine[Any, Any, None]] = []
+        added: list[Coroutine[Any, Any, Child]] = []
         for role in WORKER_SERVICES:
-            free = (name for name in map(f"{role}-{{}}".format, count()) if name not in taken)
             missing = max(0, wanted[role] - len(workers[role]))
-            added += [self._add(role, name) for name in islice(free, missing)]
+            added += [
+                self.add(role, name, "the planner") for name in islice(self._free(role), missing)
+            ]
         await self._all(added)
+
+    def free_name(self, role: str) -> str:
+        """A name for one more worker of a role."""
+        return next(self._free(role))
+
+    def _free(self, role: str) -> Iterator[str]:
+        taken = {child.spec.name for one in WORKER_SERVICES for child in self._workers(one)}
+        taken |= {child.spec.name for child in self.supervisor.children if child.running}
+        return (name for name in map(f"{role}-{{}}".format, count()) if name not in taken)
 
     def _workers(self, role: str) -> list[Child]:
         """The workers of a role, those with the highest numbers last. Those that start again count too."""
@@ -206,14 +222,16 @@ class Scaler:
         self.console.print(f"the planner removes {child.spec.name}", markup=False)
         await self.supervisor.drain(child, self.drain_timeout_s(child.spec.service))
 
-    async def _add(self, role: str, name: str) -> None:
-        self.console.print(f"the planner adds {name}", markup=False)
+    async def add(self, role: str, name: str, caller: str) -> Child:
+        """Starts a worker and waits until it serves. Raises as Supervisor.add does. `caller` is shown."""
+        self.console.print(f"{caller} adds {name}", markup=False)
         # An earlier worker may have had the name.
         spec = replace(self.make_spec(role, name), keeps_log=True)
         child = await self.supervisor.add(spec, self.start_timeout_s)
         self.console.print(f"{name} serves on {child.endpoint}", markup=False)
+        return child
 
-    async def _all(self, work: list[Coroutine[Any, Any, None]]) -> None:
+    async def _all(self, work: Sequence[Coroutine[Any, Any, object]]) -> None:
         """Raises the first HeadraceError when all have ended, and any other error."""
         results = await asyncio.gather(*work, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
@@ -288,6 +306,39 @@ class TargetFollower:
                 raise
 
 
+@dataclass(frozen=True, slots=True)
+class AddRequests:
+    """Adds the workers that `headrace add` asks for, one after the other. `folder`: that of the deployment's state."""
+
+    folder: Path
+    topology: Topology
+    scaler: Scaler
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            for request in self.folder.glob(f"*{ADD_REQUEST}"):
+                role = request.read_text(encoding="utf-8")
+                request.unlink()
+                try:
+                    answer = await self._add(role)
+                except HeadraceError as error:
+                    answer = f"{ADD_FAILED}{error.detail}"
+                complete = request.with_suffix(".part")
+                complete.write_text(answer, encoding="utf-8")
+                complete.rename(request.with_suffix(ADD_ANSWER))
+            await asyncio.sleep(_POLL_S)
+
+    async def _add(self, role: str) -> str:
+        if shares_processes(self.topology, role):
+            raise ConfigError(
+                f"the workers of {role} share a process: start with {SIM_PROCESSES} of them at most"
+            )
+        name = self.scaler.free_name(role)
+        child = await self.scaler.add(role, name, "headrace add")
+        return f"{name} serves on {child.endpoint}"
+
+
 # After its last request a process still stops its engine.
 _ENGINE_STOP_S: Final = 10.0
 
@@ -316,8 +367,9 @@ async def keep(
     # A planner replaces what is given up.
     policy = replace(policy, gives_up=bool(deployment.planner))
     work: list[Coroutine[Any, Any, None]] = [Restarts(deployment.supervisor, console, policy).run()]
+    scaler = new_scaler(topology, deployment, console)
+    work.append(AddRequests(default_folder(topology.port), topology, scaler).run())
     if deployment.planner:
-        scaler = new_scaler(topology, deployment, console)
         work.append(TargetFollower(deployment.planner, scaler, console).run())
     await run_together(work)
 
