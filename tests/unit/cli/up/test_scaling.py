@@ -126,6 +126,7 @@ async def test_headrace_add_gets_one_more_worker_or_the_reason(
         with pytest.raises(WorkerGone, match="workers of prefill share a process"):
             await asyncio.to_thread(add_worker, "127.0.0.1:7050", "prefill")
         adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
     with pytest.raises(WorkerGone, match="nothing serves on"):
         add_worker("127.0.0.1:7050", "decode")
     with pytest.raises(ConfigError, match="'dekode' is no role"):
