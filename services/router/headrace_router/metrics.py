@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from headrace_common.callers.priority import Priority
@@ -150,16 +149,11 @@ class RouterMetrics(RequestCounter):
         self._gauges = [(store.gauge(name), read) for name, read in gauges.items()]
         self._task = metrics.start_sampling(self.sample)
 
-    @contextmanager
-    def count_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except HeadraceError as error:
+    def count_failure(self, error: BaseException) -> None:
+        if isinstance(error, HeadraceError):
             self.count_request(error.reason)
-            raise
-        except asyncio.CancelledError:
+        elif isinstance(error, asyncio.CancelledError):
             self.count_request(Cancelled.reason)
-            raise
 
     def count_request(self, end_reason: str) -> None:
         """Counts a request that has ended. `end_reason` is a finish reason or an error's reason."""
@@ -187,7 +181,7 @@ class RouterMetrics(RequestCounter):
         self,
         end_reason: str,
         answer: ResponseStream,
-        arrival_unix_ns: int,
+        arrival_ns: int,
         priority: Priority = Priority.NORMAL,
     ) -> None:
         self.count_request(end_reason)
@@ -195,17 +189,17 @@ class RouterMetrics(RequestCounter):
             return
         model, trace_id = answer.request.model, answer.trace_id
         prompt_tokens = len(answer.request.token_ids)
-        first_s = 1e-9 * (answer.times.first_token_unix_ns - arrival_unix_ns)
-        total_s = 1e-9 * (answer.times.last_token_unix_ns - arrival_unix_ns)
+        first_ns, total_ns = answer.first_token_ns - arrival_ns, answer.last_token_ns - arrival_ns
+        first_s, total_s, new_tokens = 1e-9 * first_ns, 1e-9 * total_ns, answer.new_tokens
         self._first_token_of_class.record(first_s, model, priority.label, trace_id=trace_id)
         self._duration.record(total_s, model, trace_id=trace_id)
-        if answer.new_tokens > 1:
-            per_token_s = (total_s - first_s) / (answer.new_tokens - 1)
+        if new_tokens > 1:
+            per_token_s = (total_s - first_s) / (new_tokens - 1)
             self._per_token.record(per_token_s, model, trace_id=trace_id)
-        if answer.times.gaps is not None:
-            self._gaps.series(model).merge(answer.times.gaps)
+        if answer.gaps is not None:
+            self._gaps.series(model).merge(answer.gaps)
         self._tokens.record(prompt_tokens, model, "input")
-        self._tokens.record(answer.new_tokens, model, "output")
+        self._tokens.record(new_tokens, model, "output")
         usage = answer.usage
         if usage is not None:
             cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
@@ -217,9 +211,9 @@ class RouterMetrics(RequestCounter):
             model,
             prompt_tokens=prompt_tokens,
             cached_tokens=usage.decode_cached_tokens if usage is not None else 0,
-            answer_tokens=answer.new_tokens,
-            first_token_ns=answer.times.first_token_unix_ns - arrival_unix_ns,
-            duration_ns=answer.times.last_token_unix_ns - arrival_unix_ns,
+            answer_tokens=new_tokens,
+            first_token_ns=first_ns,
+            duration_ns=total_ns,
         )
 
     def count_latency(self, answer: ResponseStream, breakdown: Breakdown) -> None:
