@@ -206,16 +206,16 @@ class AdmissionPermit:
         place: Held,
         resources: _Resources,
     ) -> None:
-        self.tenant, self._priority, self._deadline = tenant, priority, deadline
+        self.tenant, self.priority, self._deadline = tenant, priority, deadline
         self._resources = resources
         self._held = [place]
         self._tokens: Held | None = None
         self._slot: Held | None = None
 
     async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
-        held = resource.take(self.tenant, amount, self._priority)
+        held = resource.take(self.tenant, amount, self.priority)
         if held is None:
-            held = await resource.acquire(self.tenant, amount, self._deadline, self._priority)
+            held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
         self._held.append(held)
         return held
 
@@ -254,7 +254,7 @@ class AdmissionPermit:
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
         slots = self._resources.slots.get(model)
-        return slots.expected_wait_s(self.tenant, self._priority) if slots is not None else 0.0
+        return slots.expected_wait_s(self.tenant, self.priority) if slots is not None else 0.0
 
     @property
     def slot_wait_s(self) -> float:

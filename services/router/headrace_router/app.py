@@ -259,7 +259,7 @@ class Router:
         return RouterServices(
             inference=inference,
             queue=QueueService(self.queue, own_prompts.hand_over, self.runner.reject_when_draining),
-            load=LoadReader(self._codecs, self.queue, self.admission, self.metrics.totals),
+            load=LoadReader(self._codecs, self.queue, self.admission, self.metrics.answered),
             traces=self.traces,
             adapters=adapters,
             parts=self.parts,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from headrace.inference.v1 import load_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.latency.breakdown import (
@@ -35,7 +36,6 @@ from headrace_common.telemetry.schema_tables import METRICS
 from headrace_frontend.admission.admission import Admission
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.runner import RequestCounter
-from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.status.traffic import BucketSums, TrafficCounts
@@ -92,6 +92,10 @@ def _total(points: Mapping[Labels, HistogramPoint], last_label: str) -> int:
     return int(sum(point.total for labels, point in points.items() if labels[-1] == last_label))
 
 
+def _microseconds(points: Mapping[Labels, HistogramPoint], model: str) -> int:
+    return round(1e6 * sum(one.total for labels, one in points.items() if labels[0] == model))
+
+
 def _bucket_sums(name: str, histogram: Histogram) -> BucketSums:
     """The buckets of all series together."""
     bounds = METRICS[name].buckets
@@ -116,8 +120,6 @@ class RouterMetrics(RequestCounter):
         workers: WorkerDirectory,
         codecs: Mapping[str, TextCodec],
     ) -> None:
-        self.totals = RequestTotals()
-        """Sums over the answered requests, for planners."""
         store = metrics.store
         self._requests = store.counter(schema.METRIC_REQUESTS)
         self._migrations = store.counter(schema.METRIC_MIGRATIONS)
@@ -207,13 +209,23 @@ class RouterMetrics(RequestCounter):
             self._prompt_tokens.add(transferred, model, "transferred")
             computed = max(0, prompt_tokens - cached - transferred)
             self._prompt_tokens.add(computed, model, "computed")
-        self.totals.add(
-            model,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=usage.decode_cached_tokens if usage is not None else 0,
-            answer_tokens=new_tokens,
-            first_token_ns=first_ns,
-            duration_ns=total_ns,
+
+    def answered(self, model: str) -> load_pb2.RequestTotals:
+        """Sums over the answered requests of a model, for planners."""
+        tokens, cached = self._tokens.points(), self._prompt_tokens.points()
+        duration = self._duration.points().get((model,))
+        if duration is None:
+            return load_pb2.RequestTotals()
+        first_us = _microseconds(self._first_token_of_class.points(), model)
+        duration_us = round(1e6 * duration.total)
+        return load_pb2.RequestTotals(
+            request_count=sum(duration.counts),
+            prompt_tokens=int(tokens[model, "input"].total),
+            cached_prompt_tokens=int(cached.get((model, "decode_cache"), 0)),
+            answer_tokens=int(tokens[model, "output"].total),
+            time_to_first_token_us=first_us,
+            streaming_us=max(0, duration_us - first_us),
+            duration_us=duration_us,
         )
 
     def count_latency(self, answer: ResponseStream, breakdown: Breakdown) -> None:
