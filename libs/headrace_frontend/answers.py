@@ -27,7 +27,7 @@ ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable
 _SHARED_TOKENS_MIN = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """One answer to run. `group` gets the first of several, as a valid request and as an empty response.
 

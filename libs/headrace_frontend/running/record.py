@@ -22,7 +22,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.clocks import ClockDifference
-from headrace_common.latency.steps import AttemptSteps, RequestSteps
+from headrace_common.latency.steps import MAKERS, AttemptSteps, RequestSteps
 from headrace_common.rpc.trace_context import ServedCall
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import (
@@ -42,11 +42,6 @@ REPORT_WAIT_S: Final = 1.0
 _GIVEN_UP: Final = "the client gave the request up"
 _RECORD_BYTES: Final = 4_096
 _ATTEMPT_BYTES: Final = 2_048
-_MAKER_NAMES: Final = {
-    first_token_pb2.FIRST_TOKEN_POLICY_DECODE: "decode",
-    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: "prefill",
-    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: "hidden",
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -277,7 +272,7 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S] = round(allowed_s, 6)
             known[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] = bound
         if usage is not None:
-            maker, kept = _MAKER_NAMES[self.first_token_by], usage.HasField("kept")
+            maker, kept = MAKERS[self.first_token_by].value, usage.HasField("kept")
             known[schema.ATTRIBUTE_FIRST_TOKEN] = maker if answered else None
             known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
             known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -49,25 +48,6 @@ from headrace_router.workers.directory import PlacedPrompt
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class AttemptPlan:
-    """What was decided for one attempt, number `number` from 1.
-
-    `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, None without one.
-    """
-
-    number: int
-    decision: Decision
-    links: DecodeLinks
-    terms: TaskTerms | None
-    ticket_key_id: bytes
-    """Of the key that signs the handoff tickets."""
-    first_token: Policy = BY_DECODE
-    bounds: bounds_pb2.TokenBounds | None = None
-    prompt: PlacedPrompt | None = None
-    """Counts the prompt on the worker that should compute it. None leaves that to the queue."""
-
-
 class Attempt(RunningAttempt):
     """Runs once, from its construction to `close`. An AnswerSink.
 
@@ -78,20 +58,31 @@ class Attempt(RunningAttempt):
         self,
         queue: PrefillQueue,
         request: AdmittedRequest,
-        plan: AttemptPlan,
         record: RoutedAttempt,
+        *,
+        decision: Decision,
+        links: DecodeLinks,
+        terms: TaskTerms | None,
+        ticket_key_id: bytes,
+        first_token: Policy = BY_DECODE,
+        bounds: bounds_pb2.TokenBounds | None = None,
+        prompt: PlacedPrompt | None = None,
     ) -> None:
-        """`record` gets the steps."""
-        decision = plan.decision
+        """`record` gets the steps.
+
+        `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, None without one.
+        `ticket_key_id` is that of the key that signs the handoff tickets. `prompt` counts the prompt on the worker that
+        should compute it. None leaves that to the queue.
+        """
         self.decode_worker = decision.worker.ref
         super().__init__(request, self.decode_worker.incarnation, remote=decision.remote)
         self._record = record
         self._queue = queue
         self._deadline = request.deadline
         self._decision = decision
-        self._terms = plan.terms
-        self._first_token_by = plan.first_token
-        self._prompt = plan.prompt
+        self._terms = terms
+        self._first_token_by = first_token
+        self._prompt = prompt
         self._queued: QueuedTask | None = None
         self._received_tokens = False
         self._prefill_failed = False
@@ -104,29 +95,25 @@ class Attempt(RunningAttempt):
         span_context = child_context(request.record.context)
         TRACE_NAMES.add(call.transfer_id, span_context)
         self._carrier = carrier_of(span_context)
-        record.started(
-            span_context, call.transfer_id, number=plan.number, generated_tokens=len(self._given)
-        )
-        if plan.first_token != BY_DECODE:
-            call.first_token = plan.first_token
-        call.ticket_key_id = plan.ticket_key_id
+        record.started(span_context, call.transfer_id, generated_tokens=len(self._given))
+        if first_token != BY_DECODE:
+            call.first_token = first_token
+        call.ticket_key_id = ticket_key_id
         call.early_admission = begins_early(call, decision)
-        if plan.bounds is not None:
-            call.bounds.CopyFrom(plan.bounds)
+        if bounds is not None:
+            call.bounds.CopyFrom(bounds)
         self._token_ids = request.prepared.all_token_ids(self._given)
-        if plan.terms is not None:
-            tokens = plan.terms.missing_tokens(len(self._token_ids.ids) - 1)
+        if terms is not None:
+            tokens = terms.missing_tokens(len(self._token_ids.ids) - 1)
             self._expected = ExitStack()
             self._expected.enter_context(
-                queue.expect_task(
-                    decision.worker.layout, tokens, plan.terms.priority, plan.terms.tenant
-                )
+                queue.expect_task(decision.worker.layout, tokens, terms.priority, terms.tenant)
             )
-        self._links = plan.links
-        self._link, self._answer = plan.links.open(
+        self._links = links
+        self._link, self._answer = links.open(
             call, self._token_ids, request.deadline, self._carrier, self
         )
-        record.opened(self._answer, plan.first_token)
+        record.opened(self._answer, first_token)
 
     @property
     def prefill_worker(self) -> WorkerRef | None:

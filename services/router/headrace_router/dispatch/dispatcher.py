@@ -23,7 +23,7 @@ from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
-from headrace_router.dispatch.attempt import Attempt, AttemptPlan
+from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.dispatch.messages import Policy as FirstTokenMaker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
@@ -79,7 +79,7 @@ class RequestDispatcher:
         prepared, response = request.prepared, request.response
         while outcome is None and not response.ended_by:
             await self._wait_for_worker(request, retries, number)
-            record = self._new_record(request.record)
+            record = self._new_record(request.record, number + 1)
             token_ids, generated = request.prefix_ids, response.completion_tokens
             targets = self._targets(prepared, request.record.arrival_ns)
             maker = first_token_maker(prepared, self.policy(), generated, number + 1)
@@ -105,17 +105,19 @@ class RequestDispatcher:
                     pause_s = min(_AVOIDED_WORKER_PAUSE_S, request.deadline.remaining_s())
                     await asyncio.sleep(pause_s)
                 number += 1
-                plan = AttemptPlan(
-                    number,
-                    decision,
-                    load_reservation.links,
-                    self._terms(request, token_ids, decision, retries) if decision.remote else None,
-                    self.ticket_key_id,
+                terms = self._terms(request, token_ids, decision, retries)
+                attempt = Attempt(
+                    self.queue,
+                    request,
+                    record,
+                    decision=decision,
+                    links=load_reservation.links,
+                    terms=terms,
+                    ticket_key_id=self.ticket_key_id,
                     first_token=maker if decision.remote else BY_DECODE,
                     bounds=targets.bounds(started=generated > 0),
                     prompt=prompt,
                 )
-                attempt = Attempt(self.queue, request, plan, record)
                 response.attempt_started(worker)
                 outcome = await self._outcome_of(request, attempt, number, retries)
             finally:
@@ -150,7 +152,7 @@ class RequestDispatcher:
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self.migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
-        attempt = self._new_record(record)
+        attempt = self._new_record(record, 1)
         targets = self._targets(request, record.arrival_ns)
         maker = first_token_maker(request, self.policy(), len(request.generated), 1)
         return self._route(request, token_ids, attempt, deadline, retries, targets, maker)
@@ -183,8 +185,8 @@ class RequestDispatcher:
             planned=planned,
         )
 
-    def _new_record(self, request: RequestRecord) -> RoutedAttempt:
-        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
+    def _new_record(self, request: RequestRecord, number: int) -> RoutedAttempt:
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number)
         request.attempts.append(record)
         return record
 
@@ -312,7 +314,10 @@ class RequestDispatcher:
         token_ids: array[int],
         decision: Decision,
         retries: RetryState,
-    ) -> TaskTerms:
+    ) -> TaskTerms | None:
+        """Those of the prefill task. None for a local prefill."""
+        if not decision.remote:
+            return None
         prepared = request.prepared
         return self.task_terms(
             decision.worker,
@@ -326,17 +331,6 @@ class RequestDispatcher:
             planned=decision.prefill,
         )
 
-    def _log_failure(
-        self, request_id: str, attempt: Attempt, number: int, error: HeadraceError
-    ) -> None:
-        line = ("attempt %d of %s: %s", number, request_id, error.detail)
-        # DecodeFull is frequent under load.
-        if isinstance(error, DecodeFull):
-            _LOG.debug(*line)
-        else:
-            # A lost worker fails all its requests at once.
-            self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
-
     async def _outcome_of(
         self, request: AdmittedRequest, attempt: Attempt, number: int, retries: RetryState
     ) -> AttemptOutcome | None:
@@ -347,7 +341,13 @@ class RequestDispatcher:
         try:
             return await attempt.ended
         except HeadraceError as error:
-            self._log_failure(request.prepared.request_id, attempt, number, error)
+            line = ("attempt %d of %s: %s", number, request.prepared.request_id, error.detail)
+            # DecodeFull is frequent under load.
+            if isinstance(error, DecodeFull):
+                _LOG.debug(*line)
+            else:
+                # A lost worker fails all its requests at once.
+                self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
             error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
                 self.workers.mark_unreachable(attempt.decode_worker)
