@@ -23,22 +23,22 @@ from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, Prep
 ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 """Sends one message to the client. It returns when the client can take another."""
 
-PrepareAnswer: TypeAlias = Callable[[str], Awaitable[PreparedRequest]]
-"""Returns the validated request, for its tenant."""
-
 # Shorter prompts fill few blocks or none, and computing them takes less time than waiting for the first answer.
 _SHARED_TOKENS_MIN = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """One answer to run. `on_response` gets its empty response."""
+    """One answer to run. `group` gets the first of several, as a valid request and as an empty response.
+
+    `prepared` is the valid request, if it is known.
+    """
 
     request_id: str
-    prepare: PrepareAnswer
     write: ResponseWriter
-    on_response: Callable[[ResponseStream], None] = lambda response: None
     outlet: Outlet | None = None
+    group: AnswerGroup | None = None
+    prepared: PreparedRequest | None = None
 
 
 def answer_count(request: inference_pb2.GenerateRequest) -> int:
@@ -136,29 +136,16 @@ async def run_answers(
     answer: Answer,
     run: Callable[[Answer], Awaitable[None]],
 ) -> None:
-    """Runs all answers to a request with `run`. `answer` is the only one of most requests.
-
-    The first error ends all.
-    """
-    if answer_count(request) == 1:
-        await run(answer)
-        return
+    """Runs several answers to a request with `run`, in place of `answer`. The first error ends all."""
     group = AnswerGroup(request, answer.write)
 
-    async def prepare_first(tenant: str) -> PreparedRequest:
-        return group.first_prepared(await answer.prepare(tenant))
-
     async def run_first() -> None:
-        await run(Answer(answer.request_id, prepare_first, group.writer(0), group.first_started))
+        await run(Answer(answer.request_id, group.writer(0), group=group))
         group.first_ended()
 
     async def run_other(number: int) -> None:
         prepared = await group.prepared(number)
-
-        async def give(tenant: str) -> PreparedRequest:
-            return prepared
-
-        await run(Answer(prepared.request_id, give, group.writer(number)))
+        await run(Answer(prepared.request_id, group.writer(number), prepared=prepared))
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -172,35 +159,39 @@ async def run_answers(
 
 async def write_response(
     response: ResponseStream,
-    produce: Callable[[], Awaitable[None]],
+    producing: Awaitable[None],
     write: ResponseWriter,
     outlet: Outlet | None = None,
 ) -> None:
-    """Writes a response to the client while `produce` fills it in this task. Raises the error of `produce`.
+    """Writes a response to the client while `producing` fills it in this task. Raises its error.
 
     A reader in a task of its own writes the messages. With `outlet`, the response sends itself, and the reader starts
     when the client does not take a message at once.
     """
-    reader, task = _Reader(response, write), asyncio.current_task()
-    assert task is not None, "a response is written in a task"
+    reader = _Reader(response, write)
     if outlet is None:
         reader.start()
     else:
         response.use_outlet(outlet, reader.start)
     try:
         try:
-            await produce()
+            await producing
         except asyncio.CancelledError:
             if not reader.failed:
                 raise
-            task.uncancel()
+            reader.producer.uncancel()
         # `next_message` raises it again.
         except Exception as error:  # noqa: BLE001
             response.fail(error)
-        await reader.finish()
+        last = response.last_message()
+        if last is not None:
+            await write(last)
+        else:
+            await reader.finish()
     finally:
         response.stop_sending()
-        await reader.close()
+        if reader.started:
+            await reader.close()
 
 
 class _Reader:
@@ -209,10 +200,18 @@ class _Reader:
     def __init__(self, response: ResponseStream, write: ResponseWriter) -> None:
         self._response = response
         self._write = write
-        self._producer = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "a response is written in a task"
+        self.producer = task
+        self._producing = True
         self._task: asyncio.Task[None] | None = None
         self.failed = False
         """Whether it has cancelled the task that made it: nothing else would make room for more tokens."""
+
+    @property
+    def started(self) -> bool:
+        """Whether it has a task."""
+        return self._task is not None
 
     def start(self) -> None:
         """From now on, a task writes all messages."""
@@ -221,12 +220,12 @@ class _Reader:
 
     async def finish(self) -> None:
         """Writes the rest of a response that has ended. Raises the response's error."""
-        self._producer = None
+        self._producing = False
         await (self._write_all() if self._task is None else self._task)
 
     async def close(self) -> None:
         """Ends the task."""
-        self._producer = None
+        self._producing = False
         await end_task(self._task)
 
     async def _write_all(self) -> None:
@@ -234,10 +233,9 @@ class _Reader:
             await self._write(message)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or task.exception() is None or self._producer is None:
-            return
-        self.failed = True
-        self._producer.cancel()
+        if self._producing and not task.cancelled() and task.exception() is not None:
+            self.failed = True
+            self.producer.cancel()
 
 
 def request_id_of(request: inference_pb2.GenerateRequest) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import latency_pb2
+from headrace.inference.v1 import first_token_pb2, latency_pb2
 from headrace.prefill.v1 import prefill_pb2
 
 
@@ -22,6 +22,11 @@ class FirstTokenBy(StrEnum):
 
 # A member of an Enum is found by a Python function.
 BY_DECODE, BY_PREFILL, BY_HIDDEN = FirstTokenBy
+MAKERS: Final = {
+    first_token_pb2.FIRST_TOKEN_POLICY_DECODE: BY_DECODE,
+    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: BY_PREFILL,
+    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: BY_HIDDEN,
+}
 
 
 class DecodeSteps(NamedTuple):

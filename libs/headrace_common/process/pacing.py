@@ -39,7 +39,6 @@ _GAP_FACTOR: Final = 1.5
 # A message takes some 0.1 ms. Where messages are this small a share of the work, fewer of them would not help.
 _MESSAGES_PER_S_HIGH: Final = 1_000.0
 _MESSAGES_PER_S_LOW: Final = 100.0
-_PACED_SHARE: Final = 0.5
 _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
@@ -57,19 +56,27 @@ class LoopLoad:
         """When `update` measures next."""
         self._updated_s = -math.inf
         self._busy_s = 0.0
-        self.messages = 0
+        self._messages = 0
         """Sent by all streams since the last measurement."""
 
+    def message_sent(self, now_s: float) -> float:
+        """A stream sends a message now, by time.monotonic. The least seconds from it to the next one of the stream.
+
+        Measures the load, at most once in 50 ms.
+        """
+        self._messages += 1
+        if now_s >= self.next_update_s:
+            self.update(now_s)
+        return self.gap_s
+
     def update(self, now_s: float) -> None:
-        """Measures the load, at most once in 50 ms. `now_s` is by time.monotonic."""
-        if now_s < self.next_update_s:
-            return
+        """Measures the load."""
         elapsed_s = now_s - self._updated_s
         self.next_update_s = now_s + _WINDOW_S
         busy_s = _busy_seconds()
         share = (busy_s - self._busy_s) / elapsed_s
-        messages_per_s = self.messages / elapsed_s
-        self._updated_s, self._busy_s, self.messages = now_s, busy_s, 0
+        messages_per_s = self._messages / elapsed_s
+        self._updated_s, self._busy_s, self._messages = now_s, busy_s, 0
         self.adapt(share, messages_per_s)
 
     def adapt(self, busy_share: float, messages_per_s: float) -> None:
@@ -78,30 +85,6 @@ class LoopLoad:
             self.gap_s = min(GAP_MAX_S, self.gap_s * _GAP_FACTOR)
         elif busy_share < _BUSY_SHARE_LOW or messages_per_s < _MESSAGES_PER_S_LOW:
             self.gap_s = max(GAP_MIN_S, self.gap_s / _GAP_FACTOR)
-
-
-class FlushPace:
-    """When one stream may send its next message. After a pause longer than the gap, at once.
-
-    Tokens that are `paced` come joined already, once in each gap. Half a gap is enough for them: where they come a
-    moment early, they would have to wait for a timer.
-    """
-
-    __slots__ = ("_load", "_share", "due_s")
-
-    def __init__(self, load: LoopLoad, *, paced: bool = False) -> None:
-        self._load = load
-        self._share = _PACED_SHARE if paced else 1.0
-        self.due_s = -math.inf
-        """When the next message may be sent, by time.monotonic."""
-
-    def record_flush(self, now_s: float) -> None:
-        """Records that the stream sends a message."""
-        load = self._load
-        load.messages += 1
-        if now_s >= load.next_update_s:
-            load.update(now_s)
-        self.due_s = now_s + self._share * load.gap_s
 
 
 def _busy_seconds() -> float:

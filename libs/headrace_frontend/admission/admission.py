@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
@@ -49,6 +49,11 @@ class BoundedResource:
         self._wait_s = wait_s
         self._mean_hold_s = 0.0
 
+    def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> Held | None:
+        """As `acquire`, without a wait. None when the units are not free, or others wait."""
+        taken = self.pool.take(tenant, amount, priority)
+        return Held(self, tenant, amount, priority) if taken else None
+
     async def acquire(
         self,
         tenant: str,
@@ -60,8 +65,6 @@ class BoundedResource:
 
         Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait.
         """
-        if self.pool.take(tenant, amount, priority):
-            return Held(self, tenant, amount, priority)
         granted = asyncio.Event()
         request = CapacityRequest(tenant, amount, granted.set, priority)
         grant = self.pool.acquire(request)
@@ -157,26 +160,26 @@ class BoundedResource:
 class Held:
     """Units of a resource that a tenant holds since it got them."""
 
+    __slots__ = ("_acquired_s", "_amount", "_priority", "_resource", "_tenant")
+
     def __init__(
         self, resource: BoundedResource, tenant: str, amount: int, priority: Priority
     ) -> None:
-        self.tenant = tenant
-        self.priority = priority
-        self._resource = resource
+        self._resource, self._tenant, self._priority = resource, tenant, priority
         self._amount = amount
         self._acquired_s = time.monotonic()
 
     @property
     def wait_s(self) -> float:
         """How long the tenant may wait for their use."""
-        return self._resource.wait_of_holder_s(self.tenant, self.priority)
+        return self._resource.wait_of_holder_s(self._tenant, self._priority)
 
     def close(self) -> None:
         """Gives them back. Repeats are ignored."""
         if self._amount:
             amount, self._amount = self._amount, 0
             held_s = time.monotonic() - self._acquired_s
-            self._resource.release(self.tenant, amount, self.priority, held_s)
+            self._resource.release(self._tenant, amount, self._priority, held_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,29 +196,26 @@ class AdmissionLimits:
 
 
 class AdmissionPermit:
-    """One admitted request."""
+    """One admitted request, which holds a place among all requests."""
 
     def __init__(
         self,
-        place: Held,
-        tokens: BoundedResource,
-        images: BoundedResource,
-        slots: Mapping[str, BoundedResource],
+        tenant: str,
+        priority: Priority,
         deadline: Deadline,
+        place: Held,
+        resources: _Resources,
     ) -> None:
-        """`place`: the request's among all requests. `slots`: by model."""
-        self.tenant = place.tenant
-        self.priority = place.priority
-        self._resource = tokens
-        self._images = images
-        self._slots = slots
-        self._deadline = deadline
+        self.tenant, self.priority, self._deadline = tenant, priority, deadline
+        self._resources = resources
         self._held = [place]
         self._tokens: Held | None = None
         self._slot: Held | None = None
 
     async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
-        held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
+        held = resource.take(self.tenant, amount, self.priority)
+        if held is None:
+            held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
         self._held.append(held)
         return held
 
@@ -224,34 +224,36 @@ class AdmissionPermit:
 
         Raises QueueFull, DeadlineExceeded, or InvalidRequest for a prompt beyond the bound.
         """
-        if count > self._resource.pool.capacity:
+        tokens = self._resources.tokens
+        if count > tokens.pool.capacity:
             raise InvalidRequest(
                 {
                     "prompt": f"has {count} tokens, and all that wait may have "
-                    f"{self._resource.pool.capacity}; shorten it"
+                    f"{tokens.pool.capacity}; shorten it"
                 }
             )
-        self._tokens = await self._acquire(self._resource, count)
+        self._tokens = await self._acquire(tokens, count)
 
     async def acquire_images(self, size: int) -> None:
         """Admits the bytes of a request's images, until it ends. Raises QueueFull or DeadlineExceeded."""
+        images = self._resources.images
         # Images beyond the bound by themselves are admitted alone.
-        size = min(size, self._images.pool.capacity)
+        size = min(size, images.pool.capacity)
         if size:
-            await self._acquire(self._images, size)
+            await self._acquire(images, size)
 
     async def acquire_slot(self, model: str) -> None:
         """Waits for a slot of the model's decode workers. Raises QueueFull or DeadlineExceeded.
 
         Does nothing while no worker of the model has been seen.
         """
-        slots = self._slots.get(model)
+        slots = self._resources.slots.get(model)
         if slots is not None:
             self._slot = await self._acquire(slots, 1)
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
-        slots = self._slots.get(model)
+        slots = self._resources.slots.get(model)
         return slots.expected_wait_s(self.tenant, self.priority) if slots is not None else 0.0
 
     @property
@@ -270,69 +272,74 @@ class AdmissionPermit:
             held.close()
 
 
+class _Resources(NamedTuple):
+    """What requests share. `slots`: by model."""
+
+    requests: BoundedResource
+    tokens: BoundedResource
+    images: BoundedResource
+    slots: dict[str, BoundedResource]
+
+    @property
+    def all(self) -> Iterator[BoundedResource]:
+        yield from (self.requests, self.tokens, self.images, *self.slots.values())
+
+
 class Admission:
     """Admits requests. One event loop owns it."""
 
     def __init__(self, limits: AdmissionLimits, weights: Callable[[], Mapping[str, float]]) -> None:
-        self._requests = BoundedResource(
-            "requests", "requests", FairPool(limits.max_num_seqs, weights), limits.wait_s
-        )
-        self._tokens = BoundedResource(
-            "tokens", "queued tokens", FairPool(limits.max_queued_tokens, weights), limits.wait_s
-        )
-        self._images = BoundedResource(
-            "images", "bytes of images", FairPool(limits.image_bytes, weights), limits.wait_s
+        def bounded(name: str, unit: str, capacity: int) -> BoundedResource:
+            return BoundedResource(name, unit, FairPool(capacity, weights), limits.wait_s)
+
+        self._shared = _Resources(
+            bounded("requests", "requests", limits.max_num_seqs),
+            bounded("tokens", "queued tokens", limits.max_queued_tokens),
+            bounded("images", "bytes of images", limits.image_bytes),
+            {},
         )
         self._limits = limits
         self._weights = weights
-        self._slots: dict[str, BoundedResource] = {}
-        """By model."""
 
     @property
     def max_num_seqs(self) -> int:
         """The bound on admitted requests."""
-        return self._requests.pool.capacity
+        return self._shared.requests.pool.capacity
 
     @property
     def max_queued_tokens(self) -> int:
         """The bound on prompt tokens of requests before their first token."""
-        return self._tokens.pool.capacity
+        return self._shared.tokens.pool.capacity
 
     @property
     def requests(self) -> int:
         """The number of admitted requests."""
-        return self._requests.pool.used
+        return self._shared.requests.pool.used
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for admission."""
-        pools = (
-            self._requests.pool,
-            self._tokens.pool,
-            self._images.pool,
-            *(one.pool for one in self._slots.values()),
-        )
-        return sum(pool.waiting for pool in pools)
+        return sum(one.pool.waiting for one in self._shared.all)
 
     @property
     def slots(self) -> int:
         """The slots of decode workers that this process may use, of all models."""
-        return sum(one.pool.capacity for one in self._slots.values())
+        return sum(one.pool.capacity for one in self._shared.slots.values())
 
     @property
     def used_slots(self) -> int:
         """The slots that admitted requests occupy."""
-        return sum(one.pool.used for one in self._slots.values())
+        return sum(one.pool.used for one in self._shared.slots.values())
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of requests before their first token."""
-        return self._tokens.pool.used
+        return self._shared.tokens.pool.used
 
     @property
     def image_bytes(self) -> int:
         """Bytes of the images of admitted requests."""
-        return self._images.pool.used
+        return self._shared.images.pool.used
 
     def resize_slots(self, model: str, slots: int) -> None:
         """Sets how many slots of the model's decode workers this process may use.
@@ -343,15 +350,17 @@ class Admission:
         if not slots:
             return
         capacity = min(slots, self._limits.max_num_seqs)
-        if model in self._slots:
-            self._slots[model].pool.resize(capacity)
+        if model in self._shared.slots:
+            self._shared.slots[model].pool.resize(capacity)
             return
         pool = FairPool(capacity, self._weights, queue_above_share=True)
-        self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
+        self._shared.slots[model] = BoundedResource(
+            "slots", "decode slots", pool, self._limits.wait_s
+        )
 
     def waiting_for_slot(self, model: str) -> int:
         """The number of requests that wait for a slot of the model's decode workers."""
-        slots = self._slots.get(model)
+        slots = self._shared.slots.get(model)
         return slots.pool.waiting if slots is not None else 0
 
     async def admit(
@@ -361,6 +370,9 @@ class Admission:
 
         Raises QueueFull with a retry delay, or DeadlineExceeded.
         """
-        self._tokens.reject_if_full(tenant, priority)
-        place = await self._requests.acquire(tenant, 1, deadline, priority)
-        return AdmissionPermit(place, self._tokens, self._images, self._slots, deadline)
+        shared = self._shared
+        shared.tokens.reject_if_full(tenant, priority)
+        place = shared.requests.take(tenant, 1, priority)
+        if place is None:
+            place = await shared.requests.acquire(tenant, 1, deadline, priority)
+        return AdmissionPermit(tenant, priority, deadline, place, shared)

@@ -53,27 +53,19 @@ class CapacityRequest:
 
 
 @dataclass(slots=True)
-class _Tenant:
-    used: int = 0
-    waiting: int = 0
-    """Units that `requests` ask for."""
+class _Queue:
+    """The requests of a claimant that wait, oldest first, and the units that they ask for."""
+
     requests: OrderedDict[CapacityRequest, None] = field(default_factory=OrderedDict)
-    """Waiting requests, oldest first."""
+    units: int = 0
 
-    @property
-    def idle(self) -> bool:
-        return not self.used and not self.requests
-
-    def use(self, amount: int) -> None:
-        self.used += amount
-
-    def add_waiting(self, request: CapacityRequest) -> None:
+    def add(self, request: CapacityRequest) -> None:
         self.requests[request] = None
-        self.waiting += request.amount
+        self.units += request.amount
 
-    def remove_waiting(self, request: CapacityRequest) -> None:
+    def remove(self, request: CapacityRequest) -> None:
         del self.requests[request]
-        self.waiting -= request.amount
+        self.units -= request.amount
 
 
 @dataclass(eq=False, slots=True)
@@ -87,24 +79,27 @@ class FairPool:
     used: int = field(default=0, init=False)
     waiting: int = field(default=0, init=False)
     """The number of requests that wait."""
-    _tenants: dict[Claimant, _Tenant] = field(default_factory=dict, init=False)
+    _used: dict[Claimant, int] = field(default_factory=dict, init=False)
+    _queues: dict[Claimant, _Queue] = field(default_factory=dict, init=False)
 
     def used_by(self, tenant: str, priority: Priority = Priority.NORMAL) -> int:
         """Units that a tenant uses in a class."""
-        entry = self._tenants.get((tenant, priority))
-        return entry.used if entry is not None else 0
+        return self._used.get((tenant, priority), 0)
 
     def share(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """Units that a tenant may use in a class while there is not enough for all."""
         weights, claimant = self.weights(), (tenant, priority)
-        total = sum(_weight(weights, name) for name in self._tenants.keys() | {claimant})
+        claimants = self._used.keys() | self._queues.keys() | {claimant}
+        total = sum(_weight(weights, name) for name in claimants)
         return self.capacity * _weight(weights, claimant) / total
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """Grants units at once. False when they are not free, or others wait."""
         if self.waiting or self.used + amount > self.capacity:
             return False
-        self._use((tenant, priority), amount)
+        claimant = tenant, priority
+        self._used[claimant] = self._used.get(claimant, 0) + amount
+        self.used += amount
         return True
 
     def acquire(self, request: CapacityRequest) -> Grant:
@@ -113,11 +108,12 @@ class FairPool:
             return Grant.REJECTED
         if self.take(request.tenant, request.amount, request.priority):
             return Grant.GRANTED
-        entry = self._tenants.get(request.claimant)
-        wanted = entry.used + entry.waiting if entry is not None else 0
+        claimant = request.claimant
+        queue = self._queues.get(claimant)
+        wanted = self._used.get(claimant, 0) + (queue.units if queue is not None else 0)
         if not self.queue_above_share and self._exceeds_share(request, wanted):
             return Grant.REJECTED
-        self._tenants.setdefault(request.claimant, _Tenant()).add_waiting(request)
+        self._queues.setdefault(claimant, _Queue()).add(request)
         self.waiting += 1
         return Grant.WAITING
 
@@ -129,12 +125,12 @@ class FairPool:
         if self.used < self.capacity and not self.waiting:
             return 0.0
         weights, claimant = self.weights(), (tenant, priority)
-        entry = self._tenants.get(claimant)
-        own = 1 + (entry.waiting if entry is not None else 0)
+        queue = self._queues.get(claimant)
+        own = 1 + (queue.units if queue is not None else 0)
         per_weight = own / _weight(weights, claimant)
         others = sum(
-            min(other.waiting, per_weight * _weight(weights, name))
-            for name, other in self._tenants.items()
+            min(other.units, per_weight * _weight(weights, name))
+            for name, other in self._queues.items()
             if name != claimant
         )
         return max(0, self.used - self.capacity) + own + others
@@ -146,9 +142,8 @@ class FairPool:
 
     def within_share(self, request: CapacityRequest) -> bool:
         """Whether a waiting request, after the earlier ones of its tenant, fits the tenant's share."""
-        entry = self._tenants[request.claimant]
-        wanted = entry.used
-        for earlier in entry.requests:
+        wanted = self._used.get(request.claimant, 0)
+        for earlier in self._queues[request.claimant].requests:
             if earlier is request:
                 break
             wanted += earlier.amount
@@ -156,20 +151,22 @@ class FairPool:
 
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """Returns granted units, and grants waiting requests that fit now."""
-        claimant = (tenant, priority)
-        self._tenants[claimant].use(-amount)
+        claimant = tenant, priority
+        left = self._used[claimant] - amount
+        if left:
+            self._used[claimant] = left
+        else:
+            del self._used[claimant]
         self.used -= amount
-        self._remove_if_idle(claimant)
         if self.waiting:
             self._grant_waiting()
 
     def cancel(self, request: CapacityRequest) -> bool:
         """Removes a waiting request. False when it was granted already."""
-        entry = self._tenants.get(request.claimant)
-        if entry is None or request not in entry.requests:
+        queue = self._queues.get(request.claimant)
+        if queue is None or request not in queue.requests:
             return False
-        self._stop_waiting(request)
-        self._remove_if_idle(request.claimant)
+        self._stop_waiting(queue, request)
         self._grant_waiting()
         return True
 
@@ -181,13 +178,14 @@ class FairPool:
     def _grant_waiting(self) -> None:
         weights = self.weights()
         while (name := self._next_tenant(weights)) is not None:
-            entry = self._tenants[name]
-            request = next(iter(entry.requests))
+            queue = self._queues[name]
+            request = next(iter(queue.requests))
             if self.used + request.amount > self.capacity:
                 # No request overtakes it: else large requests would wait forever.
                 return
-            self._stop_waiting(request)
-            self._use(request.claimant, request.amount)
+            self._stop_waiting(queue, request)
+            self._used[name] = self._used.get(name, 0) + request.amount
+            self.used += request.amount
             request.on_granted()
 
     def _next_tenant(self, weights: Mapping[str, float]) -> Claimant | None:
@@ -195,34 +193,22 @@ class FairPool:
 
         Of equals, the one of the higher class, then the first.
         """
-        if not self.waiting:
-            return None
-        waiting = (name for name, entry in self._tenants.items() if entry.requests)
-        return min(waiting, key=lambda name: self._precedence(name, weights))
+        return min(self._queues, key=lambda name: self._precedence(name, weights), default=None)
 
     def _precedence(
         self, name: Claimant, weights: Mapping[str, float]
     ) -> tuple[bool, float, Priority]:
-        entry, (_, priority) = self._tenants[name], name
-        if not entry.used:
+        used, (_, priority) = self._used.get(name, 0), name
+        if not used:
             return False, 0.0, priority
-        first = next(iter(entry.requests))
-        return True, (entry.used + first.amount) / _weight(weights, name), priority
+        first = next(iter(self._queues[name].requests))
+        return True, (used + first.amount) / _weight(weights, name), priority
 
-    def _use(self, claimant: Claimant, amount: int) -> None:
-        entry = self._tenants.get(claimant)
-        if entry is None:
-            entry = self._tenants[claimant] = _Tenant()
-        entry.use(amount)
-        self.used += amount
-
-    def _stop_waiting(self, request: CapacityRequest) -> None:
-        self._tenants[request.claimant].remove_waiting(request)
+    def _stop_waiting(self, queue: _Queue, request: CapacityRequest) -> None:
+        queue.remove(request)
         self.waiting -= 1
-
-    def _remove_if_idle(self, name: Claimant) -> None:
-        if self._tenants[name].idle:
-            del self._tenants[name]
+        if not queue.requests:
+            del self._queues[request.claimant]
 
 
 def tenant_weight(weights: Mapping[str, float], tenant: str) -> float:

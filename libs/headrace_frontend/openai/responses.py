@@ -169,6 +169,13 @@ class ResponseFormat(AnswerFormat):
         return self._names.tokens_of(message)
 
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        if message.text and not (message.finish_reason or message.logprobs):
+            data = self.text_event(index, message.text)
+            if data is not None:
+                return data
+        return self._whole_event(index, message)
+
+    def _whole_event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
         count = self._completion_tokens.get(index, 0) + len(message.token_ids)
         self._completion_tokens[index] = count
         delta = self._delta(index, message)
@@ -207,6 +214,8 @@ class ResponseFormat(AnswerFormat):
                 completion_tokens=self._completion_tokens.get(index, 0),
             )
             suffix = f'], "usage": {json.dumps(usage_object([usage], 1))}}}\n\n'
+        if not fields:
+            return suffix
         more = "".join(f', "{name}": {json.dumps(value)}' for name, value in fields.items())
         return f"]{more}{suffix[1:]}"
 
@@ -215,7 +224,7 @@ class ResponseFormat(AnswerFormat):
             return None
         template = self._templates.get(index)
         if template is None:
-            whole = self.event(index, inference_pb2.GenerateResponse(text=_MARK))
+            whole = self._whole_event(index, inference_pb2.GenerateResponse(text=_MARK))
             head, _, tail = whole.partition(_QUOTED_MARK)
             template = self._templates[index] = (head, tail)
         head, tail = template
@@ -382,15 +391,16 @@ def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[st
     Only a response with a single choice has a promise.
     """
     per_prompt = len(usages) // prompts
-    prompt_usages = usages[::per_prompt]
-    prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
-    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    prompt_tokens = completion_tokens = cached_tokens = 0
+    for number, usage in enumerate(usages):
+        completion_tokens += usage.completion_tokens
+        if number % per_prompt == 0:
+            prompt_tokens += usage.prompt_tokens
+            cached_tokens += usage.decode_cached_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(usage.decode_cached_tokens for usage in prompt_usages)
-        },
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         **kept_field(usages[0]),
     }

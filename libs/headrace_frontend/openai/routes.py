@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -54,6 +54,7 @@ _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
 _PROMPT_TOKEN_BYTES: Final = 128
 _ANSWER_FIELDS: Final[Sequence[_AnswerField]] = ("text", "token_ids", "logprobs", "stop_text")
 
+_NO_USAGE: Final = inference_pb2.Usage()
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -62,7 +63,7 @@ _STREAM_HEADERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Generation:
     """One HTTP request as requests of the InferenceService, one for each prompt."""
 
@@ -77,7 +78,7 @@ class Generation:
     @property
     def choices(self) -> int:
         """The number of choices of all prompts."""
-        return sum(request.n for request in self.requests)
+        return sum([request.n for request in self.requests])
 
 
 class Answering:
@@ -129,11 +130,8 @@ class Answering:
 
     async def _stream(self, exchange: HttpExchange, generation: Generation) -> None:
         """Sends an event for each message of each choice."""
-        prompts = len(generation.requests)
-        events = _EventStream(
-            exchange, generation.format, choices=generation.choices, prompts=prompts
-        )
-        await self._run_all(generation, events.write, events)
+        events = _EventStream(exchange, generation)
+        await self._running(generation, events.write, events)
         await events.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -144,7 +142,7 @@ class Answering:
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
             choices[index].add(message, form.tokens_of(message))
 
-        await self._run_all(generation, write)
+        await self._running(generation, write)
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices)
         body = await self._parts.preparer.run(
             generation.tenant,
@@ -153,117 +151,116 @@ class Answering:
         )
         await exchange.respond(200, body)
 
-    async def _run_all(
+    def _running(
         self,
         generation: Generation,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
         events: _EventStream | None = None,
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Runs the requests of all prompts. The first error ends them all. `events` may send messages at once."""
-
-        async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
-            async def write_choice(message: inference_pb2.GenerateResponse) -> None:
-                if not generation.generates:
-                    _leave_out_answer(message)
-                await write(first_index + message.choice, message)
-
+        runs: list[Coroutine[Any, Any, None]] = []
+        first_index = 0
+        for request in generation.requests:
             outlet: Outlet | None = None
             if events is not None and generation.generates:
-                outlet = events.outlet(first_index)
-            await self._parts.runner.run(
-                request, generation.tenant, generation.deadline, write_choice, outlet
+                outlet = _ChoiceOutlet(first_index, events)
+            writes = partial(_write_choice, generation, write, first_index)
+            runs.append(
+                self._parts.runner.run(
+                    request, generation.tenant, generation.deadline, writes, outlet
+                )
             )
+            first_index += request.n
+        return runs[0] if len(runs) == 1 else _all(runs)
 
-        if len(generation.requests) == 1:
-            await run(0, generation.requests[0])
-            return
-        first_index = 0
-        try:
-            async with asyncio.TaskGroup() as group:
-                for request in generation.requests:
-                    group.create_task(run(first_index, request))
-                    first_index += request.n
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+
+async def _all(runs: Sequence[Coroutine[Any, Any, None]]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(run)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _write_choice(
+    generation: Generation,
+    write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
+    first_index: int,
+    message: inference_pb2.GenerateResponse,
+) -> Awaitable[None]:
+    if not generation.generates:
+        _leave_out_answer(message)
+    return write(first_index + message.choice, message)
 
 
 class _EventStream:
-    """Sends an event for each message of each choice. `prompts` share the choices evenly."""
+    """Sends an event for each message of each choice. The prompts share the choices evenly."""
 
-    def __init__(
-        self, exchange: HttpExchange, form: AnswerFormat, *, choices: int, prompts: int
-    ) -> None:
-        self._exchange = exchange
-        self._form = form
-        self._prompts = prompts
-        self._usages = [inference_pb2.Usage() for _ in range(choices)]
+    def __init__(self, exchange: HttpExchange, generation: Generation) -> None:
+        self.exchange = exchange
+        self.form = generation.format
+        self._prompts = len(generation.requests)
+        self._usages = [_NO_USAGE] * generation.choices
         self._begun: set[int] = set()
         """The choices with an event."""
         self._ending = b""
 
     async def write(self, index: int, message: inference_pb2.GenerateResponse) -> None:
         """Sends a message of choice `index`. Waits while the client does not read."""
-        data = self._event(index, message)
+        data = self.event(index, message)
         if message.finish_reason:
             self._usages[index] = message.usage
             if len(self._usages) == 1:
                 # One write for all that is left.
                 self._ending = data
                 return
-        if not self._exchange.started:
-            await self._exchange.start(200, _STREAM_HEADERS)
+        if not self.exchange.started:
+            await self.exchange.start(200, _STREAM_HEADERS)
         if data:
-            await self._exchange.write(data)
-
-    def outlet(self, index: int) -> Outlet:
-        """Sends messages of choice `index` at once."""
-        return _ChoiceOutlet(index, self._exchange, self._form, self._event)
+            await self.exchange.write(data)
 
     async def finish(self) -> None:
         """Sends what is left, once all choices have ended."""
-        exchange = self._exchange
-        data = self._ending + self._form.last_event(self._usages, self._prompts)
+        exchange = self.exchange
+        data = self._ending + self.form.last_event(self._usages, self._prompts)
         if not exchange.started:
             await exchange.start(200, _STREAM_HEADERS)
         await exchange.finish(data)
 
-    def _event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        """The events for a message of choice `index`."""
         if index in self._begun:
-            return self._form.event(index, message)
+            return self.form.event(index, message)
         self._begun.add(index)
-        return self._form.first_event(index) + self._form.event(index, message)
+        return self.form.first_event(index) + self.form.event(index, message)
 
 
-@dataclass(frozen=True, slots=True)
 class _ChoiceOutlet:
-    """Sends one choice of an event stream at once. See Outlet."""
+    """Sends choice `index` of an event stream at once. See Outlet."""
 
-    index: int
-    exchange: HttpExchange
-    form: AnswerFormat
-    event: Callable[[int, inference_pb2.GenerateResponse], bytes]
+    __slots__ = ("_events", "_exchange", "_index")
+
+    def __init__(self, index: int, events: _EventStream) -> None:
+        self._index, self._events, self._exchange = index, events, events.exchange
 
     @property
     def writable(self) -> bool:
-        return self.exchange.writable
+        return self._exchange.writable
 
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
-        data = self.event(self.index, message)
-        if not self.exchange.started:
-            self.exchange.start_now(_STREAM_HEADERS, data)
+        data = self._events.event(self._index, message)
+        if not self._exchange.started:
+            self._exchange.start_now(_STREAM_HEADERS, data)
         elif data:
-            self.exchange.write_now(data)
+            self._exchange.write_now(data)
 
     def write_text(self, text: str) -> bool:
-        if not self.exchange.writable:
-            return False
-        data = self.form.text_event(self.index, text)
+        data = self._events.form.text_event(self._index, text)
         if data is None:
             return False
         # Tokens without text are a part of a character.
-        if text:
-            self.exchange.write_now(data)
-        return True
+        return self._exchange.write_now(data) if text else self._exchange.writable
 
 
 def _leave_out_answer(message: inference_pb2.GenerateResponse) -> None:

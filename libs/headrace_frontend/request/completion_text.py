@@ -70,12 +70,18 @@ class CompletionText:
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
 
 
+def wants_prompt_logprobs(request: PreparedRequest) -> bool:
+    """Whether the response has the logprobs of the prompt. One that continues has sent them."""
+    return request.sampling.HasField("prompt_logprobs") and not request.generated
+
+
 class PromptLogprobs:
     """The prompt's tokens and their logprobs until they are sent, in parts of a bounded size."""
 
     def __init__(self, request: PreparedRequest) -> None:
         self._token_ids = request.token_ids
-        self.awaited = request.sampling.HasField("prompt_logprobs") and not request.generated
+        self.awaited = True
+        """Whether the worker has not sent them."""
         self._step = max(1, _MESSAGE_VALUES_MAX // (request.sampling.prompt_logprobs + 1))
         self._entries: Sequence[sampling_pb2.TokenLogprobs] = ()
         self._next = len(self._token_ids)
@@ -102,78 +108,3 @@ class PromptLogprobs:
         message.prompt_logprobs.extend(self._entries[max(0, start - 1) : self._next - 1])
         if not self.pending:
             self._entries = ()
-
-
-class PendingTokens:
-    """The tokens of a completion, of which the last ones are not in a message yet.
-
-    Without stop strings, tokens become text when a message is built.
-    """
-
-    def __init__(self, request: PreparedRequest) -> None:
-        self.generated = list(request.generated)
-        """All tokens of the completion so far."""
-        self.token_ids: list[int] = []
-        """Those that are not in a message yet."""
-        self.logprobs: list[sampling_pb2.TokenLogprobs] = []
-        """Theirs, if they were requested."""
-        self.stopped = False
-        """Whether a stop string is complete. Tokens added after that are ignored."""
-        self._text = CompletionText(request)
-        if request.generated:
-            self._text.replay(list(request.generated))
-            self.stopped = self._text.stopped
-        self._parts: list[str] = []
-        self._tokens_with_text = 0
-        """How many of the token ids `_parts` has the text of."""
-
-    @property
-    def stopped_by(self) -> str:
-        """The stop string that is complete. Empty while none is."""
-        return self._text.stopped_by
-
-    @property
-    def text(self) -> str:
-        """The text of the tokens, all of which are converted in one call, unless there are stop strings."""
-        text, converted = self._text, self._tokens_with_text
-        if not text.has_stop_strings and converted < len(self.token_ids):
-            self._tokens_with_text = len(self.token_ids)
-            # Mostly no text has waited for a client.
-            if not converted:
-                self._parts = [text.extend(self.token_ids)]
-                return self._parts[0]
-            self._parts.append(text.extend(self.token_ids[converted:]))
-        return "".join(self._parts)
-
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
-        """Adds tokens. With stop strings, one by one up to the token that completes one."""
-        if not self._text.has_stop_strings:
-            self.generated += token_ids
-            self.token_ids += token_ids
-            self.logprobs += logprobs
-            return
-        for index, token_id in enumerate(token_ids):
-            self.generated.append(token_id)
-            self.token_ids.append(token_id)
-            self.logprobs.extend(logprobs[index : index + 1])
-            self._parts.append(self._text.append(token_id, len(self.generated)))
-            if self._text.stopped:
-                self.stopped = True
-                break
-
-    def finish(self) -> None:
-        """Adds the text that was held back, which can complete a stop string."""
-        self._parts = [self.text, self._text.finish(len(self.generated))]
-        self.stopped = self._text.stopped
-
-    def clear(self) -> None:
-        """The tokens are in a message."""
-        self.token_ids, self.logprobs, self._parts = [], [], []
-        self._tokens_with_text = 0
-
-    def fill(self, message: inference_pb2.GenerateResponse) -> None:
-        """Moves the tokens to a message."""
-        message.text = self.text
-        message.token_ids.extend(self.token_ids)
-        message.logprobs.extend(self.logprobs)
-        self.clear()

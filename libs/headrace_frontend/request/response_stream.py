@@ -7,19 +7,24 @@ arrive while a message is written, or within the stream's minimum gap between tw
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
-from headrace_common.latency.clocks import clocks_now
-from headrace_common.process.pacing import FlushPace, LoopLoad
+from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
-from headrace_frontend.request.completion_text import PendingTokens, PromptLogprobs
+from headrace_frontend.request.completion_text import (
+    CompletionText,
+    PromptLogprobs,
+    wants_prompt_logprobs,
+)
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout import WorkerRef
 
 PENDING_TOKENS_MAX = 1_024
+_PACED_SHARE: Final = 0.5
 
 
 class Outlet(Protocol):
@@ -42,66 +47,6 @@ class Outlet(Protocol):
         ...
 
 
-class NewTokens(Protocol):
-    """Tokens of one request. Each has an entry of logprobs if those were requested."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens."""
-        ...
-
-    @property
-    def logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
-        """The logprobs."""
-        ...
-
-    @property
-    def prompt_logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
-        """Those of the prompt, with the first tokens."""
-        ...
-
-
-class ResponseTimes:
-    """When the tokens of a response have arrived, in Unix nanoseconds; 0 before that.
-
-    All are the wall clock of the response's start, continued by the monotonic clock: a clock that is set changes no
-    duration.
-    """
-
-    def __init__(self, gaps: BucketCounts | None = None) -> None:
-        """`gaps` counts the seconds between two batches of tokens."""
-        self._start_unix_ns, self._start_ns, _ = clocks_now()
-        self.gaps = gaps
-        self.first_token_unix_ns = 0
-        self.second_token_unix_ns = 0
-        """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
-        self.last_token_unix_ns = 0
-        self.first_message_unix_ns = 0
-
-    def now_unix_ns(self) -> int:
-        """The time now."""
-        return self._start_unix_ns + time.monotonic_ns() - self._start_ns
-
-    def monotonic_us(self, unix_ns: int) -> int:
-        """Microseconds of the monotonic clock at a time of this response."""
-        return (unix_ns - self._start_unix_ns + self._start_ns) // 1_000
-
-    def first_message_made(self) -> None:
-        """The message with the first token is made."""
-        self.first_message_unix_ns = self.now_unix_ns()
-
-    def tokens_arrived(self, now_ns: int) -> None:
-        """A batch of tokens has arrived at this time of the monotonic clock."""
-        now_unix_ns = self._start_unix_ns + now_ns - self._start_ns
-        if not self.first_token_unix_ns:
-            self.first_token_unix_ns = now_unix_ns
-        elif not self.second_token_unix_ns:
-            self.second_token_unix_ns = now_unix_ns
-        if self.gaps is not None and self.last_token_unix_ns:
-            self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
-        self.last_token_unix_ns = now_unix_ns
-
-
 class ResponseStream:
     """The response to one request, over all its attempts.
 
@@ -118,28 +63,52 @@ class ResponseStream:
         gaps: BucketCounts | None = None,
         on_first_message: Callable[[], None] = lambda: None,
     ) -> None:
-        """`paced`: see FlushPace. `gaps`: see ResponseTimes. `on_first_message` is called before that is sent."""
+        """`paced`: workers join tokens already, once in each gap of `load`. `gaps` counts the seconds between batches.
+
+        `on_first_message` is called before that is sent.
+        """
         self.request = request
         self.trace_id = trace_id
         """The trace of the request, as 32 hex characters."""
-        self.times = ResponseTimes(gaps)
-        self._pending = PendingTokens(request)
-        self._prompt = PromptLogprobs(request)
-        self._has_logprobs = request.sampling.HasField("logprobs") or self._prompt.awaited
+        self.gaps = gaps
+        self.first_token_ns = 0
+        """Arrival of the first tokens by the monotonic clock, as the next three. 0 before it."""
+        self.second_token_ns = 0
+        """Of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
+        self.last_token_ns = 0
+        self.first_message_ns = 0
+        """When the message with the first token was made."""
+        self.stopped = False
+        """Whether a stop string is complete. Tokens added after that are ignored."""
+        self._text = CompletionText(request)
+        self._generated = list(request.generated)
+        """All tokens of the completion so far."""
+        self._sent = self._converted = len(self._generated)
+        """How many of them are in messages, and how many have their text in messages or in `_parts`."""
+        self._parts: list[str] = []
+        self._logprobs: list[sampling_pb2.TokenLogprobs] = []
+        """Of the tokens that are in no message, if they were requested."""
+        if request.generated:
+            self._text.replay(self._generated)
+            self.stopped = self._text.stopped
+        self._prompt = PromptLogprobs(request) if wants_prompt_logprobs(request) else None
+        self._needs_messages = self._prompt is not None or request.sampling.HasField("logprobs")
         self._last_message: inference_pb2.GenerateResponse | None = None
         self._error: Exception | None = None
         self._ended = False
         self._on_first_message = on_first_message
-        self._sent_first_message = False
         self._readable = asyncio.Event()
         self._outlet: Outlet | None = None
         """None while a reader gets all messages."""
         self._need_reader: Callable[[], None] | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
-        self._drained: asyncio.Event | None = None
-        """Set by the next message, while tokens wait for that."""
-        self._pace = FlushPace(load or LoopLoad(), paced=paced)
+        self._on_drained: Callable[[], None] | None = None
+        self._load = load or LoopLoad()
+        # Half a gap is enough for tokens that come once in each gap. Those that come early would wait for a timer.
+        self._share = _PACED_SHARE if paced else 1.0
+        self._due_s = -math.inf
+        """When the next message may be sent, by time.monotonic."""
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED
         )
@@ -153,45 +122,44 @@ class ResponseStream:
     @property
     def new_tokens(self) -> int:
         """The number of tokens that attempts have added."""
-        return len(self._pending.generated) - len(self.request.generated)
+        return len(self._generated) - len(self.request.generated)
 
     @property
     def started(self) -> bool:
         """Whether an attempt has added a token."""
-        return self.new_tokens > 0
+        return self.first_token_ns > 0
 
     @property
     def kv_is_on_decode(self) -> bool:
         """Whether a decode worker has generated a token from the KV cache of the whole prompt."""
         if self.first_token_by == first_token_pb2.FIRST_TOKEN_POLICY_DECODE:
             return self.started
-        return self.times.second_token_unix_ns > 0
+        return self.second_token_ns > 0
 
     @property
     def generated(self) -> tuple[int, ...]:
         """All tokens of the completion so far. The next attempt continues after them."""
-        return tuple(self._pending.generated)
+        return tuple(self._generated)
 
     @property
     def completion_tokens(self) -> int:
         """The number of tokens of the completion so far."""
-        return len(self._pending.generated)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete. Tokens added after that are ignored."""
-        return self._pending.stopped
+        return len(self._generated)
 
     @property
     def ended_by(self) -> sampling_pb2.FinishReason.ValueType:
         """Why no token can follow. Unspecified while one can."""
         if self.stopped:
             return sampling_pb2.FINISH_REASON_STOP
-        return ended_by(self.request, self._pending.generated)
+        return ended_by(self.request, self._generated)
 
     def attempt_started(self, decode_worker: WorkerRef) -> None:
         """An attempt adds its tokens from now on."""
         self.decode_worker = decode_worker
+
+    def begins_by(self, maker: first_token_pb2.FirstTokenPolicy.ValueType) -> None:
+        """`maker` generates the first token, before decode has the KV cache."""
+        self.first_token_by = maker
 
     def use_outlet(self, outlet: Outlet, need_reader: Callable[[], None]) -> None:
         """Sends all messages but the last through `outlet` while the client takes them at once.
@@ -202,48 +170,67 @@ class ResponseStream:
 
     def stop_sending(self) -> None:
         """Sends nothing from now on by itself. Refers to no outlet and no caller any more."""
-        self._outlet = self._need_reader = None
+        self._outlet = self._need_reader = self._on_drained = None
         self._stop_timer()
 
-    async def add_first_tokens(
-        self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
-    ) -> None:
-        """As `add_tokens`, for a first token that `maker` generated before decode had the KV cache.
-
-        More tokens may follow it in the same batch.
-        """
-        self.first_token_by = maker
-        await self.add_tokens(tokens)
-
-    async def add_tokens(self, tokens: NewTokens) -> None:
-        """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet.
-
-        Raises ProtocolViolation for first tokens without the prompt's logprobs, if those were requested.
-        """
-        if self._prompt.awaited and tokens.token_ids:
-            self._prompt.put(tokens.prompt_logprobs)
-        self.take_tokens(tokens.token_ids, tokens.logprobs)
-        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained = asyncio.Event()
-            await self._drained.wait()
-
-    def take_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
+    def add_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.TokenLogprobs] = (),
+        prompt_logprobs: Sequence[sampling_pb2.TokenLogprobs] = (),
     ) -> bool:
-        """As `add_tokens`, without waiting. False when there is no room for more now, or the response has stopped."""
-        pending = self._pending
-        if token_ids and not pending.stopped:
-            now_ns = time.monotonic_ns()
-            self.times.tokens_arrived(now_ns)
-            pending.add(token_ids, logprobs)
-            if self._flush_timer is None:
-                wait_s = self._pace.due_s - 1e-9 * now_ns
-                if wait_s > 0:
-                    loop = asyncio.get_running_loop()
-                    self._flush_timer = loop.call_later(wait_s, self._flush_late)
-                else:
-                    self._flush()
-        return not pending.stopped and len(pending.token_ids) <= PENDING_TOKENS_MAX
+        """Adds a batch of tokens from a worker, with an entry of logprobs for each if those were requested.
+
+        False while more than PENDING_TOKENS_MAX tokens are in no message: see `when_drained`. Raises ProtocolViolation
+        for first tokens without the prompt's logprobs, if those were requested.
+        """
+        if self.stopped or not token_ids:
+            return self.has_room
+        if self._prompt is not None and self._prompt.awaited:
+            self._prompt.put(prompt_logprobs)
+        now_ns = time.monotonic_ns()
+        if not self.first_token_ns:
+            self.first_token_ns = now_ns
+        else:
+            self.second_token_ns = self.second_token_ns or now_ns
+            if self.gaps is not None:
+                self.gaps.record(1e-9 * (now_ns - self.last_token_ns))
+        self.last_token_ns = now_ns
+        if self._text.has_stop_strings:
+            self._add_until_stop(token_ids, logprobs)
+        else:
+            self._generated += token_ids
+            self._logprobs += logprobs
+        if self._flush_timer is None:
+            now_s = 1e-9 * now_ns
+            if self._due_s > now_s:
+                loop = asyncio.get_running_loop()
+                self._flush_timer = loop.call_later(self._due_s - now_s, self._flush_late)
+            else:
+                self._flush(now_s)
+        return len(self._generated) - self._sent <= PENDING_TOKENS_MAX
+
+    def _add_until_stop(
+        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
+    ) -> None:
+        """Adds tokens one by one, up to the token that completes a stop string."""
+        for index, token_id in enumerate(token_ids):
+            self._generated.append(token_id)
+            self._logprobs.extend(logprobs[index : index + 1])
+            self._converted = len(self._generated)
+            self._parts.append(self._text.append(token_id, self._converted))
+            if self._text.stopped:
+                self.stopped = True
+                break
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at most PENDING_TOKENS_MAX tokens are in no message."""
+        return len(self._generated) - self._sent <= PENDING_TOKENS_MAX
+
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """Calls `call` once, when all tokens are in messages. Only the last such call is made."""
+        self._on_drained = call
 
     def finish(
         self,
@@ -253,13 +240,15 @@ class ResponseStream:
     ) -> None:
         """Ends the response. The next message is the last."""
         self.usage = usage
-        self._pending.finish()
+        # The text that was held back can complete a stop string.
+        self._parts = [self._pending_text(), self._text.finish(len(self._generated))]
+        self.stopped = self._text.stopped
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
         self._last_message = inference_pb2.GenerateResponse(
             finish_reason=self.finish_reason,
             usage=usage,
             timing=timing,
-            stop_text=self._pending.stopped_by,
+            stop_text=self._text.stopped_by,
         )
         self._end()
 
@@ -268,6 +257,12 @@ class ResponseStream:
         self._error = error
         self._end()
 
+    def last_message(self) -> inference_pb2.GenerateResponse | None:
+        """The last message, if nothing else is to be read. None while `next_message` must be called."""
+        if self._outlet is None or self._last_message is None or self._prompt_pending:
+            return None
+        return self._build_message()
+
     async def next_message(self) -> inference_pb2.GenerateResponse | None:
         """The next message, with all tokens that have arrived. None after the last message.
 
@@ -275,16 +270,21 @@ class ResponseStream:
         """
         while True:
             await self._readable.wait()
-            if self._prompt.pending:
+            if self._prompt_pending:
                 # A reader lets others run between the parts of a prompt.
                 await asyncio.sleep(0)
-            if self._pending.token_ids or self._last_message is not None:
+            if self._sent < len(self._generated) or self._last_message is not None:
                 return self._build_message()
             if self._error is not None:
                 raise self._error
             if self._ended:
                 return None
             self._readable.clear()
+
+    @property
+    def _prompt_pending(self) -> bool:
+        """Whether a part of the prompt's logprobs is in no message."""
+        return self._prompt is not None and self._prompt.pending
 
     def _end(self) -> None:
         """The next message is the last, or the error. It does not wait for the gap between messages."""
@@ -300,26 +300,25 @@ class ResponseStream:
     def _flush_late(self) -> None:
         self._flush_timer = None
         try:
-            self._flush()
+            self._flush(time.monotonic())
         # `next_message` raises it.
         except Exception as error:  # noqa: BLE001
             self.fail(error)
             self._use_reader()
 
-    def _flush(self) -> None:
+    def _flush(self, now_s: float) -> None:
         """Sends what is pending, or lets the reader do so."""
-        outlet, pending = self._outlet, self._pending
+        outlet = self._outlet
         if outlet is None:
             self._readable.set()
         elif (
-            self._sent_first_message
-            and not self._has_logprobs
-            and not pending.stopped
-            and outlet.write_text(pending.text)
+            self.first_message_ns
+            and not self._needs_messages
+            and not self.stopped
+            and outlet.write_text(self._pending_text())
         ):
-            pending.clear()
-            self._record_flush()
-        elif self._prompt.pending or not outlet.writable:
+            self._record_message(now_s)
+        elif self._prompt_pending or not outlet.writable:
             self._use_reader()
         else:
             outlet.write_message(self._build_message())
@@ -330,29 +329,41 @@ class ResponseStream:
         if need_reader is not None:
             need_reader()
 
+    def _pending_text(self) -> str:
+        """The text of the tokens that are in no message. Without stop strings, all are converted in one call."""
+        if self._converted < len(self._generated):
+            self._parts.append(self._text.extend(self._generated[self._converted :]))
+            self._converted = len(self._generated)
+        return "".join(self._parts)
+
     def _build_message(self) -> inference_pb2.GenerateResponse:
-        if self._prompt.pending:
-            message = inference_pb2.GenerateResponse()
+        message = inference_pb2.GenerateResponse()
+        if self._prompt is not None and self._prompt.pending:
             self._prompt.fill(message)
         else:
-            message = self._last_message or inference_pb2.GenerateResponse()
-            self._pending.fill(message)
-            self._last_message = None
+            if self._last_message is not None:
+                message, self._last_message = self._last_message, None
+            message.text = self._pending_text()
+            message.token_ids.extend(self._generated[self._sent :])
+            message.logprobs.extend(self._logprobs)
             if not self._ended:
                 self._readable.clear()
-            self._record_flush()
+            self._record_message(time.monotonic())
         message.request_id = self.request.request_id
-        if not self._sent_first_message:
+        if not self.first_message_ns:
             message.trace_id = self.trace_id
-            self._sent_first_message = True
-            self.times.first_message_made()
+            self.first_message_ns = time.monotonic_ns()
             self._on_first_message()
         return message
 
-    def _record_flush(self) -> None:
-        if self._drained is not None:
-            self._drained.set()
-        self._pace.record_flush(time.monotonic())
+    def _record_message(self, now_s: float) -> None:
+        """All tokens are in messages."""
+        self._sent = len(self._generated)
+        self._parts, self._logprobs = [], []
+        self._due_s = now_s + self._share * self._load.message_sent(now_s)
+        if self._on_drained is not None:
+            on_drained, self._on_drained = self._on_drained, None
+            on_drained()
 
 
 def ended_by(

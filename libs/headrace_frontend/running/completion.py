@@ -1,4 +1,4 @@
-"""The end of a response: its usage and timing."""
+"""A request that is admitted, how its attempts end, and the end of its response: usage and timing."""
 
 from __future__ import annotations
 
@@ -17,23 +17,9 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.record import RequestRecord
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedRequest:
-    """A valid request."""
-
-    prepared: PreparedRequest
-    deadline: Deadline
-    record: RequestRecord
-
-    @property
-    def elapsed_s(self) -> float:
-        """The time since the arrival."""
-        return 1e-9 * (time.monotonic_ns() - self.record.arrival_ns)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdmittedRequest:
-    """A request with everything that a dispatcher needs to run it.
+    """A valid request with everything that a dispatcher needs to run it. It must not be changed.
 
     `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken.
     """
@@ -45,6 +31,11 @@ class AdmittedRequest:
     slot_wait_s: Callable[[], float] = lambda: 0.0
 
     @property
+    def elapsed_s(self) -> float:
+        """The time since the arrival."""
+        return 1e-9 * (time.monotonic_ns() - self.record.arrival_ns)
+
+    @property
     def prefix_ids(self) -> array[int]:
         """The prompt and the completion so far, as words that prefixes are hashed from."""
         generated = self.response.generated
@@ -53,32 +44,19 @@ class AdmittedRequest:
         return prompt + array("I", generated) if generated else prompt
 
 
-_NO_PROMISE: Final = keep_pb2.Kept(
-    reason="the answer ended before the worker's end of it, as at a stop string or with its first token"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
     """How a successful attempt ended. Both counts are of prompt tokens. `kept` is what the worker promises."""
 
     reason: sampling_pb2.FinishReason.ValueType
-    cached_tokens: int
-    transferred_tokens: int
+    cached_tokens: int = 0
+    transferred_tokens: int = 0
     kept: keep_pb2.Kept | None = None
 
-    @classmethod
-    def of_prompt(
-        cls,
-        reason: sampling_pb2.FinishReason.ValueType,
-        cached_tokens: int,
-        transferred_tokens: int,
-        prompt_tokens: int,
-        kept: keep_pb2.Kept | None = None,
-    ) -> AttemptOutcome:
-        """Counts only tokens of the prompt: an attempt after others also computes tokens of the completion again."""
-        cached = min(cached_tokens, prompt_tokens)
-        return cls(reason, cached, min(transferred_tokens, prompt_tokens - cached), kept)
+
+_NO_PROMISE: Final = keep_pb2.Kept(
+    reason="the answer ended before the worker's end of it, as at a stop string or with its first token"
+)
 
 
 async def finish_response(
@@ -95,9 +73,7 @@ async def finish_response(
     response, record = request.response, request.record
     if request.prepared.includes_latency:
         await record.wait_for_report(request.deadline)
-    now_unix_ns = response.times.now_unix_ns()
-    first_unix_ns = response.times.first_token_unix_ns or now_unix_ns
-    last_unix_ns = response.times.last_token_unix_ns or now_unix_ns
+    now_ns = time.monotonic_ns()
     worker = response.decode_worker
     usage = inference_pb2.Usage(
         prompt_tokens=len(request.prepared.token_ids),
@@ -108,8 +84,10 @@ async def finish_response(
     if request.prepared.keep_s is not None:
         usage.kept.CopyFrom(outcome.kept or _NO_PROMISE)
     timing = inference_pb2.Timing(
-        time_to_first_token=duration_from_ns(first_unix_ns - record.arrival_unix_ns),
-        total=duration_from_ns(last_unix_ns - record.arrival_unix_ns),
+        time_to_first_token=duration_from_ns(
+            (response.first_token_ns or now_ns) - record.arrival_ns
+        ),
+        total=duration_from_ns((response.last_token_ns or now_ns) - record.arrival_ns),
         decode_worker_id=worker.worker_id if worker is not None else "",
         prefill_worker_id=prefill_worker_id,
         attempts=attempts,

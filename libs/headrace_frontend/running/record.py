@@ -22,7 +22,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.clocks import ClockDifference
-from headrace_common.latency.steps import AttemptSteps, RequestSteps
+from headrace_common.latency.steps import MAKERS, AttemptSteps, RequestSteps
 from headrace_common.rpc.trace_context import ServedCall
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import (
@@ -42,11 +42,6 @@ REPORT_WAIT_S: Final = 1.0
 _GIVEN_UP: Final = "the client gave the request up"
 _RECORD_BYTES: Final = 4_096
 _ATTEMPT_BYTES: Final = 2_048
-_MAKER_NAMES: Final = {
-    first_token_pb2.FIRST_TOKEN_POLICY_DECODE: "decode",
-    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: "prefill",
-    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: "hidden",
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -116,8 +111,8 @@ class RequestRecord(RequestSteps):
     """Seconds to the first token that were predicted and that were allowed, and the name of the bound."""
     response: ResponseStream | None = None
     """The response, once the request was admitted and prepared, until the request has ended."""
-    tokens_unix_ns: tuple[int, int, int] = (0, 0, 0)
-    """Arrival of the first, second and last token. 0 without it."""
+    tokens_ns: tuple[int, int, int] = (0, 0, 0)
+    """Arrival of the first, second and last token, by the monotonic clock. 0 without it."""
     usage: inference_pb2.Usage | None = None
     """None for a request that has failed."""
     finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
@@ -169,6 +164,10 @@ class RequestRecord(RequestSteps):
         """Its time to first token is predicted, beside the bound of this name."""
         self.prediction = (total_s, allowed_s, bound)
 
+    def starts(self, response: ResponseStream) -> None:
+        """The dispatcher fills the response from now on."""
+        self.response = response
+
     def slot_wanted(self) -> None:
         """The wait for a slot on a decode worker begins, or goes on for another reason."""
         self.slot_start, self.slot_end = self.slot_start or now_us(), None
@@ -184,12 +183,11 @@ class RequestRecord(RequestSteps):
         response = self.response
         if response is None or not response.started or not self.attempts:
             return
-        times = response.times
-        self.first_token = self._token_at(times.monotonic_us(times.first_token_unix_ns))
-        if times.second_token_unix_ns:
-            self.second_token = self._token_at(times.monotonic_us(times.second_token_unix_ns))
-        if times.first_message_unix_ns:
-            self.first_message = times.monotonic_us(times.first_message_unix_ns)
+        self.first_token = self._token_at(response.first_token_ns // 1_000)
+        if response.second_token_ns:
+            self.second_token = self._token_at(response.second_token_ns // 1_000)
+        if response.first_message_ns:
+            self.first_message = response.first_message_ns // 1_000
 
     def break_down(self) -> Breakdown:
         """The sums. Without a first token, the first one lasts to the end of the request, or until now."""
@@ -211,11 +209,10 @@ class RequestRecord(RequestSteps):
         self.end_us = now_us()
         response, self.response = self.response, None
         if response is not None:
-            times = response.times
-            self.tokens_unix_ns = (
-                times.first_token_unix_ns,
-                times.second_token_unix_ns,
-                times.last_token_unix_ns,
+            self.tokens_ns = (
+                response.first_token_ns,
+                response.second_token_ns,
+                response.last_token_ns,
             )
             self.usage, self.finish_reason = response.usage, response.finish_reason
             self.first_token_by = response.first_token_by
@@ -236,15 +233,16 @@ class RequestRecord(RequestSteps):
         )
         if self.tokenize is not None:
             yield maker.of_steps(schema.SPAN_TOKENIZE, self.context, self.tokenize)
-        first_ns, second_ns, last_ns = self.tokens_unix_ns
-        if first_ns:
+        if self.tokens_ns[0]:
+            ahead_ns = self.arrival_unix_ns - self.arrival_ns
+            first_ns, second_ns, last_ns = (ahead_ns + one for one in self.tokens_ns)
             times = (self.arrival_unix_ns, first_ns)
             yield maker.at(schema.SPAN_FIRST_TOKEN, self.context, times)
             yield maker.at(schema.SPAN_STREAM, self.context, (first_ns, last_ns))
-        if first_ns and breakdown.second is not None:
-            attributes = sum_attributes(breakdown.second)
-            times = (first_ns, second_ns)
-            yield maker.at(schema.SPAN_SECOND_TOKEN, self.context, times, attributes)
+            if breakdown.second is not None:
+                attributes = sum_attributes(breakdown.second)
+                times = (first_ns, second_ns)
+                yield maker.at(schema.SPAN_SECOND_TOKEN, self.context, times, attributes)
         previous: SpanContext | None = None
         for attempt in self.attempts:
             yield from attempt.spans(self, maker, previous)
@@ -258,7 +256,7 @@ class RequestRecord(RequestSteps):
     def _root_attributes(self, breakdown: Breakdown) -> Attributes:
         """Those of the request, of its answer, of its times, and of its attempts."""
         usage = self.usage
-        answered = bool(self.tokens_unix_ns[0])
+        answered = bool(self.tokens_ns[0])
         known: dict[str, AttributeValue | None] = {
             schema.ATTRIBUTE_REQUEST_ID: self.request_id,
             schema.ATTRIBUTE_PRIORITY: self.priority or None,
@@ -274,7 +272,7 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_ALLOWED_FIRST_TOKEN_S] = round(allowed_s, 6)
             known[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] = bound
         if usage is not None:
-            maker, kept = _MAKER_NAMES[self.first_token_by], usage.HasField("kept")
+            maker, kept = MAKERS[self.first_token_by].value, usage.HasField("kept")
             known[schema.ATTRIBUTE_FIRST_TOKEN] = maker if answered else None
             known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
             known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens

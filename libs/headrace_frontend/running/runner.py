@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,19 +20,19 @@ from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
     ResponseWriter,
+    answer_count,
     request_id_of,
     run_answers,
     write_response,
 )
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import Outlet, ResponseStream
-from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest
-from headrace_frontend.running.record import finish_reason_name
+from headrace_frontend.running.completion import AdmittedRequest
+from headrace_frontend.running.record import RequestRecord, finish_reason_name
 from headrace_frontend.running.tracer import RequestTracer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Terms:
     """What all answers to one request share."""
 
@@ -46,9 +46,17 @@ class _Terms:
 class RequestCounter:
     """Counts requests as they end. This one counts nothing."""
 
-    def count_failures(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def count_failures(self) -> Iterator[None]:
         """Counts a request that the block fails or cancels."""
-        return nullcontext()
+        try:
+            yield
+        except BaseException as error:
+            self.count_failure(error)
+            raise
+
+    def count_failure(self, error: BaseException) -> None:
+        """Counts a request that has ended with this error."""
 
     def token_gaps(self) -> BucketCounts | None:
         """Collects the times between the tokens of one answer, for count_answer."""
@@ -58,10 +66,10 @@ class RequestCounter:
         self,
         end_reason: str,
         answer: ResponseStream,
-        arrival_unix_ns: int,
+        arrival_ns: int,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Counts a request that has ended with an answer, and its times and tokens."""
+        """Counts a request that has ended with an answer, and its times and tokens. It arrived at `arrival_ns`."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -80,7 +88,7 @@ class RequestRunner:
     """The error for new requests after `drain`."""
     runs_while_draining: bool = False
     """Whether `dispatch` refuses new requests itself."""
-    check_arrival: Callable[[ArrivedRequest, float], None] = lambda request, slot_wait_s: None
+    check_arrival: Callable[[AdmittedRequest, float], None] = lambda request, slot_wait_s: None
     """May raise an error for a valid request, with the expected wait for a slot in seconds."""
     load: LoopLoad = field(default_factory=LoopLoad)
     """That of the event loop."""
@@ -115,33 +123,77 @@ class RequestRunner:
         or between messages.
         """
         arrival = clocks_now()
-        request_id = request_id_of(request)
-
-        async def prepare(tenant: str) -> PreparedRequest:
-            return await self.preparer.prepare(request, request_id, deadline, tenant, priority)
-
-        with self.counter.count_failures():
+        answer = Answer(request_id_of(request), write, outlet)
+        self.requests += 1
+        try:
             if not self.runs_while_draining:
                 self.reject_when_draining()
             priority = self.priority_of(request.priority, tenant)
             terms = _Terms(request, tenant, priority, deadline, arrival)
-            answer = Answer(request_id, prepare, write, outlet=outlet)
-            self.requests += 1
-            try:
+            if answer_count(request) == 1:
+                await self._answer(terms, answer)
+            else:
                 await run_answers(request, answer, partial(self._answer, terms))
-            finally:
-                self.requests -= 1
+        except BaseException as error:
+            self.counter.count_failure(error)
+            raise
+        finally:
+            self.requests -= 1
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
         permit = await self.admission.admit(terms.tenant, terms.deadline, terms.priority)
-        with closing(permit):
-            response = await self._run_admitted(answer, permit, terms)
+        record = self.tracer.start(answer.request_id, terms.arrival, priority=terms.priority.label)
+        try:
+            response = await self._run_admitted(terms, answer, permit, record)
+        except BaseException as error:
+            self.tracer.end(record, error)
+            raise
+        else:
+            self.tracer.end(record)
+        finally:
+            permit.close()
         self.counter.count_answer(
             end_reason=finish_reason_name(response.finish_reason),
             answer=response,
-            arrival_unix_ns=terms.arrival.unix_ns,
+            arrival_ns=terms.arrival.monotonic_ns,
             priority=terms.priority,
         )
+
+    async def _run_admitted(
+        self, terms: _Terms, answer: Answer, permit: AdmissionPermit, record: RequestRecord
+    ) -> ResponseStream:
+        prepared = answer.prepared
+        if prepared is None:
+            prepared = await self.preparer.prepare(
+                terms.request, answer.request_id, terms.deadline, terms.tenant, terms.priority
+            )
+        if answer.group is not None:
+            prepared = answer.group.first_prepared(prepared)
+        record.prepared(terms.request, prepared)
+        response = ResponseStream(
+            prepared,
+            record.trace_id,
+            self.load,
+            paced=self.paced,
+            gaps=self.counter.token_gaps(),
+            on_first_message=permit.release_tokens,
+        )
+        admitted = AdmittedRequest(
+            prepared, response, terms.deadline, record, lambda: permit.slot_wait_s
+        )
+        if prepared.images:
+            await permit.acquire_images(prepared.image_bytes)
+        await permit.acquire_tokens(len(prepared.token_ids))
+        self.check_arrival(admitted, permit.expected_slot_wait_s(prepared.model))
+        record.slot_wanted()
+        await permit.acquire_slot(prepared.model)
+        record.slot_acquired()
+        await self.callers.wait_turn()
+        record.starts(response)
+        if answer.group is not None:
+            answer.group.first_started(response)
+        await write_response(response, self.dispatch(admitted), answer.write, answer.outlet)
+        return response
 
     @asynccontextmanager
     async def admitted(
@@ -168,40 +220,3 @@ class RequestRunner:
     async def wait_turn(self) -> None:
         """Waits until this request's caller may have it routed."""
         await self.callers.wait_turn()
-
-    async def _run_admitted(
-        self, answer: Answer, permit: AdmissionPermit, terms: _Terms
-    ) -> ResponseStream:
-        with self.tracer.record(answer.request_id, terms.arrival) as record:
-            record.priority = terms.priority.label
-            prepared = await answer.prepare(permit.tenant)
-            record.prepared(terms.request, prepared)
-            await permit.acquire_images(prepared.image_bytes)
-            await permit.acquire_tokens(len(prepared.token_ids))
-            arrived = ArrivedRequest(prepared, terms.deadline, record)
-            self.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
-            record.slot_wanted()
-            await permit.acquire_slot(prepared.model)
-            record.slot_acquired()
-            await self.wait_turn()
-            response = ResponseStream(
-                prepared,
-                record.trace_id,
-                self.load,
-                paced=self.paced,
-                gaps=self.counter.token_gaps(),
-                on_first_message=permit.release_tokens,
-            )
-            record.response = response
-            answer.on_response(response)
-            admitted = AdmittedRequest(
-                prepared=prepared,
-                response=response,
-                deadline=terms.deadline,
-                record=record,
-                slot_wait_s=lambda: permit.slot_wait_s,
-            )
-            await write_response(
-                response, lambda: self.dispatch(admitted), answer.write, answer.outlet
-            )
-            return response

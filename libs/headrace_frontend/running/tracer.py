@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.latency.clocks import ClockPair, clocks_now
@@ -12,26 +14,6 @@ from headrace_common.rpc.trace_context import SERVED
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
-
-
-class Recording:
-    """A block of code for one request. The record gets the error that the block raises.
-
-    `end` is called after the block, when the prefill worker has reported.
-    """
-
-    __slots__ = ("_end", "_record")
-
-    def __init__(self, record: RequestRecord, end: Callable[[RequestRecord], None]) -> None:
-        self._record, self._end = record, end
-
-    def __enter__(self) -> RequestRecord:
-        return self._record
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        record = self._record
-        record.ended(error)
-        record.when_reported(lambda: self._end(record))
 
 
 @dataclass(eq=False)
@@ -48,11 +30,22 @@ class RequestTracer:
     on_end: Callable[[RequestRecord, bool], None] = lambda _, __: None
     """Called at last, with whether the request was slow or has failed."""
 
-    def record(
-        self, request_id: str, arrival: ClockPair | None = None, *, stored: bool = True
-    ) -> Recording:
-        """The record of a request that lasts as long as a block. It has arrived now without `arrival`."""
-        unix_ns, monotonic_ns, error_ns = arrival or clocks_now()
+    @contextmanager
+    def record(self, request_id: str) -> Iterator[RequestRecord]:
+        """A record that lasts as long as the block, and is not stored. It gets the error that the block raises."""
+        record = self.start(request_id, clocks_now(), stored=False)
+        try:
+            yield record
+        except BaseException as error:
+            self.end(record, error)
+            raise
+        self.end(record)
+
+    def start(
+        self, request_id: str, arrival: ClockPair, *, priority: str = "", stored: bool = True
+    ) -> RequestRecord:
+        """The record of a request that arrived then. Call `end` with it."""
+        unix_ns, monotonic_ns, error_ns = arrival
         context, parent = self.telemetry.root_context()
         record = RequestRecord(
             arrival=monotonic_ns // 1_000,
@@ -63,11 +56,17 @@ class RequestTracer:
             context=context,
             parent=parent,
             served=SERVED.get(),
+            priority=priority,
             stored=stored,
         )
         TRACE_NAMES.add(request_id, context)
         self.on_start(record)
-        return Recording(record, self._end)
+        return record
+
+    def end(self, record: RequestRecord, error: BaseException | None = None) -> None:
+        """The request has ended, by an error or with its answer. The rest follows its prefill worker's report."""
+        record.ended(error)
+        record.when_reported(partial(self._end, record))
 
     def _end(self, record: RequestRecord) -> None:
         response = record.response

@@ -75,7 +75,6 @@ class Router:
         `list_members` asks the registry.
         """
         self._config, self._codecs, self._policy = config, codecs, policy
-        self._ticket_key = ticket_key
         load = LoopLoad()
         self._pairing = Pairing(policy)
         # Each request has one prompt in the queue at most.
@@ -135,14 +134,33 @@ class Router:
             on_prediction=self.metrics.record_prediction,
             on_refusal=self.metrics.count_early_refusal,
         )
-        self._dispatcher = self._new_dispatcher(placement or KvAware(Random()), refusal)
+        self._dispatcher = RequestDispatcher(
+            workers=self.workers,
+            queue=self.queue,
+            placement=placement or KvAware(Random()),
+            prefixes=self.prefixes.cached,
+            policy=policy,
+            ticket_key_id=ticket_key.public.key_id,
+            migration_wait_s=config.worker_wait_s,
+            on_migration=self.metrics.count_migration,
+            clocks=self._clocks,
+            check_placed=refusal.check_placed,
+        )
         self.runner = self.parts.run_by(self._new_runner(refusal, load))
         adapters = AdapterChanges(list_members, self._open_channel, codecs)
         self.services = self._new_services(adapters)
         readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
         page = MetricsPage(readers, telemetry.metrics.text, config.http_listen)
         self.openai = OpenAiApp(self.parts, page)
-        self.picker = self._new_picker()
+        self.picker = EndpointPicker(
+            parts=self.parts,
+            dispatcher=self._dispatcher,
+            workers=self.workers,
+            queue=self.queue,
+            tracer=self._tracer,
+            count_pick=self.metrics.count_pick,
+            deadline_s=min(_PICK_S, config.default_deadline_s),
+        )
         status = StatusReader(
             StatusParts(
                 workers=self.workers,
@@ -205,20 +223,6 @@ class Router:
         if model in self._codecs:
             self.admission.resize_slots(model, slots.available())
 
-    def _new_dispatcher(self, placement: Placement, refusal: EarlyRefusal) -> RequestDispatcher:
-        return RequestDispatcher(
-            workers=self.workers,
-            queue=self.queue,
-            placement=placement,
-            prefixes=self.prefixes.cached,
-            policy=self._policy,
-            ticket_key_id=self._ticket_key.public.key_id,
-            migration_wait_s=self._config.worker_wait_s,
-            on_migration=self.metrics.count_migration,
-            clocks=self._clocks,
-            check_placed=refusal.check_placed,
-        )
-
     def _new_runner(self, refusal: EarlyRefusal, load: LoopLoad) -> RequestRunner:
         return RequestRunner(
             callers=self.parts.callers,
@@ -259,21 +263,10 @@ class Router:
         return RouterServices(
             inference=inference,
             queue=QueueService(self.queue, own_prompts.hand_over, self.runner.reject_when_draining),
-            load=LoadReader(self._codecs, self.queue, self.admission, self.metrics.totals),
+            load=LoadReader(self._codecs, self.queue, self.admission, self.metrics.answered),
             traces=self.traces,
             adapters=adapters,
             parts=self.parts,
-        )
-
-    def _new_picker(self) -> EndpointPicker:
-        return EndpointPicker(
-            parts=self.parts,
-            dispatcher=self._dispatcher,
-            workers=self.workers,
-            queue=self.queue,
-            tracer=self._tracer,
-            count_pick=self.metrics.count_pick,
-            deadline_s=min(_PICK_S, self._config.default_deadline_s),
         )
 
 

@@ -19,7 +19,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
 from headrace_common.time_model.model import TimeModel
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AdmittedRequest, ArrivedRequest
+from headrace_frontend.running.completion import AdmittedRequest
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.placement import Decision
@@ -131,7 +131,7 @@ class EarlyRefusal:
     on_refusal: Callable[[str, str], None]
     """Gets the served model and the name of the bound."""
 
-    def check_arrival(self, request: ArrivedRequest, slot_wait_s: float) -> None:
+    def check_arrival(self, request: AdmittedRequest, slot_wait_s: float) -> None:
         """Refuses a request for which the wait for a decode slot and the prefill take too long.
 
         Without a wait, the request is placed at once, and `check_placed` decides.
@@ -143,14 +143,12 @@ class EarlyRefusal:
         if is_late(prediction, bound):
             self._predicted(request, bound, prediction)
 
-    def check_placed(self, routed: AdmittedRequest, decision: Decision) -> None:
+    def check_placed(self, request: AdmittedRequest, decision: Decision) -> None:
         """Refuses a request by its first placement."""
-        prepared = routed.prepared
-        request = ArrivedRequest(prepared, routed.deadline, routed.record)
         bound = self._bound(request)
         if bound is None:
             return
-        table = self.workers.table(prepared.model)
+        table = self.workers.table(request.prepared.model)
         if decision.first_s is not None and table.times.age_s <= _AGE_MAX_S:
             load = table.load(decision.worker.ref)
             times = NO_TIMES if load is None else load.times
@@ -160,7 +158,7 @@ class EarlyRefusal:
         self._predicted(request, bound, prediction)
 
     def _predicted(
-        self, request: ArrivedRequest, bound: FirstTokenBound, prediction: FirstTokenPrediction
+        self, request: AdmittedRequest, bound: FirstTokenBound, prediction: FirstTokenPrediction
     ) -> None:
         """Records a prediction. Raises FirstTokenLate when it is beyond the bound."""
         model = request.prepared.model
@@ -172,7 +170,7 @@ class EarlyRefusal:
 
     def _predict(
         self,
-        request: ArrivedRequest,
+        request: AdmittedRequest,
         bound: FirstTokenBound,
         slot_wait_s: float = 0.0,
         decision: Decision | None = None,
@@ -186,7 +184,7 @@ class EarlyRefusal:
             wait_s = self.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
             # The error of a full queue has a hint of its own.
             queue_wait_s = wait_s if math.isfinite(wait_s) else 0.0
-            if first_token_maker(prepared, self.policy(), True, 0, 1) == BY_DECODE:
+            if first_token_maker(prepared, self.policy(), 0, 1) == BY_DECODE:
                 sent_bytes = decision.missing_tokens * decision.worker.layout.token_bytes
 
         def predict(cached_tokens: int) -> FirstTokenPrediction:
@@ -203,7 +201,7 @@ class EarlyRefusal:
                 prediction = predict(most)
         return prediction
 
-    def _bound(self, request: ArrivedRequest) -> FirstTokenBound | None:
+    def _bound(self, request: AdmittedRequest) -> FirstTokenBound | None:
         if request.prepared.generated or request.prepared.cached_on is not None:
             return None
         bounds: list[FirstTokenBound] = []

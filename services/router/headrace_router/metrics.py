@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from headrace.inference.v1 import load_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.latency.breakdown import (
@@ -26,6 +27,7 @@ from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import (
     BucketCounts,
+    Example,
     Histogram,
     HistogramPoint,
     HistogramSeries,
@@ -36,7 +38,6 @@ from headrace_common.telemetry.schema_tables import METRICS
 from headrace_frontend.admission.admission import Admission
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.runner import RequestCounter
-from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.status.traffic import BucketSums, TrafficCounts
@@ -89,8 +90,10 @@ def _gauges(
     }
 
 
-def _total(points: Mapping[Labels, HistogramPoint], last_label: str) -> int:
-    return int(sum(point.total for labels, point in points.items() if labels[-1] == last_label))
+def _total(points: Mapping[Labels, HistogramPoint], *labels: str) -> float:
+    """Of all series with these labels."""
+    wanted = set(labels)
+    return sum(point.total for found, point in points.items() if wanted <= set(found))
 
 
 def _bucket_sums(name: str, histogram: Histogram) -> BucketSums:
@@ -117,15 +120,16 @@ class RouterMetrics(RequestCounter):
         workers: WorkerDirectory,
         codecs: Mapping[str, TextCodec],
     ) -> None:
-        self.totals = RequestTotals()
-        """Sums over the answered requests, for planners."""
         store = metrics.store
         self._requests = store.counter(schema.METRIC_REQUESTS)
-        self._migrations = store.counter(schema.METRIC_MIGRATIONS)
+        self.count_migration = store.counter(schema.METRIC_MIGRATIONS).count
+        """Counts a response that has started and needs another attempt, by the error's reason."""
         self._dropped_spans = store.counter(schema.METRIC_TRACE_SPANS_DROPPED)
         self._callers_refused = store.counter(schema.METRIC_CALLERS_REFUSED)
-        self._early_refusals = store.counter(schema.METRIC_EARLY_REFUSALS)
-        self._picks = store.counter(schema.METRIC_PICKS)
+        self.count_early_refusal = store.counter(schema.METRIC_EARLY_REFUSALS).count
+        """Counts a request of a model that was refused by its prediction, by the name of the bound."""
+        self.count_pick = store.counter(schema.METRIC_PICKS).count
+        """Counts a question of a gateway, by "picked" or an error's reason."""
         model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
         self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN)
         self._first_token_of_class = store.histogram(schema.METRIC_CLASS_FIRST_TOKEN)
@@ -150,32 +154,19 @@ class RouterMetrics(RequestCounter):
         self._gauges = [(store.gauge(name), read) for name, read in gauges.items()]
         self._task = metrics.start_sampling(self.sample)
 
-    @contextmanager
-    def count_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except HeadraceError as error:
-            self.count_request(error.reason)
-            raise
-        except asyncio.CancelledError:
-            self.count_request(Cancelled.reason)
-            raise
-
-    def count_request(self, end_reason: str) -> None:
-        """Counts a request that has ended. `end_reason` is a finish reason or an error's reason."""
-        self._requests.add(1, end_reason)
-
-    def count_pick(self, end_reason: str) -> None:
-        """Counts a question of a gateway. `end_reason` is "picked" or an error's reason."""
-        self._picks.add(1, end_reason)
+    def count_failure(self, error: BaseException) -> None:
+        if isinstance(error, HeadraceError):
+            self._requests.count(error.reason)
+        elif isinstance(error, asyncio.CancelledError):
+            self._requests.count(Cancelled.reason)
 
     def traffic(self) -> TrafficCounts:
         """The sums of all models."""
         tokens = self._tokens.points()
         return TrafficCounts(
             ended=Counter({end: int(count) for (end,), count in self._requests.points().items()}),
-            prompt_tokens=_total(tokens, "input"),
-            answer_tokens=_total(tokens, "output"),
+            prompt_tokens=int(_total(tokens, "input")),
+            answer_tokens=int(_total(tokens, "output")),
             first_tokens=_bucket_sums(schema.METRIC_CLASS_FIRST_TOKEN, self._first_token_of_class),
             gaps=_bucket_sums(schema.METRIC_INTER_TOKEN_LATENCY, self._gaps),
         )
@@ -187,25 +178,25 @@ class RouterMetrics(RequestCounter):
         self,
         end_reason: str,
         answer: ResponseStream,
-        arrival_unix_ns: int,
+        arrival_ns: int,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        self.count_request(end_reason)
+        self._requests.count(end_reason)
         if not answer.started:
             return
-        model, trace_id = answer.request.model, answer.trace_id
+        model, example = answer.request.model, (answer.trace_id, time.time())
         prompt_tokens = len(answer.request.token_ids)
-        first_s = 1e-9 * (answer.times.first_token_unix_ns - arrival_unix_ns)
-        total_s = 1e-9 * (answer.times.last_token_unix_ns - arrival_unix_ns)
-        self._first_token_of_class.record(first_s, model, priority.label, trace_id=trace_id)
-        self._duration.record(total_s, model, trace_id=trace_id)
-        if answer.new_tokens > 1:
-            per_token_s = (total_s - first_s) / (answer.new_tokens - 1)
-            self._per_token.record(per_token_s, model, trace_id=trace_id)
-        if answer.times.gaps is not None:
-            self._gaps.series(model).merge(answer.times.gaps)
+        first_ns, total_ns = answer.first_token_ns - arrival_ns, answer.last_token_ns - arrival_ns
+        first_s, total_s, new_tokens = 1e-9 * first_ns, 1e-9 * total_ns, answer.new_tokens
+        self._first_token_of_class.record(first_s, model, priority.label, example=example)
+        self._duration.record(total_s, model, example=example)
+        if new_tokens > 1:
+            per_token_s = (total_s - first_s) / (new_tokens - 1)
+            self._per_token.record(per_token_s, model, example=example)
+        if answer.gaps is not None:
+            self._gaps.series(model).merge(answer.gaps)
         self._tokens.record(prompt_tokens, model, "input")
-        self._tokens.record(answer.new_tokens, model, "output")
+        self._tokens.record(new_tokens, model, "output")
         usage = answer.usage
         if usage is not None:
             cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
@@ -213,34 +204,44 @@ class RouterMetrics(RequestCounter):
             self._prompt_tokens.add(transferred, model, "transferred")
             computed = max(0, prompt_tokens - cached - transferred)
             self._prompt_tokens.add(computed, model, "computed")
-        self.totals.add(
-            model,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=usage.decode_cached_tokens if usage is not None else 0,
-            answer_tokens=answer.new_tokens,
-            first_token_ns=answer.times.first_token_unix_ns - arrival_unix_ns,
-            duration_ns=answer.times.last_token_unix_ns - arrival_unix_ns,
+
+    def answered(self, model: str) -> load_pb2.RequestTotals:
+        """Sums over the answered requests of a model, for planners."""
+        duration = self._duration.points().get((model,))
+        if duration is None:
+            return load_pb2.RequestTotals()
+        tokens, prompts = self._tokens.points(), self._prompt_tokens.points()
+        first_us = round(1e6 * _total(self._first_token_of_class.points(), model))
+        duration_us = round(1e6 * duration.total)
+        return load_pb2.RequestTotals(
+            request_count=sum(duration.counts),
+            prompt_tokens=int(_total(tokens, model, "input")),
+            cached_prompt_tokens=int(prompts.get((model, "decode_cache"), 0)),
+            answer_tokens=int(_total(tokens, model, "output")),
+            time_to_first_token_us=first_us,
+            streaming_us=max(0, duration_us - first_us),
+            duration_us=duration_us,
         )
 
     def count_latency(self, answer: ResponseStream, breakdown: Breakdown) -> None:
         """Counts the time to the first token of an answer that has started, and its parts, which add up to it."""
-        model, trace_id = answer.request.model, answer.trace_id
-        self._first_token.record(1e-6 * breakdown.first.total_us, model, trace_id=trace_id)
-        self._record_parts(breakdown.first, model, OWNED_BY_FIRST, trace_id)
+        model, example = answer.request.model, (answer.trace_id, time.time())
+        self._first_token.record(1e-6 * breakdown.first.total_us, model, example=example)
+        self._record_parts(breakdown.first, model, OWNED_BY_FIRST, example)
         if breakdown.second is not None:
-            self._record_parts(breakdown.second, model, OWNED_BY_SECOND, trace_id)
+            self._record_parts(breakdown.second, model, OWNED_BY_SECOND, example)
         if breakdown.owner:
             self._exposed.record(
-                1e-6 * breakdown.exposed_us, model, breakdown.owner.value, trace_id=trace_id
+                1e-6 * breakdown.exposed_us, model, breakdown.owner.value, example=example
             )
 
-    def _record_parts(self, one: Sum, model: str, token: Owner, trace_id: str) -> None:
+    def _record_parts(self, one: Sum, model: str, token: Owner, example: Example) -> None:
         known = self._parts_of.setdefault((model, token), {})
         for part, duration_us in one.parts_us.items():
             series = known.get(part)
             if series is None:
                 series = known[part] = self._parts.series(model, token.value, part.label)
-            series.record(1e-6 * duration_us, trace_id)
+            series.record(1e-6 * duration_us, example)
 
     def record_prediction(self, model: str, first_token_s: float) -> None:
         """Records a predicted time to first token."""
@@ -250,14 +251,6 @@ class RouterMetrics(RequestCounter):
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""
         model = regret.other.worker.model
         self._regrets.record(max(0.0, regret.gained_s), model, regret.other.kind)
-
-    def count_early_refusal(self, model: str, bound: str) -> None:
-        """Counts a request that was refused by its prediction. `bound` is what the prediction exceeds."""
-        self._early_refusals.add(1, model, bound)
-
-    def count_migration(self, reason: str) -> None:
-        """Counts a response that has started and needs another attempt. `reason` is the error's."""
-        self._migrations.add(1, reason)
 
     def count_refused(self, refusal: str, count: int) -> None:
         """Counts calls or connections of clients beyond the bounds on each caller."""

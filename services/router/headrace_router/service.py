@@ -131,7 +131,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await stack.enter_async_context(
                 self._parts.runner.admitted(tenant, deadline, request.request.priority)
             )
-            record = stack.enter_context(self._tracer.record(request_id, stored=False))
+            record = stack.enter_context(self._tracer.record(request_id))
             prepared = await self._parts.preparer.prepare(
                 request.request, request_id, None, tenant, priority
             )

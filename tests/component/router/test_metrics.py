@@ -50,6 +50,10 @@ async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector
     for kind in ("input", "output"):
         tokens = {**model, schema.ATTRIBUTE_GEN_AI_TOKEN_TYPE: kind}
         assert collector.value(schema.METRIC_REQUEST_TOKENS, **tokens) == 3
+    # What planners get of the same requests.
+    answered, other = rig.router.metrics.answered("sim"), rig.router.metrics.answered("other")
+    assert (answered.request_count, answered.answer_tokens, other.request_count) == (3, 6, 0)
+    assert answered.duration_us == answered.time_to_first_token_us + answered.streaming_us > 0
 
 
 async def test_depth_limit_and_age_of_the_queues_are_exported(

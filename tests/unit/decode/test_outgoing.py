@@ -8,6 +8,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
+from tests.kit.link import KeptEvents
 
 _END = decode_pb2.Finished(cached_tokens=3)
 
@@ -66,21 +67,20 @@ def test_a_message_is_split_and_requests_take_turns() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: bool) -> None:
+async def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: bool) -> None:
     entries = tuple(TokenLogprobs(-float(n), ((n, -0.5),) * 3, n) for n in range(1, 100))
     outgoing, streams = opened(1, bytes_max=1_000)
     own = (TokenLogprobs(-0.1, ()), TokenLogprobs(-0.2, ())) if logprobs else ()
     streams[1].add_first(DecodeTokens((10, 11), own, prompt_logprobs=entries), None)
     streams[1].finish(_END)
-    answer = LinkedAnswer(1, 9, lambda stream_id, tokens: None)
-    answers = LinkedAnswers()
-    answers.add(answer)
+    answers, sink = LinkedAnswers(), KeptEvents()
+    answers.add(LinkedAnswer(1, 9, lambda stream_id, tokens: None, sink))
     sizes: list[int] = []
     found = decode_pb2.Tokens()
     while (message := outgoing.next_message()) is not None:
         sizes.append(message.ByteSize())
         answers.receive(message)
-        if isinstance(tokens := answer.poll(), decode_pb2.Tokens):
+        if isinstance(tokens := sink.poll(), decode_pb2.Tokens):
             found.MergeFrom(tokens)
             assert len(found.prompt_logprobs) == len(entries)
     assert len(sizes) > 4
@@ -88,4 +88,4 @@ def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: boo
     assert [entry.rank for entry in found.prompt_logprobs] == list(range(1, 100))
     assert list(found.token_ids) == [10, 11]
     assert [entry.logprob for entry in found.logprobs] == ([-0.1, -0.2] if logprobs else [])
-    assert answer.poll() == _END
+    assert sink.poll() == _END

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import DecodeFull
 from headrace_common.process.pacing import LoopLoad
@@ -76,11 +75,9 @@ async def test_others_start_when_a_decode_worker_has_the_kv_cache(
     for batch in range(batches):
         await asyncio.sleep(0)
         assert not any(task.done() for task in waiting)
-        tokens = decode_pb2.Tokens(token_ids=[5])
-        if batch:
-            await response.add_tokens(tokens)
-        else:
-            await response.add_first_tokens(tokens, maker)
+        if not batch:
+            response.begins_by(maker)
+        response.add_tokens([5])
         message = await response.next_message()
         assert message is not None
         await group.writer(0)(message)
@@ -172,10 +169,6 @@ def response_of() -> ResponseStream:
     return ResponseStream(prepared_of(request_of()), "t", load_of(0.0))
 
 
-def ids_of(text: str) -> decode_pb2.Tokens:
-    return decode_pb2.Tokens(token_ids=text.encode())
-
-
 def finish(response: ResponseStream) -> None:
     reason = sampling_pb2.FINISH_REASON_LENGTH
     response.finish(reason, inference_pb2.Usage(), inference_pb2.Timing())
@@ -187,13 +180,13 @@ async def test_a_client_that_does_not_read_gets_the_rest_from_a_task_in_order() 
 
     async def produce() -> None:
         for letter in "abcd":
-            await response.add_tokens(ids_of(letter))
+            response.add_tokens(letter.encode())
             await asyncio.sleep(0)
         client.read.set()
         finish(response)
 
     async with asyncio.timeout(10):
-        await write_response(response, produce, client.write, client)
+        await write_response(response, produce(), client.write, client)
     assert "".join(client.received) == "abcd"
     assert asyncio.current_task() not in client.tasks
 
@@ -205,13 +198,13 @@ async def test_an_error_follows_the_tokens_before_it(room: int) -> None:
     response = response_of()
 
     async def produce() -> None:
-        await response.add_tokens(ids_of("a"))
-        await response.add_tokens(ids_of("b"))
+        response.add_tokens(b"a")
+        response.add_tokens(b"b")
         raise DecodeFull("no room")
 
     async with asyncio.timeout(10):
         with pytest.raises(DecodeFull):
-            await write_response(response, produce, client.write, client)
+            await write_response(response, produce(), client.write, client)
     assert "".join(client.received) == "ab"
 
 
@@ -221,20 +214,20 @@ async def test_a_cancelled_response_leaves_no_task_and_sends_nothing_more() -> N
     full = asyncio.Event()
 
     async def produce() -> None:
-        await response.add_tokens(ids_of("a"))
-        await response.add_tokens(ids_of("b"))
+        response.add_tokens(b"a")
+        response.add_tokens(b"b")
         full.set()
         await asyncio.Event().wait()
 
     before = asyncio.all_tasks()
-    writing = asyncio.create_task(write_response(response, produce, client.write, client))
+    writing = asyncio.create_task(write_response(response, produce(), client.write, client))
     async with asyncio.timeout(10):
         await full.wait()
         writing.cancel()
         await asyncio.wait({writing})
     assert asyncio.all_tasks() == before
     client.room = 100
-    await response.add_tokens(ids_of("c"))
+    response.add_tokens(b"c")
     assert client.received == ["a"]
 
 
@@ -254,13 +247,13 @@ async def test_a_bug_in_a_write_ends_the_response(by_timer: bool) -> None:
     async def produce() -> None:
         # The timer of the gap sends the second. Only a machine that stands still takes longer to add a token.
         load.gap_s = 0.3 if by_timer else 0.0
-        await response.add_tokens(ids_of("a"))
-        await response.add_tokens(ids_of("b"))
+        response.add_tokens(b"a")
+        response.add_tokens(b"b")
         produced.set()
         await asyncio.Event().wait()
 
     client = Broken(room=2) if by_timer else Client(room=1)
-    writing = asyncio.create_task(write_response(response, produce, broken, client))
+    writing = asyncio.create_task(write_response(response, produce(), broken, client))
     # A timeout that cancels it would end it, too.
     done, _ = await asyncio.wait({writing}, timeout=10)
     assert done == {writing}

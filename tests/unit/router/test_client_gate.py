@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.errors import InvalidRequest, Unauthenticated
+from headrace_common.errors import HeadraceError, InvalidRequest, Unauthenticated
 from headrace_common.limits import CHAT_MESSAGES_MAX, REQUEST_FIELDS_MAX, UNKNOWN_CONTEXT_TOKENS
 from headrace_frontend.request.size import RequestSizeCheck
+from headrace_frontend.running.runner import RequestCounter
 from headrace_frontend.tenants import load_tenants
-from headrace_router.metrics import RouterMetrics
 from headrace_router.rpc_services import ClientGate
 
 _GENERATE, _LIST = (
@@ -22,14 +22,13 @@ _GENERATE, _LIST = (
 _MEBIBYTE = 1024 * 1024
 
 
-class _Metrics:
+class _Metrics(RequestCounter):
     def __init__(self) -> None:
         self.failures: list[str] = []
 
-    count_failures = RouterMetrics.count_failures
-
-    def count_request(self, end_reason: str) -> None:
-        self.failures.append(end_reason)
+    def count_failure(self, error: BaseException) -> None:
+        assert isinstance(error, HeadraceError)
+        self.failures.append(error.reason)
 
 
 def _gate(

@@ -7,43 +7,8 @@ from typing import Any, cast
 
 from headrace.inference.v1 import load_pb2
 from headrace_frontend.admission.admission import Admission
-from headrace_router.load import LoadReader, RequestTotals
+from headrace_router.load import LoadReader
 from headrace_router.prefill_queue.queue import PrefillQueue
-
-MS = 1_000_000
-
-
-def totals() -> RequestTotals:
-    sums = RequestTotals()
-    for tokens in (100, 300):
-        sums.add(
-            "m",
-            prompt_tokens=tokens,
-            cached_tokens=40,
-            answer_tokens=10,
-            first_token_ns=200 * MS,
-            duration_ns=500 * MS,
-        )
-    return sums
-
-
-def test_no_sum_shrinks_when_figures_contradict_each_other() -> None:
-    sums = RequestTotals()
-    sums.add(
-        "m",
-        prompt_tokens=5,
-        cached_tokens=9,
-        answer_tokens=1,
-        first_token_ns=2 * MS,
-        duration_ns=-MS,
-    )
-    assert sums.of("m") == load_pb2.RequestTotals(
-        request_count=1,
-        prompt_tokens=5,
-        cached_prompt_tokens=5,
-        answer_tokens=1,
-        time_to_first_token_us=2_000,
-    )
 
 
 async def test_every_served_model_has_an_entry_of_its_own() -> None:
@@ -53,8 +18,12 @@ async def test_every_served_model_has_an_entry_of_its_own() -> None:
         depths=lambda model: {"high": 0, "normal": 1, "low": depths[model] - 1},
     )
     admission = SimpleNamespace(waiting_for_slot=lambda model: 10 * depths[model])
+    answered = {"m": load_pb2.RequestTotals(request_count=2)}
     reader = LoadReader(
-        ["other", "m"], cast("PrefillQueue", queue), cast("Admission", admission), totals()
+        ["other", "m"],
+        cast("PrefillQueue", queue),
+        cast("Admission", admission),
+        lambda model: answered.get(model, load_pb2.RequestTotals()),
     )
     answer = await reader.GetLoad(load_pb2.GetLoadRequest(), cast("Any", None))
     found = [

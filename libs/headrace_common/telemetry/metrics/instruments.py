@@ -20,6 +20,8 @@ SERIES_MAX: Final = 512
 OTHER: Final = "other"
 
 Labels: TypeAlias = tuple[str, ...]
+Example: TypeAlias = tuple[str, float]
+"""The trace of a request, as 32 hex characters, and when it ended, in seconds since 1970."""
 
 
 class Exemplar(NamedTuple):
@@ -62,6 +64,10 @@ class Counter:
             if values not in self._values:
                 values = _bounded(values, len(self._values), len(self.labels))
             self._values[values] = self._values.get(values, 0) + count
+
+    def count(self, *values: str) -> None:
+        """Adds one."""
+        self.add(1, *values)
 
     def points(self) -> dict[Labels, float]:
         with self._lock:
@@ -136,14 +142,14 @@ class HistogramSeries:
         self._total = 0.0
         self._lock = threading.Lock()
 
-    def record(self, value: float, trace_id: str = "") -> None:
-        """Counts a value. `trace_id` has 32 hex characters, or is empty."""
+    def record(self, value: float, example: Example | None = None) -> None:
+        """Counts a value, perhaps as the new example of its bucket."""
         bucket = bisect_left(self._bounds, value)
         with self._lock:
             self._counts[bucket] += 1
             self._total += value
-            if trace_id:
-                self._exemplars[bucket] = (value, trace_id, time.time())
+            if example is not None:
+                self._exemplars[bucket] = (value, *example)
 
     def merge(self, counts: BucketCounts) -> None:
         """Counts all values of `counts`, which has the same bounds."""
@@ -179,9 +185,9 @@ class Histogram:
         """Empty counts with this histogram's bounds, for `merge` of a series."""
         return BucketCounts(self._bounds)
 
-    def record(self, value: float, *values: str, trace_id: str = "") -> None:
+    def record(self, value: float, *values: str, example: Example | None = None) -> None:
         """Counts a value of the series with these labels."""
-        (self._series.get(values) or self.series(*values)).record(value, trace_id)
+        (self._series.get(values) or self.series(*values)).record(value, example)
 
     def points(self) -> dict[Labels, HistogramPoint]:
         with self._lock:

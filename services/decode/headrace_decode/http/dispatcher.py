@@ -48,24 +48,20 @@ class OwnDispatcher:
     async def _run(self, request: AdmittedRequest) -> None:
         request.response.attempt_started(self.ref)
         remote = self._prefills_remotely(request.prepared)
-        attempt, attempts = self._new_attempt(request, remote=remote), 1
+        incarnation, attempts = self.ref.incarnation, 1
+        attempt = OwnAttempt(request, incarnation, self.prefills, remote=remote)
         try:
-            outcome = await attempt.run()
+            outcome = await attempt.run(self.room)
         except HeadraceError as error:
             useless = isinstance(error, _FINAL_ERRORS) or request.response.started
             if useless or not remote or not attempt.reserved:
                 raise
             _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
-            attempt, attempts = self._new_attempt(request, remote=False), 2
-            outcome = await attempt.run()
+            attempts = 2
+            attempt = OwnAttempt(request, incarnation, self.prefills, remote=False)
+            outcome = await attempt.run(self.room)
         await finish_response(
             request, outcome, attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
-        )
-
-    def _new_attempt(self, request: AdmittedRequest, *, remote: bool) -> OwnAttempt:
-        incarnation = self.ref.incarnation
-        return OwnAttempt(
-            request, incarnation, remote=remote, room=self.room, prefills=self.prefills
         )
 
     def _prefills_remotely(self, prepared: PreparedRequest) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -14,7 +16,6 @@ from opentelemetry.trace import NonRecordingSpan
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.identity import new_transfer_id
 from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_decode.attempt import DecodeAttempt
@@ -23,10 +24,13 @@ from headrace_decode.http.room import RoomQueue
 from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import DecodeTokens
-from headrace_frontend.promises import kept_of
-from headrace_frontend.request.validation import decode_request
+from headrace_frontend.running.attempt import RunningAttempt
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 from headrace_frontend.running.record import AttemptRecord, now_us
+
+_Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
+_Batch: TypeAlias = tuple[Sequence[int], _Logprobs, _Logprobs]
+"""Tokens, their logprobs, and those of the prompt."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,73 +71,24 @@ class OwnRecord(AttemptRecord):
             self.add_task(self._asked_us, self._answered_us, answer.steps)
 
 
-class _Answer:
-    """What an attempt has given and its reader has not taken. An AttemptSink."""
-
-    def __init__(self) -> None:
-        self.readable = asyncio.Event()
-        self.token_count = 0
-        self.reserved: decode_pb2.Reserved | None = None
-        self.end: decode_pb2.Finished | Exception | None = None
-        self._tokens: deque[decode_pb2.Tokens] = deque()
-
-    def take(self) -> decode_pb2.Tokens | None:
-        """The oldest tokens. None once all are taken."""
-        if self._tokens:
-            return self._tokens.popleft()
-        self.readable.clear()
-        return None
-
-    def reserve(self, reserved: decode_pb2.Reserved) -> None:
-        self.reserved = reserved
-        self.readable.set()
-
-    def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
-        self._add(tokens_to_proto(tokens))
-
-    def add_tokens(self, token_ids: Sequence[int]) -> None:
-        self._add(decode_pb2.Tokens(token_ids=token_ids))
-
-    def _add(self, tokens: decode_pb2.Tokens) -> None:
-        self.token_count += len(tokens.token_ids)
-        self._tokens.append(tokens)
-        self.readable.set()
-
-    def finish(self, finished: decode_pb2.Finished) -> None:
-        self.end = finished
-
-    def ended(self, error: Exception | None) -> None:
-        """Nothing follows."""
-        self.end = error or self.end
-        self.readable.set()
-
-
-class OwnAttempt:
-    """Adds the tokens of one attempt to the response. Runs once."""
+class OwnAttempt(RunningAttempt):
+    """Runs once. An AttemptSink."""
 
     def __init__(
-        self,
-        request: AdmittedRequest,
-        incarnation: str,
-        *,
-        remote: bool,
-        room: RoomQueue,
-        prefills: RouterPrefills,
+        self, request: AdmittedRequest, incarnation: str, prefills: RouterPrefills, *, remote: bool
     ) -> None:
+        super().__init__(request, incarnation, remote=remote)
         self._request = request
-        self._room = room
         self._prefills = prefills
-        self._call = decode_request(
-            request.prepared,
-            new_transfer_id(),
-            request.response.generated,
-            incarnation=incarnation,
-            remote_prefill=remote,
-        )
-        tokens = request.prepared.all_token_ids(request.response.generated)
-        self._call.token_ids.MergeFrom(tokens.ids)
-        self._reserved: decode_pb2.Reserved | None = None
+        self._call.token_ids.MergeFrom(request.prepared.all_token_ids(self._given).ids)
+        self.token_count = 0
+        """The tokens that the engine has given."""
+        self._running: DecodeAttempt | None = None
         self._record: OwnRecord | None = None
+        self._held: deque[_Batch] = deque()
+        """What the response has no room for."""
+        self._then: Callable[[], None] = lambda: None
+        """Called once the response has got that."""
 
     @property
     def reserved(self) -> bool:
@@ -145,23 +100,25 @@ class OwnAttempt:
         """The prefill worker, once the router has reported it. Empty for a local prefill."""
         return self._record.answer.worker_id if self._record is not None else ""
 
-    async def run(self) -> AttemptOutcome:
+    async def run(self, room: RoomQueue) -> AttemptOutcome:
         """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
         request = self._request
         token = otel_context.attach(
             trace.set_span_in_context(NonRecordingSpan(request.record.context))
         )
         try:
-            running = await self._room.start(self._call, request.deadline, request.slot_wait_s())
+            running = await room.start(self._call, request.deadline, request.slot_wait_s())
         finally:
             otel_context.detach(token)
         if not request.record.attempts:
             request.record.slot_acquired()
         times = running.timestamps
+        self._running = running
         self._record = record = OwnRecord(times.start.monotonic_ns // 1_000, times=times)
         request.record.attempts.append(record)
         try:
-            return await self._add_tokens(running, record)
+            running.start(self, self._engine_ended)
+            return await self.ended
         except BaseException:
             # After the end, the router's response is on its way.
             if record.outcome is not None:
@@ -170,60 +127,66 @@ class OwnAttempt:
         finally:
             running.end()
 
-    async def _add_tokens(self, running: DecodeAttempt, record: OwnRecord) -> AttemptOutcome:
-        response, answer = self._request.response, _Answer()
-        running.start(answer, answer.ended)
-
-        def prefill_ended(prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
-            error = None if prefill.cancelled() else prefill.exception()
-            if isinstance(error, Exception) and not answer.token_count:
-                running.interrupt(error)
-
-        while True:
-            await answer.readable.wait()
-            if self._reserved is None and answer.reserved is not None:
-                self._reserved = reserved = answer.reserved
-                if reserved.start_token < reserved.end_token:
-                    parent = carrier_of(running.span.get_span_context()).get("traceparent", "")
-                    prefill = self._start_prefill(reserved.start_token, parent)
-                    record.asked(prefill)
-                    prefill.add_done_callback(prefill_ended)
-            while (tokens := answer.take()) is not None:
-                await response.add_tokens(tokens)
-                if response.stopped:
-                    return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
-            if isinstance(answer.end, Exception):
-                raise answer.end
-            if answer.end is not None:
-                return self._outcome(answer.end.reason, answer.end)
-
-    def _start_prefill(
-        self, start_token: int, parent: str
-    ) -> asyncio.Task[prefill_pb2.EnqueueResponse]:
-        request = self._request
-        sampled = request.record.sampled
-        prefill = self._prefills.prefill(
-            self._call,
-            start_token,
-            parent,
-            request.deadline,
-            tenant=request.prepared.tenant,
-            include_latency=sampled or request.prepared.includes_latency,
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        """The engine has the blocks. A router has the missing tokens prefilled."""
+        self._reserved = reserved
+        running, record = self._running, self._record
+        if reserved.start_token >= reserved.end_token or running is None or record is None:
+            return
+        prepared, deadline = self._prepared, self._request.deadline
+        prefill = asyncio.create_task(
+            self._prefills.prefill(
+                self._call,
+                reserved.start_token,
+                carrier_of(running.span.get_span_context()).get("traceparent", ""),
+                deadline,
+                tenant=prepared.tenant,
+                include_latency=self._request.record.sampled or prepared.includes_latency,
+            )
         )
-        return asyncio.create_task(prefill)
+        record.asked(prefill)
+        prefill.add_done_callback(self._prefill_ended)
 
-    def _outcome(
-        self,
-        reason: sampling_pb2.FinishReason.ValueType,
-        finished: decode_pb2.Finished | None,
-    ) -> AttemptOutcome:
-        cached = transferred = 0
-        kept = None
-        if finished is not None:
-            cached, transferred = finished.cached_tokens, finished.transferred_tokens
-            kept = kept_of(finished, self._call.incarnation, self._call.transfer_id)
-        elif self._reserved is not None and self._call.remote_prefill:
-            cached = self._reserved.start_token
-            transferred = self._reserved.end_token - cached
-        prompt_tokens = len(self._request.prepared.token_ids)
-        return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens, kept)
+    def _prefill_ended(self, prefill: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
+        error = None if prefill.cancelled() else prefill.exception()
+        if isinstance(error, Exception) and not self.token_count and self._running is not None:
+            self._running.interrupt(error)
+
+    def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
+        """See AttemptSink."""
+        added = tokens_to_proto(tokens)
+        self._add((added.token_ids, added.logprobs, added.prompt_logprobs))
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """See AttemptSink."""
+        self._add((token_ids, (), ()))
+
+    def _add(self, batch: _Batch) -> None:
+        self.token_count += len(batch[0])
+        if self._held or not self.response.has_room:
+            self._held.append(batch)
+            return
+        try:
+            self.add_batch(*batch)
+        except Exception as error:  # noqa: BLE001 - the caller raises it, and the engine goes on
+            self.fail(error)
+
+    def _drained(self) -> None:
+        while self._held and self.response.has_room:
+            self.add_batch(*self._held.popleft())
+        if not self._held:
+            self._then()
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        """The engine has ended the request."""
+        self._end_after_tokens(partial(super().finish, finished))
+
+    def _engine_ended(self, error: Exception | None) -> None:
+        if error is not None:
+            self._end_after_tokens(partial(self.fail, error))
+
+    def _end_after_tokens(self, end: Callable[[], None]) -> None:
+        if self._held:
+            self._then = end
+        else:
+            end()

@@ -1,67 +1,108 @@
-"""The answers on one link: events that attempts have not read yet, and the messages that bring them."""
+"""The answers on one link: the messages of a worker bring events, and each goes to its attempt at once."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.errors import HeadraceError, ProtocolViolation
+from headrace_common.errors import DeadlineExceeded, HeadraceError, ProtocolViolation
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import error_from_status
 
-AnswerEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
-TokenSink: TypeAlias = Callable[[Sequence[int], Sequence[sampling_pb2.TokenLogprobs]], bool]
-"""Uses tokens at once, with an entry of logprobs for each if those were requested.
 
-False when the reader must act before more of them can be used.
-"""
+class AnswerSink(Protocol):
+    """Uses the events of one request, until one of them ends it."""
+
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        """The blocks are reserved."""
+        ...
+
+    def add_batch(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.TokenLogprobs],
+        prompt_logprobs: Sequence[sampling_pb2.TokenLogprobs],
+    ) -> bool:
+        """New tokens. Without room for more it returns False, and calls `LinkedAnswer.return_credit` later."""
+        ...
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        """The request has ended."""
+        ...
+
+    def worker_failed(self, error: HeadraceError) -> None:
+        """The request has failed on the worker, or has no answer in time."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Another method has raised an error."""
+        ...
 
 
 class LinkedAnswer:
-    """Filled by the link, read by one attempt. It holds at most `window_tokens` tokens.
+    """One request on a link: its credit, its deadline, and the worker's times.
 
-    `on_read` gets the number of tokens that the worker may send in addition, in few calls.
+    `on_used` gets the number of tokens that the worker may send in addition, in few calls.
     """
 
+    __slots__ = (
+        "_allowed_tokens",
+        "_on_used",
+        "_prompt_logprobs",
+        "_sink",
+        "_timer",
+        "_used_tokens",
+        "_window_tokens",
+        "reserved_ns",
+        "stream_id",
+        "times",
+    )
+
     def __init__(
-        self, stream_id: int, window_tokens: int, on_read: Callable[[int, int], None]
+        self,
+        stream_id: int,
+        window_tokens: int,
+        on_used: Callable[[int, int], None],
+        sink: AnswerSink,
     ) -> None:
         self.stream_id = stream_id
-        self._window_tokens = window_tokens
-        self._allowed_tokens = window_tokens
-        self._on_read = on_read
-        self._read_tokens = 0
         self.times: decode_pb2.AttemptTimes | None = None
         """The worker's times, once it has sent a token."""
         self.reserved_ns = 0
         """Arrival of the reservation by the monotonic clock; 0 before it."""
-        self._reserved: decode_pb2.Reserved | None = None
-        self._token_ids: list[int] = []
-        self._logprobs: list[sampling_pb2.TokenLogprobs] = []
-        self._prompt_logprobs: list[sampling_pb2.TokenLogprobs] = []
-        self._finished: decode_pb2.Finished | None = None
-        self._error: HeadraceError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._sink: TokenSink | None = None
-        self._sink_error: Exception | None = None
-        self._needs_reader = False
-
-    def forward(self, sink: TokenSink) -> None:
-        """From now on tokens that arrive while `read` waits go to `sink`, which saves a turn of the event loop.
-
-        `read` returns an event without tokens when the sink needs its reader, and raises the sink's error.
-        """
+        self._window_tokens = self._allowed_tokens = window_tokens
+        self._used_tokens = 0
+        self._on_used = on_used
         self._sink = sink
+        self._prompt_logprobs: list[sampling_pb2.TokenLogprobs] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expire_after(self, seconds: float) -> None:
+        """Fails the request then, unless it has ended."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._sink.worker_failed(DeadlineExceeded("the deadline passed"))
+
+    def close(self) -> AnswerSink:
+        """Nothing follows. Refers to the sink no more, and returns it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        sink = self._sink
+        del self._sink
+        return sink
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
-        self._reserved = reserved
         self.reserved_ns = time.monotonic_ns()
-        self._wake()
+        try:
+            self._sink.reserve(reserved)
+        except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
+            self._sink.fail(error)
 
     def add_prompt_logprobs(self, logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
         """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
@@ -79,22 +120,26 @@ class LinkedAnswer:
             raise ProtocolViolation(
                 f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
             )
-        sink, waiter = self._sink, self._waiter
-        if sink is None or waiter is None or waiter.done():
-            self._token_ids += token_ids
-            self._logprobs += logprobs
-            self._wake()
+        if not count:
             return
-        self._read_tokens += count
+        self._used_tokens += count
+        prompt_logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
+        if self._prompt_logprobs:
+            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         try:
-            if sink(token_ids, logprobs):
-                if self._read_tokens * 2 >= self._window_tokens:
-                    self._return_credit()
-                return
-        except Exception as error:  # noqa: BLE001 - the reader raises it, and other requests go on
-            self._sink_error = error
-        self._needs_reader = True
-        self._wake()
+            has_room = self._sink.add_batch(token_ids, logprobs, prompt_logprobs)
+        except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
+            self._sink.fail(error)
+        else:
+            if has_room and self._used_tokens * 2 >= self._window_tokens:
+                self.return_credit()
+
+    def return_credit(self) -> None:
+        """All tokens that have arrived are used."""
+        if self._used_tokens * 2 >= self._window_tokens:
+            self._on_used(self.stream_id, self._used_tokens)
+            self._allowed_tokens += self._used_tokens
+            self._used_tokens = 0
 
     def add_times(self, times: decode_pb2.AttemptTimes) -> None:
         """The worker's times until now."""
@@ -102,63 +147,15 @@ class LinkedAnswer:
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The request has ended."""
-        self._finished = finished
-        self._wake()
+        sink = self.close()
+        try:
+            sink.finish(finished)
+        except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
+            sink.fail(error)
 
     def fail(self, error: HeadraceError) -> None:
-        """The request has failed. `read` raises the first error, after the events before it."""
-        if self._error is None:
-            self._error = error
-            self._wake()
-
-    async def read(self) -> AnswerEvent:
-        """The next event. Tokens that have arrived meanwhile are one event. Raises the error of `fail`."""
-        while True:
-            event = self.poll()
-            if event is not None:
-                return event
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
-    def poll(self) -> AnswerEvent | None:
-        """As `read`. None when nothing has arrived."""
-        self._return_credit()
-        if self._sink_error is not None:
-            raise self._sink_error
-        event = self._next_event()
-        if event is None and self._error is not None:
-            raise self._error
-        return event
-
-    def _next_event(self) -> AnswerEvent | None:
-        if self._reserved is not None:
-            reserved, self._reserved = self._reserved, None
-            return reserved
-        if self._token_ids:
-            tokens = decode_pb2.Tokens(
-                token_ids=self._token_ids,
-                logprobs=self._logprobs,
-                prompt_logprobs=self._prompt_logprobs,
-            )
-            self._read_tokens += len(self._token_ids)
-            self._token_ids, self._logprobs, self._prompt_logprobs = [], [], []
-            return tokens
-        if self._needs_reader:
-            self._needs_reader = False
-            return decode_pb2.Tokens()
-        return self._finished
-
-    def _return_credit(self) -> None:
-        """Allows as many tokens as were read and, because this is the next read, are used."""
-        if self._read_tokens * 2 < self._window_tokens:
-            return
-        self._on_read(self.stream_id, self._read_tokens)
-        self._allowed_tokens += self._read_tokens
-        self._read_tokens = 0
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """The request has failed."""
+        self.close().worker_failed(error)
 
 
 class LinkedAnswers:
@@ -189,38 +186,32 @@ class LinkedAnswers:
         for answer in answers.values():
             answer.fail(failure())
 
-    def receive(self, response: decode_pb2.LinkResponse) -> list[int]:
-        """Passes on all events of a message. Returns the ids of requests that have ended by it.
-
-        Raises ProtocolViolation.
-        """
+    def receive(self, response: decode_pb2.LinkResponse) -> None:
+        """Passes on all events of a message. Raises ProtocolViolation."""
+        answers = self._answers
         for reserved in response.reserved:
-            answer = self._answers.get(reserved.stream_id)
+            answer = answers.get(reserved.stream_id)
             if answer is not None:
                 answer.reserve(reserved.reserved)
         for timed in response.times:
-            answer = self._answers.get(timed.stream_id)
+            answer = answers.get(timed.stream_id)
             if answer is not None:
                 answer.add_times(timed.times)
         if response.HasField("tokens"):
             self._receive_columns(response.tokens)
         for one in response.tokens_with_logprobs:
-            answer = self._answers.get(one.stream_id)
+            answer = answers.get(one.stream_id)
             if answer is not None:
                 answer.add_prompt_logprobs(one.tokens.prompt_logprobs)
                 answer.add_tokens(one.tokens.token_ids, one.tokens.logprobs)
-        ended: list[int] = []
         for finished in response.finished:
-            ended.append(finished.stream_id)
-            answer = self.remove(finished.stream_id)
+            answer = answers.pop(finished.stream_id, None)
             if answer is not None:
                 answer.finish(finished.finished)
         for failure in response.failures:
-            ended.append(failure.stream_id)
-            answer = self.remove(failure.stream_id)
+            answer = answers.pop(failure.stream_id, None)
             if answer is not None:
                 answer.fail(error_from_status(failure.status))
-        return ended
 
     def _receive_columns(self, tokens: decode_pb2.LinkTokens) -> None:
         token_ids, counts = list(tokens.token_ids), list(tokens.token_counts)

@@ -17,7 +17,6 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     Cancelled,
-    DeadlineExceeded,
     HeadraceError,
     InternalError,
     ProtocolViolation,
@@ -27,7 +26,7 @@ from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
-from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
+from headrace_router.decode_link.answer import AnswerSink, LinkedAnswer, LinkedAnswers
 
 # Most bytes of a credit or a cancel.
 _ENTRY_BYTES = 24
@@ -130,7 +129,6 @@ class DecodeLink:
         self._on_end = on_end
         self._load = load
         self._answers = LinkedAnswers()
-        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._outgoing = OutgoingRequests(LINK_MESSAGE_BYTES_MAX)
         self._wake = asyncio.Event()
         self._last_stream_id = 0
@@ -156,8 +154,9 @@ class DecodeLink:
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
         carrier: Mapping[str, str],
+        sink: AnswerSink,
     ) -> LinkedAnswer:
-        """Sends a request, with these tokens. `carrier` is that of the caller's span.
+        """Sends a request, with these tokens. `carrier` is that of the caller's span. `sink` gets all events.
 
         The caller must end it by `release`.
         """
@@ -177,17 +176,15 @@ class DecodeLink:
         )
         self._outgoing.set_token_interval(self._token_interval_us)
         self._wake.set()
-        answer = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant)
+        answer = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant, sink)
         self._answers.add(answer)
-        self._timers[stream_id] = asyncio.get_running_loop().call_later(
-            remaining_s, lambda: answer.fail(DeadlineExceeded("the deadline passed"))
-        )
+        answer.expire_after(remaining_s)
         return answer
 
     def release(self, answer: LinkedAnswer) -> None:
-        """The caller reads no more. Cancels the request unless it has ended. Repeats are ignored."""
-        self._stop_timer(answer.stream_id)
+        """The caller uses no more of it. Cancels the request unless it has ended. Repeats are ignored."""
         if self._answers.remove(answer.stream_id) is not None:
+            answer.close()
             self._outgoing.cancel(answer.stream_id)
             self._wake.set()
             self._close_if_unused()
@@ -220,11 +217,6 @@ class DecodeLink:
             self._outgoing.grant(stream_id, credit_tokens)
             self._wake.set()
 
-    def _stop_timer(self, stream_id: int) -> None:
-        timer = self._timers.pop(stream_id, None)
-        if timer is not None:
-            timer.cancel()
-
     async def _run(self, channel: grpc.aio.Channel) -> None:
         call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Link()
         writer = asyncio.create_task(self._send(call))
@@ -240,8 +232,6 @@ class DecodeLink:
             _LOG.error("the link to a decode worker met a bug", exc_info=bug)
             self._failure = _bug
         self.ended = True
-        for timer in self._timers.values():
-            timer.cancel()
         self._answers.fail_all(self._failure)
         self._on_end(self)
 
@@ -265,8 +255,7 @@ class DecodeLink:
                 response = await call.read()
                 if response is grpc.aio.EOF:
                     return lambda: WorkerGone("it ended its link too early")
-                for stream_id in self._answers.receive(response):
-                    self._stop_timer(stream_id)
+                self._answers.receive(response)
                 if self._outgoing.set_token_interval(self._token_interval_us):
                     self._wake.set()
                 self._close_if_unused()
@@ -343,10 +332,11 @@ class DecodeLinks:
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
         carrier: Mapping[str, str],
+        sink: AnswerSink,
     ) -> tuple[DecodeLink, LinkedAnswer]:
-        """Sends a request, with these tokens. Its link must release the answer when the attempt ends."""
+        """As `DecodeLink.open`. The link must release the answer."""
         link = self._usable()
-        return link, link.open(request, token_ids, deadline, carrier)
+        return link, link.open(request, token_ids, deadline, carrier, sink)
 
     def _usable(self) -> DecodeLink:
         link = self._current

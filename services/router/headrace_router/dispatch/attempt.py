@@ -1,31 +1,35 @@
 """One attempt at a request: reserve on a decode worker, have the prompt prefilled, and stream the tokens.
 
-The attempt watches both workers. The failure of one ends the other, and so does the cancellation of the attempt.
+The attempt watches both workers. The failure of one ends the other, and so does the end of the attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
-from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import bounds_pb2, keep_pb2, sampling_pb2
-from headrace.prefill.v1 import prefill_pb2
-from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, WorkerGone
-from headrace_common.identity import new_transfer_id
+import grpc.aio
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import bounds_pb2, sampling_pb2
+from headrace_common.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    NotFound,
+    ProtocolViolation,
+    Unauthenticated,
+    WorkerGone,
+)
 from headrace_common.logs import TRACE_NAMES
+from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
-from headrace_frontend.promises import kept_of
-from headrace_frontend.request.validation import decode_request
+from headrace_frontend.running.attempt import RunningAttempt
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.link import DecodeLinks
-from headrace_router.dispatch.decode_call import DecodeCall
 from headrace_router.dispatch.messages import (
     BY_DECODE,
     BY_PREFILL,
@@ -44,166 +48,133 @@ from headrace_router.workers.directory import PlacedPrompt
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptPlan:
-    """What was decided for one attempt, number `number` from 1.
+class Attempt(RunningAttempt):
+    """Runs once, from its construction to `close`. An AnswerSink.
 
-    `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, if there is one.
+    Every error of the decode worker names it. A passed deadline also names what was waited for.
     """
-
-    number: int
-    decision: Decision
-    links: DecodeLinks
-    terms: TaskTerms
-    ticket_key_id: bytes
-    """Of the key that signs the handoff tickets."""
-    first_token: Policy = BY_DECODE
-    bounds: bounds_pb2.TokenBounds | None = None
-    prompt: PlacedPrompt | None = None
-    """Counts the prompt on the worker that should compute it. None leaves that to the queue."""
-
-
-class Attempt:
-    """Runs once. It continues after the tokens that the response has already."""
 
     def __init__(
         self,
         queue: PrefillQueue,
         request: AdmittedRequest,
-        plan: AttemptPlan,
         record: RoutedAttempt,
+        *,
+        decision: Decision,
+        links: DecodeLinks,
+        terms: TaskTerms | None,
+        ticket_key_id: bytes,
+        first_token: Policy = BY_DECODE,
+        bounds: bounds_pb2.TokenBounds | None = None,
+        prompt: PlacedPrompt | None = None,
     ) -> None:
-        """`record` gets the steps."""
+        """`record` gets the steps.
+
+        `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, None without one.
+        `ticket_key_id` is that of the key that signs the handoff tickets. `prompt` counts the prompt on the worker that
+        should compute it. None leaves that to the queue.
+        """
+        self.decode_worker = decision.worker.ref
+        super().__init__(request, self.decode_worker.incarnation, remote=decision.remote)
         self._record = record
         self._queue = queue
-        self._prepared = request.prepared
-        self._response = request.response
         self._deadline = request.deadline
-        self._decision = plan.decision
-        self._terms = plan.terms
-        self._first_token_by = plan.first_token
-        self._links = plan.links
-        self._prompt = plan.prompt
-        self._transfer_id = new_transfer_id()
-        span_context = child_context(request.record.context)
-        TRACE_NAMES.add(self._transfer_id, span_context)
-        self._carrier = carrier_of(span_context)
-        record.started(
-            span_context,
-            self._transfer_id,
-            number=plan.number,
-            generated_tokens=request.response.completion_tokens,
-        )
-        generated = request.response.generated
-        self._request = decode_request(
-            request.prepared,
-            self._transfer_id,
-            generated,
-            incarnation=self.decode_worker.incarnation,
-            remote_prefill=plan.decision.remote,
-        )
-        if plan.first_token != BY_DECODE:
-            self._request.first_token = plan.first_token
-        self._token_ids = request.prepared.all_token_ids(generated)
-        self._request.ticket_key_id = plan.ticket_key_id
-        self._request.early_admission = begins_early(self._request, plan.decision)
-        if plan.bounds is not None:
-            self._request.bounds.CopyFrom(plan.bounds)
-        self._reserved: decode_pb2.Reserved | None = None
+        self._decision = decision
+        self._terms = terms
+        self._first_token_by = first_token
+        self._prompt = prompt
         self._queued: QueuedTask | None = None
         self._received_tokens = False
-        self._decode_generated = False
         self._prefill_failed = False
-
-    @property
-    def decode_worker(self) -> WorkerRef:
-        """The decode worker that the attempt uses."""
-        return self._decision.worker.ref
+        self._ended_by_prefill = False
+        self._calling: asyncio.Future[Any] | None = None
+        """Sends the first token of prefill to decode."""
+        self._expected: ExitStack | None = None
+        """Counts the prompt in the prefill queue until the decode worker has reserved its blocks."""
+        call = self._call
+        span_context = child_context(request.record.context)
+        TRACE_NAMES.add(call.transfer_id, span_context)
+        self._carrier = carrier_of(span_context)
+        record.started(span_context, call.transfer_id, generated_tokens=len(self._given))
+        if first_token != BY_DECODE:
+            call.first_token = first_token
+        call.ticket_key_id = ticket_key_id
+        call.early_admission = begins_early(call, decision)
+        if bounds is not None:
+            call.bounds.CopyFrom(bounds)
+        self._token_ids = request.prepared.all_token_ids(self._given)
+        if terms is not None:
+            tokens = terms.missing_tokens(len(self._token_ids.ids) - 1)
+            self._expected = ExitStack()
+            self._expected.enter_context(
+                queue.expect_task(decision.worker.layout, tokens, terms.priority, terms.tenant)
+            )
+        self._links = links
+        self._link, self._answer = links.open(
+            call, self._token_ids, request.deadline, self._carrier, self
+        )
+        record.opened(self._answer, first_token)
 
     @property
     def prefill_worker(self) -> WorkerRef | None:
         """The prefill worker that pulled the task."""
         return self._queued.worker if self._queued is not None else None
 
-    async def run(self) -> AttemptOutcome:
-        """Adds tokens to the response as they arrive. Raises the error with which the attempt failed."""
-        call = self._open_call()
-        cancel_task = True
-        try:
-            with self._expected_load():
-                self._reserved = await call.read_reservation()
-            self._enqueue_prefill(self._reserved)
-            outcome = await self._add_first_token_of_prefill(call)
-            if outcome is None:
-                outcome = await self._add_tokens(call)
-                # The worker's TaskDone is on its way.
-                cancel_task = False
-            return outcome
-        except HeadraceError as error:
-            self._record.failed(error)
-            raise
-        finally:
-            await call.close()
-            self._record.ended(self._queued)
-            if cancel_task and self._queued is not None:
-                self._queued.cancel()
+    def close(self) -> None:
+        """Ends the requests to both workers, unless they have ended."""
+        self._count_no_more()
+        self._link.release(self._answer)
+        if self._calling is not None:
+            self._calling.cancel()
+        ended, queued = self.ended, self._queued
+        self._record.ended(queued)
+        # After decode's end, the worker's TaskDone is on its way.
+        succeeded = ended.done() and not ended.cancelled() and ended.exception() is None
+        if queued is not None and (self._ended_by_prefill or not succeeded):
+            queued.cancel()
 
     def failure(self, error: HeadraceError) -> FailedAttempt:
-        """The value that describes this attempt after `run` raised `error`."""
+        """The value that describes this attempt after it has failed with `error`."""
         return FailedAttempt(
             error,
             decode_worker=self.decode_worker,
             prefill_worker=self.prefill_worker,
             prefill_failed=self._prefill_failed,
-            decode_generated=self._decode_generated,
+            decode_generated=self._generates,
         )
 
-    def outcome_of(self, reason: sampling_pb2.FinishReason.ValueType) -> AttemptOutcome:
-        """The outcome for a response that ended before the decode worker's Finished, by the reservation's counts."""
-        if not self._decision.remote or self._reserved is None:
-            return AttemptOutcome(reason, 0, 0)
-        start, end = self._reserved.start_token, self._reserved.end_token
-        return self._outcome(reason, start, end - start)
+    def worker_failed(self, error: HeadraceError) -> None:
+        """The decode worker has failed, or the deadline has passed."""
+        self.fail(self._explained(error))
 
-    def _outcome(
-        self,
-        reason: sampling_pb2.FinishReason.ValueType,
-        cached_tokens: int,
-        transferred: int,
-        kept: keep_pb2.Kept | None = None,
-    ) -> AttemptOutcome:
-        prompt_tokens = len(self._prepared.token_ids)
-        return AttemptOutcome.of_prompt(reason, cached_tokens, transferred, prompt_tokens, kept)
+    def fail(self, error: Exception) -> None:
+        if isinstance(error, HeadraceError) and not self.ended.done():
+            self._record.failed(error)
+        super().fail(error)
 
-    def _open_call(self) -> DecodeCall:
-        call = DecodeCall(
-            self._links,
-            self.decode_worker,
-            self._request,
-            self._token_ids,
-            deadline=self._deadline,
-            carrier=self._carrier,
-            waited_for=self._waited_for,
-        )
-        self._record.opened(call.answer, self._first_token_by)
-        return call
-
-    def _expected_load(self) -> AbstractContextManager[None]:
-        """Counts the prompt in the prefill queue until the decode worker has reserved its blocks."""
-        if not self._decision.remote:
-            return nullcontext()
-        return self._queue.expect_task(
-            self._decision.worker.layout,
-            self._terms.missing_tokens(len(self._token_ids.ids) - 1),
-            self._terms.priority,
-            self._terms.tenant,
-        )
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        """The decode worker has admitted the request, or it has the blocks of an admitted one."""
+        if self.ended.done():
+            return
+        self._count_no_more()
+        before, self._reserved = self._reserved, reserved
+        if before is None:
+            self._enqueue_prefill(reserved)
+        elif not before.admitted:
+            raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
+        elif self._queued is not None:
+            if reserved.start_token >= reserved.end_token:
+                queued, self._queued = self._queued, None
+                queued.cancel()
+                self._prompt_computed()
+            elif self._queued.first_token.done():
+                self._use_first_token(self._queued)
 
     def _enqueue_prefill(self, reserved: decode_pb2.Reserved) -> None:
-        if not self._decision.remote or reserved.start_token >= reserved.end_token:
+        if self._terms is None or reserved.start_token >= reserved.end_token:
             return
         task = prefill_task(
-            self._request,
+            self._call,
             self._token_ids,
             self._decision,
             start_token=reserved.start_token,
@@ -211,125 +182,136 @@ class Attempt:
             traceparent=self._carrier["traceparent"],
         )
         try:
-            self._queued = self._queue.enqueue(
+            queued = self._queue.enqueue(
                 task, layout=self._decision.worker.layout, terms=self._terms
             )
         except WorkerGone:
             self._prefill_failed = True
             raise
-        self._record.enqueued(self._queued)
-        if self._prompt is not None:
-            self._queued.outcome.add_done_callback(self._prompt_computed)
+        self._queued = queued
+        self._record.enqueued(queued)
+        if self._first_token_by == BY_PREFILL:
+            queued.first_token.add_done_callback(self._prefill_changed)
+        queued.outcome.add_done_callback(self._prefill_changed)
 
-    def _blocks_reserved(self, reserved: decode_pb2.Reserved) -> bool:
-        """The decode worker has the blocks of an admitted request. Whether it needs a prefill.
-
-        Raises ProtocolViolation the second time.
-        """
-        if self._reserved is None or not self._reserved.admitted:
-            raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
-        self._reserved = reserved
-        if self._queued is not None and reserved.start_token >= reserved.end_token:
-            self._queued.cancel()
-            self._queued = None
-        return self._queued is not None
-
-    def _prompt_computed(self, outcome: asyncio.Future[Any]) -> None:
-        if self._prompt is not None:
-            self._prompt.computed()
-
-    async def _add_first_token_of_prefill(self, call: DecodeCall) -> AttemptOutcome | None:
-        """If prefill generates the first token: adds it, and sends it to decode. An outcome if it ends the response."""
-        queued, reserved = self._queued, self._reserved
-        if self._first_token_by != BY_PREFILL or queued is None or reserved is None:
-            return None
-        # The decode worker takes a token once it has blocks.
-        if reserved.admitted and not self._blocks_reserved(await call.read_reservation()):
-            return None
-        first = await self._wait_for_first_token(call, queued)
-        logprobs = [first.logprobs] if first.HasField("logprobs") else []
-        tokens = decode_pb2.Tokens(token_ids=[first.token_id], logprobs=logprobs)
-        await self._response.add_first_tokens(tokens, BY_PREFILL)
-        cached_tokens = self._reserved.start_token if self._reserved is not None else 0
-        if self._response.stopped or first.token_id in self._prepared.stop_token_ids:
-            return AttemptOutcome(sampling_pb2.FINISH_REASON_STOP, cached_tokens, 0)
-        if self._prepared.sampling.max_tokens == 1:
-            return AttemptOutcome(sampling_pb2.FINISH_REASON_LENGTH, cached_tokens, 0)
+    def _prefill_changed(self, _: asyncio.Future[Any]) -> None:
+        """The task has a first token, or it has ended."""
+        queued = self._queued
+        if queued is None:
+            return
+        if queued.outcome.done():
+            self._prompt_computed()
+        if self.ended.done() or self._generates:
+            return
         try:
-            await call.set_first_token(first.token_id)
-        except NotFound:
+            if queued.first_token.done():
+                self._use_first_token(queued)
+            if queued.outcome.done():
+                self._require_success(queued)
+        except Exception as error:  # noqa: BLE001 - the attempt raises it
+            self.fail(error)
+
+    def _require_success(self, queued: QueuedTask) -> None:
+        """Raises the error of a prefill that fails before decode generates."""
+        error = queued.outcome.result().error
+        if self._first_token_by == BY_PREFILL and not queued.first_token.done():
+            error = error or ProtocolViolation(
+                f"prefill worker {queued.worker} did not send the first token"
+            )
+        if error is not None and not self.ended.done():
+            self._prefill_failed = True
+            raise error
+
+    def _use_first_token(self, queued: QueuedTask) -> None:
+        """Adds the token that prefill generated, and sends it to decode, which takes it once it has blocks."""
+        reserved = self._reserved
+        if reserved is None or reserved.admitted or self._calling is not None:
+            return
+        first, prepared = queued.first_token.result(), self._prepared
+        self.response.begins_by(BY_PREFILL)
+        self.response.add_tokens(
+            [first.token_id], [first.logprobs] if first.HasField("logprobs") else []
+        )
+        reason = sampling_pb2.FINISH_REASON_UNSPECIFIED
+        if self.response.stopped or first.token_id in prepared.stop_token_ids:
+            reason = sampling_pb2.FINISH_REASON_STOP
+        elif prepared.sampling.max_tokens == 1:
+            reason = sampling_pb2.FINISH_REASON_LENGTH
+        if reason:
+            self._ended_by_prefill = True
+            self._end(AttemptOutcome(reason, reserved.start_token))
+            return
+        stub = decode_pb2_grpc.DecodeServiceStub(self._links.channel)
+        request = decode_pb2.SetFirstTokenRequest(
+            transfer_id=self._call.transfer_id,
+            incarnation=self.decode_worker.incarnation,
+            token_id=first.token_id,
+        )
+        self._calling = asyncio.ensure_future(
+            stub.SetFirstToken(
+                request,
+                timeout=self._deadline.remaining_s(),
+                metadata=tuple(self._carrier.items()),
+            )
+        )
+        self._calling.add_done_callback(self._first_token_set)
+
+    def _first_token_set(self, calling: asyncio.Future[Any]) -> None:
+        error = None if calling.cancelled() else calling.exception()
+        if not isinstance(error, Exception) or self._generates:
+            return
+        known = error_from_rpc(error) if isinstance(error, grpc.aio.AioRpcError) else None
+        if isinstance(known, NotFound):
             # The attempt has ended there. The stream reports why.
             _LOG.info(
                 "decode worker %s did not accept the first token of %s",
                 self.decode_worker.worker_id,
-                self._transfer_id,
+                self._call.transfer_id,
             )
-        return None
-
-    async def _wait_for_first_token(
-        self, call: DecodeCall, queued: QueuedTask
-    ) -> prefill_pb2.FirstToken:
-        """The token that prefill generates. Raises the error if the task or the decode worker fails first."""
-        read = call.read_ahead()
-        events: set[asyncio.Future[Any]] = {queued.first_token, queued.outcome, read}
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        if queued.first_token.done():
-            return queued.first_token.result()
-        if read.done():
-            await read
-            raise ProtocolViolation(f"{self.decode_worker} did not wait for its first token")
-        self._prefill_failed = True
-        raise queued.outcome.result().error or ProtocolViolation(
-            f"prefill worker {queued.worker} did not send the first token"
-        )
-
-    async def _add_tokens(self, call: DecodeCall) -> AttemptOutcome:
-        """Adds the decode worker's tokens to the response until one of them ends it."""
-        while True:
-            event = await self._next_event(call)
-            if isinstance(event, decode_pb2.Tokens):
-                await self._add_batch(event)
-                if self._decode_generated:
-                    # The prefill cannot fail any more, so only the end and errors need this task.
-                    call.answer.forward(self._response.take_tokens)
-                if self._response.stopped:
-                    return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
-            elif isinstance(event, decode_pb2.Finished):
-                kept = kept_of(event, self.decode_worker.incarnation, self._transfer_id)
-                return self._outcome(
-                    event.reason, event.cached_tokens, event.transferred_tokens, kept
-                )
-            else:
-                self._blocks_reserved(event)
-
-    async def _add_batch(self, tokens: decode_pb2.Tokens) -> None:
-        if self._first_token_by == FROM_HIDDEN_STATE and not self._response.started:
-            await self._response.add_first_tokens(tokens, FROM_HIDDEN_STATE)
-            # The token from a hidden state alone does not prove that prefill has succeeded.
-            self._decode_generated = len(tokens.token_ids) > 1
         else:
-            self._decode_generated = True
-            # Without tokens, it waits for room.
-            await self._response.add_tokens(tokens)
-        self._received_tokens = self._response.started
+            self.fail(error if known is None else self._explained(known))
+
+    def _begin(self, count: int) -> None:
+        self._require_reservation()
+        by = self._first_token_by
+        if by == BY_PREFILL and self._queued is not None and self._calling is None:
+            raise ProtocolViolation(f"{self.decode_worker} did not wait for its first token")
+        from_state = by == FROM_HIDDEN_STATE and not self.response.started
+        if from_state:
+            self.response.begins_by(FROM_HIDDEN_STATE)
+        # The token from a hidden state alone does not prove that prefill has succeeded.
+        self._generates = not from_state or count > 1
+        self._received_tokens = True
+        self._prompt_computed()
+
+    def _drained(self) -> None:
+        self._answer.return_credit()
+
+    def _count_no_more(self) -> None:
+        if self._expected is not None:
+            self._expected.close()
+
+    def _prompt_computed(self) -> None:
         if self._prompt is not None:
             self._prompt.computed()
             self._prompt = None
 
-    async def _next_event(self, call: DecodeCall) -> AnswerEvent:
-        """The next event of the decode worker. Raises the error of a prefill that fails before decode generates."""
-        queued = self._queued
-        if queued is None or self._decode_generated:
-            return await call.read()
-        read = call.read_ahead()
-        events: set[asyncio.Future[Any]] = {read, queued.outcome}
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        if not read.done():
-            error = queued.outcome.result().error
-            if error is not None:
-                self._prefill_failed = True
-                raise error
-        return await call.read()
+    def _explained(self, error: HeadraceError) -> HeadraceError:
+        """The error with the worker's name. A client would take a rejected credential for its own API key."""
+        if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
+            return DeadlineExceeded.waiting_for(self._waited_for())
+        if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
+            return self._gone(f"vanished: {error.detail}", error)
+        if isinstance(error, Unauthenticated):
+            return self._gone(f"rejected this router: {error.detail}", error)
+        return error
+
+    def _gone(self, problem: str, cause: HeadraceError) -> WorkerGone:
+        ref = self.decode_worker
+        return WorkerGone(
+            f"decode worker {ref} {problem}",
+            metadata={**cause.metadata, "worker_id": ref.worker_id},
+        )
 
     def _waited_for(self) -> str:
         """The event that the attempt waits for now, for an error message."""

@@ -23,9 +23,9 @@ from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
-from headrace_router.decode_link.link import DecodeLinks
-from headrace_router.dispatch.attempt import Attempt, AttemptPlan
+from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
+from headrace_router.dispatch.messages import Policy as FirstTokenMaker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import Decision, Placement, PlacementRequest, RoutePolicy
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -76,17 +76,15 @@ class RequestDispatcher:
         attempt: Attempt | None = None
         number = 0
         outcome: AttemptOutcome | None = None
-        while outcome is None and not request.response.ended_by:
+        prepared, response = request.prepared, request.response
+        while outcome is None and not response.ended_by:
             await self._wait_for_worker(request, retries, number)
-            record = self._new_record(request.record)
-            token_ids = request.prefix_ids
+            record = self._new_record(request.record, number + 1)
+            token_ids, generated = request.prefix_ids, response.completion_tokens
+            targets = self._targets(prepared, request.record.arrival_ns)
+            maker = first_token_maker(prepared, self.policy(), generated, number + 1)
             decision = self._route(
-                request=request.prepared,
-                token_ids=token_ids,
-                record=record,
-                deadline=request.deadline,
-                retries=retries,
-                targets=self._targets(request.prepared, request.record.arrival_ns),
+                prepared, token_ids, record, request.deadline, retries, targets, maker
             )
             if attempt is None:
                 self.check_placed(request, decision)
@@ -98,9 +96,7 @@ class RequestDispatcher:
             prompt: PlacedPrompt | None = None
             if decision.prefill is not None or not decision.remote:
                 prompt = self.workers.expect_prompt(
-                    PromptUnderWay(
-                        decision.prefill or worker, token_ids, request.prepared.cache_salt
-                    ),
+                    PromptUnderWay(decision.prefill or worker, token_ids, prepared.cache_salt),
                     decision.missing_tokens,
                     decision.cached_tokens,
                 )
@@ -109,21 +105,30 @@ class RequestDispatcher:
                     pause_s = min(_AVOIDED_WORKER_PAUSE_S, request.deadline.remaining_s())
                     await asyncio.sleep(pause_s)
                 number += 1
-                plan = self._plan(
-                    request, token_ids, decision, load_reservation.links, number, retries, prompt
+                terms = self._terms(request, token_ids, decision, retries)
+                attempt = Attempt(
+                    self.queue,
+                    request,
+                    record,
+                    decision=decision,
+                    links=load_reservation.links,
+                    terms=terms,
+                    ticket_key_id=self.ticket_key_id,
+                    first_token=maker if decision.remote else BY_DECODE,
+                    bounds=targets.bounds(started=generated > 0),
+                    prompt=prompt,
                 )
-                attempt = Attempt(self.queue, request, plan, record)
-                request.response.attempt_started(worker)
-                outcome = await self._run_attempt(request, attempt, number, retries)
+                response.attempt_started(worker)
+                outcome = await self._outcome_of(request, attempt, number, retries)
             finally:
                 if prompt is not None:
                     prompt.computed()
                 load_reservation.release()
         if outcome is None:
             # The response is complete, but no attempt reported Finished.
-            reason = request.response.ended_by
-            outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
-        self._lengths.ended(request.prepared.model, request.response.completion_tokens)
+            reason = response.ended_by
+            outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason)
+        self._lengths.ended(prepared.model, response.completion_tokens)
         prefill = attempt.prefill_worker if attempt is not None else None
         await finish_response(
             request,
@@ -147,9 +152,10 @@ class RequestDispatcher:
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self.migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
-        attempt = self._new_record(record)
+        attempt = self._new_record(record, 1)
         targets = self._targets(request, record.arrival_ns)
-        return self._route(request, token_ids, attempt, deadline, retries, targets)
+        maker = first_token_maker(request, self.policy(), len(request.generated), 1)
+        return self._route(request, token_ids, attempt, deadline, retries, targets, maker)
 
     def task_terms(
         self,
@@ -164,11 +170,9 @@ class RequestDispatcher:
         tenant: str = DEFAULT_TENANT,
         planned: WorkerRef | None = None,
     ) -> TaskTerms:
-        """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
-        cached: dict[WorkerRef, int] = {}
-        if token_ids:
-            refs = self.queue.workers.pulling().get(fingerprint(worker.layout), frozenset())
-            cached = self.prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
+        """The terms of a prefill task for decode worker `worker`."""
+        refs = self.queue.workers.pulling().get(fingerprint(worker.layout), frozenset())
+        cached = self.prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
         return TaskTerms(
             deadline_s=deadline.monotonic_s,
             # A worker of both roles has no KV to hand over to itself.
@@ -181,8 +185,8 @@ class RequestDispatcher:
             planned=planned,
         )
 
-    def _new_record(self, request: RequestRecord) -> RoutedAttempt:
-        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
+    def _new_record(self, request: RequestRecord, number: int) -> RoutedAttempt:
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number)
         request.attempts.append(record)
         return record
 
@@ -200,10 +204,10 @@ class RequestDispatcher:
         `_route`, because nothing is awaited in between.
         """
         retries.readmit_full_workers()
-        model = request.prepared.model
         if not attempts or not request.response.completion_tokens:
-            await self.workers.wait_for_worker(model, request.deadline)
-            await self._wait_for_slot(request, retries)
+            await self.workers.wait_for_worker(request.prepared.model, request.deadline)
+            if retries.full:
+                await self._wait_for_slot(request, retries)
             return
         give_up = Deadline.after(min(retries.wait_left_s, request.deadline.remaining_s()))
         while not give_up.expired:
@@ -234,21 +238,21 @@ class RequestDispatcher:
         deadline: Deadline,
         retries: RetryState,
         targets: TokenTargets,
+        maker: FirstTokenMaker,
     ) -> Decision:
-        candidates, policy = self._candidates(request, token_ids), self.policy()
-        generated, number = len(token_ids) - len(request.prefix_ids), 1 + bool(retries.last_error)
+        candidates = self._candidates(request, token_ids)
         asked = PlacementRequest(
             model=request.model,
             prompt_tokens=len(token_ids),
             prefill_placement=request.placement,
-            policy=RoutePolicy.from_proto(policy),
+            policy=RoutePolicy.from_proto(self.policy()),
             remaining_s=deadline.remaining_s(),
             failed=retries.excluded,
             suspect=retries.avoided,
             local_only=retries.local_only,
             adapter=request.adapter,
             targets=targets,
-            early_first=first_token_maker(request, policy, True, generated, number) != BY_DECODE,
+            early_first=maker != BY_DECODE,
         )
         try:
             decision = self.placement.choose(asked, candidates)
@@ -304,57 +308,30 @@ class RequestDispatcher:
             prefill_times=self.queue.mean_times(request.model),
         )
 
-    def _plan(
+    def _terms(
         self,
         request: AdmittedRequest,
         token_ids: array[int],
         decision: Decision,
-        links: DecodeLinks,
-        number: int,
         retries: RetryState,
-        prompt: PlacedPrompt | None,
-    ) -> AttemptPlan:
-        generated_tokens = request.response.completion_tokens
-        terms = self.task_terms(
+    ) -> TaskTerms | None:
+        """Those of the prefill task. None for a local prefill."""
+        if not decision.remote:
+            return None
+        prepared = request.prepared
+        return self.task_terms(
             decision.worker,
-            token_ids if decision.remote else array("I"),
-            request.prepared.cache_salt,
+            token_ids,
+            prepared.cache_salt,
             request.deadline,
             avoid=retries.failed,
-            front=retries.prefill_excluded or generated_tokens > 0,
-            priority=request.prepared.priority,
-            tenant=request.prepared.tenant,
+            front=retries.prefill_excluded or request.response.completion_tokens > 0,
+            priority=prepared.priority,
+            tenant=prepared.tenant,
             planned=decision.prefill,
         )
-        first_token = first_token_maker(
-            request.prepared, self.policy(), decision.remote, generated_tokens, number
-        )
-        bounds = self._targets(request.prepared, request.record.arrival_ns).bounds(
-            started=generated_tokens > 0
-        )
-        return AttemptPlan(
-            number=number,
-            decision=decision,
-            links=links,
-            terms=terms,
-            ticket_key_id=self.ticket_key_id,
-            first_token=first_token,
-            bounds=bounds,
-            prompt=prompt,
-        )
 
-    def _log_failure(
-        self, request_id: str, attempt: Attempt, number: int, error: HeadraceError
-    ) -> None:
-        line = ("attempt %d of %s: %s", number, request_id, error.detail)
-        # DecodeFull is frequent under load.
-        if isinstance(error, DecodeFull):
-            _LOG.debug(*line)
-        else:
-            # A lost worker fails all its requests at once.
-            self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
-
-    async def _run_attempt(
+    async def _outcome_of(
         self, request: AdmittedRequest, attempt: Attempt, number: int, retries: RetryState
     ) -> AttemptOutcome | None:
         """The outcome, or None after a failure if another attempt may be made or the response is complete.
@@ -362,9 +339,15 @@ class RequestDispatcher:
         Raises the attempt's error otherwise.
         """
         try:
-            return await attempt.run()
+            return await attempt.ended
         except HeadraceError as error:
-            self._log_failure(request.prepared.request_id, attempt, number, error)
+            line = ("attempt %d of %s: %s", number, request.prepared.request_id, error.detail)
+            # DecodeFull is frequent under load.
+            if isinstance(error, DecodeFull):
+                _LOG.debug(*line)
+            else:
+                # A lost worker fails all its requests at once.
+                self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
             error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
                 self.workers.mark_unreachable(attempt.decode_worker)
@@ -382,3 +365,5 @@ class RequestDispatcher:
             if response.completion_tokens:
                 self.on_migration(error.reason)
             return None
+        finally:
+            attempt.close()

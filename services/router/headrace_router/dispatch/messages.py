@@ -19,18 +19,14 @@ FROM_HIDDEN_STATE: Final = first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN
 
 
 def first_token_maker(
-    request: PreparedRequest,
-    policy: registry_pb2.Policy,
-    remote: bool,
-    generated: int,
-    attempt: int,
+    request: PreparedRequest, policy: registry_pb2.Policy, generated: int, attempt: int
 ) -> Policy:
-    """The maker of the first token in attempt number `attempt`, from 1. The client's choice overrides the policy.
+    """The maker of the first token in attempt number `attempt`, from 1, if the prefill is remote.
 
-    Decode makes it after a local prefill, and continues a response that has tokens already. Only the first attempt
-    uses a hidden state: a later attempt must not depend on what was lost once.
+    The client's choice overrides the policy. Decode continues a response that has tokens already. Only the first
+    attempt uses a hidden state: a later attempt must not depend on what was lost once.
     """
-    if not remote or generated:
+    if generated:
         return BY_DECODE
     wanted = request.first_token or policy.first_token or BY_PREFILL
     if wanted == BY_PREFILL or (wanted == FROM_HIDDEN_STATE and attempt == 1):

@@ -198,8 +198,10 @@ class RetryState:
         """`migration_wait_s`: how long a response that has started may wait for another decode worker."""
         self._retries_left = retries_left
         self._migration_wait_s = migration_wait_s
-        self._failed: set[WorkerRef] = set()
-        self._avoided = set(avoided)
+        self.failed: frozenset[WorkerRef] = frozenset()
+        """Workers that may not be asked again."""
+        self.avoided = frozenset(avoided)
+        """Workers that may be asked only when no other is left."""
         self._full_until_s: dict[WorkerRef, float] = {}
         """By time.monotonic."""
         self.prefill_excluded = False
@@ -211,24 +213,14 @@ class RetryState:
         """The error of the latest attempt."""
 
     @property
-    def failed(self) -> frozenset[WorkerRef]:
-        """Workers that may not be asked again."""
-        return frozenset(self._failed)
-
-    @property
     def excluded(self) -> frozenset[WorkerRef]:
         """Workers that may not be asked now: failed ones, and decode workers that were full just now."""
-        return frozenset(self._failed | self._full_until_s.keys())
+        return self.failed | self._full_until_s.keys()
 
     @property
     def full(self) -> bool:
         """Whether a decode worker was full just now."""
         return bool(self._full_until_s)
-
-    @property
-    def avoided(self) -> frozenset[WorkerRef]:
-        """Workers that may be asked only when no other is left."""
-        return frozenset(self._avoided)
 
     @property
     def local_only(self) -> bool:
@@ -242,14 +234,15 @@ class RetryState:
 
     def exclude_worker(self, ref: WorkerRef) -> None:
         """Excludes a worker that left before it was asked."""
-        self._failed.add(ref)
+        self.failed |= {ref}
 
     def readmit_full_workers(self) -> None:
         """Admits decode workers again after their pause."""
-        now_s = time.monotonic()
-        self._full_until_s = {
-            ref: until_s for ref, until_s in self._full_until_s.items() if until_s > now_s
-        }
+        if self._full_until_s:
+            now_s = time.monotonic()
+            self._full_until_s = {
+                ref: until_s for ref, until_s in self._full_until_s.items() if until_s > now_s
+            }
 
     def record_failure(
         self,
@@ -274,12 +267,12 @@ class RetryState:
         if rule.exclude_prefill:
             self.prefill_excluded = True
             if failed.prefill_worker is not None:
-                self._failed.add(failed.prefill_worker)
+                self.failed |= {failed.prefill_worker}
         match rule.decode:
             case Decode.AVOID:
-                self._avoided.add(failed.decode_worker)
+                self.avoided |= {failed.decode_worker}
             case Decode.EXCLUDE:
-                self._failed.add(failed.decode_worker)
+                self.failed |= {failed.decode_worker}
             case Decode.EXCLUDE_WHILE_FULL:
                 self._exclude_for(failed.decode_worker, _FULL_WORKER_PAUSE_S)
             case Decode.EXCLUDE_WHILE_TAKEN:

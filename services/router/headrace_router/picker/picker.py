@@ -135,7 +135,7 @@ class EndpointPicker:
         table = self.workers.table(prepared.model)
         allowed = {worker.ref for worker in table.workers if _is_allowed(worker, subset)}
         avoided = [worker.ref.worker_id for worker in table.workers if worker.ref not in allowed]
-        with self.tracer.record(request_id, stored=False) as record:
+        with self.tracer.record(request_id) as record:
             decision = self.dispatcher.route(prepared, record, deadline, avoided)
         worker = decision.worker
         if worker.ref not in allowed:

@@ -92,8 +92,8 @@ class AffinityWaits:
         """`on_end` gets each task with a wait that has ended, which waits here no more."""
         self.wait_s = wait_s
         self._on_end = on_end
-        self._waits: dict[int, tuple[float, tuple[WorkerRef, ...]]] = {}
-        self._by_end: SortedDict[tuple[float, int], QueuedTask] = SortedDict()
+        # In the order in which they end.
+        self._waits: dict[int, tuple[float, tuple[WorkerRef, ...], QueuedTask]] = {}
         self._by_worker: dict[tuple[WorkerRef, Priority], SortedDict[TaskOrder, QueuedTask]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -103,9 +103,7 @@ class AffinityWaits:
     def add(self, queued: QueuedTask, refs: tuple[WorkerRef, ...], now_s: float) -> None:
         """A task waits for these workers from now on."""
         queued.affinity_wait_started()
-        end_s = now_s + self.wait_s
-        self._waits[queued.number] = end_s, refs
-        self._by_end[end_s, queued.number] = queued
+        self._waits[queued.number] = now_s + self.wait_s, refs, queued
         for ref in refs:
             waiting = self._by_worker.setdefault((ref, queued.priority), SortedDict())
             waiting[queued.order] = queued
@@ -113,8 +111,7 @@ class AffinityWaits:
 
     def remove(self, queued: QueuedTask) -> None:
         """Removes a task that waits."""
-        end_s, refs = self._waits.pop(queued.number)
-        del self._by_end[end_s, queued.number]
+        _, refs, _ = self._waits.pop(queued.number)
         for ref in refs:
             waiting = self._by_worker[ref, queued.priority]
             del waiting[queued.order]
@@ -130,16 +127,16 @@ class AffinityWaits:
         return self._by_worker.get((ref, priority), _NO_TASKS).values()  # type: ignore[no-any-return]
 
     def _start_timer(self) -> None:
-        if self._timer is None and self._by_end:
-            (end_s, _), _ = self._by_end.peekitem(0)
+        if self._timer is None and self._waits:
+            end_s, *_ = next(iter(self._waits.values()))
             delay_s = max(0.0, end_s - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_waits)
 
     def _end_waits(self) -> None:
         self._timer = None
         now_s = time.monotonic()
-        while self._by_end and self._by_end.peekitem(0)[0][0] <= now_s:
-            queued: QueuedTask = self._by_end.peekitem(0)[1]
+        ended = [queued for end_s, _, queued in self._waits.values() if end_s <= now_s]
+        for queued in ended:
             self.remove(queued)
             self._on_end(queued)
         self._start_timer()

@@ -18,8 +18,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.latency.clocks import ClockOffset
 from headrace_common.latency.steps import (
     BY_DECODE,
-    BY_HIDDEN,
-    BY_PREFILL,
+    MAKERS,
     decode_steps,
     prefill_steps,
 )
@@ -34,10 +33,6 @@ from headrace_router.prefill_queue.task import QueuedTask
 
 _WORKERS_MAX: Final = 4_096
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
-_MAKERS: Final = {
-    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: BY_PREFILL,
-    first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN: BY_HIDDEN,
-}
 
 
 class WorkerClocks:
@@ -108,12 +103,10 @@ class RoutedAttempt(AttemptRecord):
         """No workers could be chosen."""
         self.route_error, self.route_end = error.detail, now_us()
 
-    def started(
-        self, context: SpanContext, transfer_id: str, *, number: int, generated_tokens: int
-    ) -> None:
+    def started(self, context: SpanContext, transfer_id: str, *, generated_tokens: int) -> None:
         """The attempt has these ids. `generated_tokens` are those that the answer has already."""
         self.context, self.transfer_id, self.begin = context, transfer_id, now_us()
-        self.number, self.generated_tokens = number, generated_tokens
+        self.generated_tokens = generated_tokens
 
     def opened(
         self, answer: LinkedAnswer, first_token: first_token_pb2.FirstTokenPolicy.ValueType
@@ -122,7 +115,7 @@ class RoutedAttempt(AttemptRecord):
         self._start_ns, self._answer = time.monotonic_ns(), answer
         self.start = self._start_ns // 1_000
         self.remote = self.decision is not None and self.decision.remote
-        self.first_token_by = _MAKERS.get(first_token, BY_DECODE)
+        self.first_token_by = MAKERS.get(first_token, BY_DECODE)
 
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""

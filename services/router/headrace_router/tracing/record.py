@@ -185,32 +185,35 @@ class TraceRecord:
     def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> None:
         """The trace has another request."""
         self.sequence, self._start_unix_ns = sequence, start_unix_ns
+        if not self.names:
+            self.names = (request_id,)
+            return
         others = [name for name in self.names if name != request_id]
         self.names = (*others[1 - NAMES_PER_TRACE_MAX :], request_id)
 
-    def add(self, span: otlp_pb2.Span, stored: StoredSpan, bytes_max: int) -> bool:
-        """Adds a span, or replaces the span with its id. False when the trace has no room for it."""
+    def add(self, span: otlp_pb2.Span, stored: StoredSpan, bytes_max: int) -> int | None:
+        """Adds a span, or replaces the span with its id. The bytes that it adds, None when the trace has no room."""
         sent = self._sent = self._sent or _SentSpans()
         previous = sent.spans.get(span.span_id)
-        trace_bytes = self.stored_bytes + stored[_BYTES]
+        size = stored[_BYTES]
         if previous is not None:
-            trace_bytes -= previous[_BYTES]
+            size -= previous[_BYTES]
         elif self.span_count >= SPANS_PER_TRACE_MAX:
-            return False
-        if trace_bytes > bytes_max:
-            return False
+            return None
+        if self.stored_bytes + size > bytes_max:
+            return None
         sent.add(span, stored)
-        self.stored_bytes = trace_bytes
-        return True
+        self.stored_bytes += size
+        return size
 
-    def add_request(self, request: RequestRecord, bytes_max: int) -> bool:
-        """Adds a request that has ended. False when the trace has no room for it."""
-        trace_bytes = self.stored_bytes + request.stored_bytes
-        if trace_bytes > bytes_max:
-            return False
+    def add_request(self, request: RequestRecord, bytes_max: int) -> int | None:
+        """Adds a request that has ended. The bytes that it adds, None when the trace has no room."""
+        size = request.stored_bytes
+        if self.stored_bytes + size > bytes_max:
+            return None
         self._requests += (request,)
-        self.stored_bytes = trace_bytes
-        return True
+        self.stored_bytes += size
+        return size
 
     def contents(self) -> TraceContents:
         """What a reader gets."""

@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from headrace.inference.v1 import trace_pb2
@@ -95,7 +94,11 @@ class TraceStore:
                 dropped[DROPPED_SPAN] = dropped.get(DROPPED_SPAN, 0) + 1
                 continue
             stored: StoredSpan = (service, worker_id, content, stored_bytes(size))
-            self._add(trace_id, partial(TraceRecord.add, span=span, stored=stored), dropped)
+            with self._lock:
+                record = self._find(trace_id)
+                if record is not None:
+                    added = record.add(span, stored, self._limits.trace_bytes)
+                    self._count(added, dropped)
         self._report(dropped)
 
     def keep(self, trace_id: str) -> None:
@@ -116,8 +119,12 @@ class TraceStore:
     def end_request(self, request: RequestRecord) -> None:
         """A request of `start_trace` has ended. Ignored for unknown traces."""
         dropped: dict[str, int] = {}
-        self._add(request.trace_id, partial(TraceRecord.add_request, request=request), dropped)
-        self._report(dropped)
+        with self._lock:
+            record = self._find(request.trace_id)
+            if record is not None:
+                self._count(record.add_request(request, self._limits.trace_bytes), dropped)
+        if dropped:
+            self._report(dropped)
 
     def get(self, name: str) -> trace_pb2.Trace:
         """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
@@ -163,19 +170,15 @@ class TraceStore:
         stored = [*self._ordinary.items(), *self._kept.items()]
         return sorted(stored, key=lambda one: -one[1].sequence)
 
-    def _add(self, trace_id: str, add: Callable[..., bool], dropped: dict[str, int]) -> None:
-        """Calls `add` with the trace's record. Does nothing for an unknown trace."""
-        with self._lock:
-            record = self._find(trace_id)
-            if record is None:
-                return
-            before = record.stored_bytes
-            if not add(record, bytes_max=self._limits.trace_bytes):
-                dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
-            self.stored_bytes += record.stored_bytes - before
-            while self.stored_bytes > self._limits.total_bytes:
-                removed = self._remove_oldest()
-                dropped[DROPPED_STORE] = dropped.get(DROPPED_STORE, 0) + removed.span_count
+    def _count(self, added_bytes: int | None, dropped: dict[str, int]) -> None:
+        """Counts bytes that a trace has got in addition. None: it has no room for more."""
+        if added_bytes is None:
+            dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
+            return
+        self.stored_bytes += added_bytes
+        while self.stored_bytes > self._limits.total_bytes:
+            removed = self._remove_oldest()
+            dropped[DROPPED_STORE] = dropped.get(DROPPED_STORE, 0) + removed.span_count
 
     def _report(self, dropped: dict[str, int]) -> None:
         for reason, count in dropped.items():

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -91,11 +90,13 @@ _RECONNECT_S = 0.5
 class LoadReservation:
     """A request placed on a worker. It keeps the worker's channel and links open until released."""
 
+    __slots__ = ("_connection", "links", "routed", "status_count", "tokens")
+
     def __init__(
         self, connection: WorkerConnection, tokens: int, status_count: int, *, routed: bool
     ) -> None:
         """`status_count`: how many statuses had arrived from the worker. `routed`: see WorkerDirectory.reserve_load."""
-        self._connection = connection
+        self._connection: WorkerConnection | None = connection
         self.tokens = tokens
         self.status_count = status_count
         self.routed = routed
@@ -103,23 +104,9 @@ class LoadReservation:
 
     def release(self) -> None:
         """The request has ended. Repeats are ignored."""
-        self._connection.release(self)
-
-
-@dataclass(slots=True)
-class _ReservedLoad:
-    """Sums over reservations, so that no change of the load reads all of them."""
-
-    requests: int = 0
-    tokens: int = 0
-
-    def add(self, tokens: int) -> None:
-        self.requests += 1
-        self.tokens += tokens
-
-    def remove(self, tokens: int) -> None:
-        self.requests -= 1
-        self.tokens -= tokens
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release(self)
 
 
 class WorkerConnection:
@@ -162,10 +149,10 @@ class WorkerConnection:
         self.links = DecodeLinks(lambda: self.channel, load)
         self._dials = dials
         self._retry = RetryDelay(_RECONNECT_S)
-        self._reservations: set[LoadReservation] = set()
-        self._reserved = _ReservedLoad()
+        # Sums over reservations, so that no change of the load reads all of them.
+        self._requests = self._tokens = 0
         # Of the reservations since the latest status.
-        self._unreported = _ReservedLoad()
+        self._new_requests = self._new_tokens = 0
         self._status_count = 0
         self._external_requests = 0
         self.prompts = PromptQueue()
@@ -216,15 +203,14 @@ class WorkerConnection:
     def load(self) -> Load:
         """What the worker reported, and what this router has reserved on it since."""
         status = self._status or worker_pb2.WatchStatusResponse()
-        reserved, unreported = self._reserved, self._unreported
         reported = status.running_requests + status.waiting_requests
         block_tokens = self.worker.layout.block_tokens
         held_blocks = status.reserved_blocks + status.quarantined_blocks
         return Load(
-            requests=max(reported + unreported.requests, reserved.requests),
+            requests=max(reported + self._new_requests, self._requests),
             external_requests=self._external_requests,
             # The worker may have sent its status before the latest requests reached it.
-            held_tokens=max(held_blocks * block_tokens + unreported.tokens, reserved.tokens),
+            held_tokens=max(held_blocks * block_tokens + self._new_tokens, self._tokens),
             total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None and not self.stuck,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
@@ -242,14 +228,15 @@ class WorkerConnection:
     def reserve(self, tokens: int, *, routed: bool) -> LoadReservation:
         """Counts a request of `tokens` as placed on the worker. `routed`: see WorkerDirectory.reserve_load."""
         reservation = LoadReservation(self, tokens, self._status_count, routed=routed)
-        self._reservations.add(reservation)
         if routed:
             self._routed_count += 1
             if self._routed_count == 1:
                 self._routed_since_s = asyncio.get_running_loop().time()
                 self._update_due()
-        self._reserved.add(tokens)
-        self._unreported.add(tokens)
+        self._requests += 1
+        self._tokens += tokens
+        self._new_requests += 1
+        self._new_tokens += tokens
         self._on_reserved(self)
         return reservation
 
@@ -259,17 +246,18 @@ class WorkerConnection:
 
     def release(self, reservation: LoadReservation) -> None:
         """See LoadReservation.release."""
-        if reservation in self._reservations:
-            self._reservations.remove(reservation)
-            if reservation.routed:
-                self._routed_count -= 1
-                if not self._routed_count:
-                    self._update_due()
-            self._reserved.remove(reservation.tokens)
-            if reservation.status_count == self._status_count:
-                self._unreported.remove(reservation.tokens)
+        if reservation.routed:
+            self._routed_count -= 1
+            if not self._routed_count:
+                self._update_due()
+        self._requests -= 1
+        self._tokens -= reservation.tokens
+        if reservation.status_count == self._status_count:
+            self._new_requests -= 1
+            self._new_tokens -= reservation.tokens
         self._on_reserved(self)
-        self._close_if_unused()
+        if self._retired:
+            self._close_if_unused()
 
     def mark_unreachable(self) -> None:
         """A connection to the worker has broken: it is unreachable until its next status."""
@@ -301,8 +289,8 @@ class WorkerConnection:
         if status is not None:
             self._status_count += 1
             reported = status.running_requests + status.waiting_requests
-            self._external_requests = max(0, reported - self._reserved.requests)
-            self._unreported = _ReservedLoad()
+            self._external_requests = max(0, reported - self._requests)
+            self._new_requests = self._new_tokens = 0
             self._status_s = asyncio.get_running_loop().time()
             self._set_stuck(_stall_of(status))
             if status.HasField("times"):
@@ -403,7 +391,7 @@ class WorkerConnection:
             self._reading.reschedule(self._due_s())
 
     def _close_if_unused(self) -> None:
-        if self._retired and not self._reservations and self._closing is None:
+        if self._retired and not self._requests and self._closing is None:
             self._closing = asyncio.create_task(self.close())
 
 

@@ -50,11 +50,12 @@ class PromptsUnderWay:
         prompts = self._by_start.get(_start_of(token_ids, cache_salt))
         if prompts is None:
             return cached_tokens
-        words, common = token_ids.tobytes(), dict[WorkerRef, int]()
+        words, tokens_max = token_ids.tobytes(), len(token_ids)
+        common: dict[WorkerRef, int] = {}
         for prompt in islice(reversed(prompts), _COMPARED_MAX):
             known = common.get(prompt.ref, 0)
             # Most prompts that run at the same time are equal, so that the first comparison finds all.
-            if known < min(len(prompt.token_ids), len(token_ids)):
+            if known < tokens_max:
                 size = _common_size(prompt.token_ids.tobytes(), words)
                 common[prompt.ref] = max(known, size // token_ids.itemsize)
         for ref, tokens in common.items():

@@ -92,7 +92,7 @@ async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
         started.set()
         await asyncio.Event().wait()
 
-    rig.router.admission._images.pool.capacity = 2**20
+    rig.router.admission._shared.images.pool.capacity = 2**20
     await rig.add_decode(recite(1, wait))
     large = image_file(form="JPEG", comment=b"x" * 60_000) + bytes(2**21)
     first = asyncio.create_task(ask(rig, [large], prefill_placement=0))

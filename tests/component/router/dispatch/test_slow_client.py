@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -12,6 +12,7 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_frontend.request.response_stream import PENDING_TOKENS_MAX, ResponseStream
+from headrace_router.decode_link.link import WINDOW_TOKENS
 from tests.kit.router import Rig, text_of
 from tests.kit.workers import FakeDecode, finished, reserved, tokens
 from tests.waiting import let_a_wrong_step_show
@@ -39,12 +40,12 @@ class Watched:
         self.most_pending = 0
         add = ResponseStream.add_tokens
 
-        async def observed(response: ResponseStream, tokens: decode_pb2.Tokens) -> None:
+        def observed(response: ResponseStream, token_ids: Sequence[int], *more: Any) -> bool:
             if bytes(response.request.token_ids.tolist()).decode() == _FLOOD:
                 self.batches += 1
-                pending = len(response._pending.token_ids) + len(tokens.token_ids)
+                pending = len(response._generated) - response._sent + len(token_ids)
                 self.most_pending = max(self.most_pending, pending)
-            await add(response, tokens)
+            return add(response, token_ids, *more)
 
         monkeypatch.setattr(ResponseStream, "add_tokens", observed)
 
@@ -71,7 +72,7 @@ async def test_a_client_that_does_not_read_blocks_only_its_own_decode_stream(
         received = len((await slow.read()).token_ids)
         batches = await _settled(lambda: watched.batches)
         assert batches < _PIECES / 2
-        assert watched.most_pending <= PENDING_TOKENS_MAX + len(_PIECE)
+        assert watched.most_pending <= PENDING_TOKENS_MAX + WINDOW_TOKENS
         responses = await asyncio.gather(*(rig.ask(f"other {n}") for n in range(4)))
         assert all(text_of(response) == _PIECE * 20 for response in responses)
         assert watched.batches == batches, "the slow client is still not read from"

@@ -7,27 +7,10 @@ import time
 import pytest
 
 from headrace_common.process import pacing
-from headrace_common.process.pacing import GAP_MAX_S, GAP_MIN_S, FlushPace, LoopLoad
+from headrace_common.process.pacing import GAP_MAX_S, GAP_MIN_S, LoopLoad
 
 MANY, SOME, FEW = 2_000.0, 500.0, 50.0
 """Messages of all streams, a second."""
-
-
-def test_slow_tokens_are_sent_at_once() -> None:
-    pace = FlushPace(LoopLoad())
-    assert pace.due_s < 0.0
-
-
-def test_fast_tokens_are_batched_for_the_gap() -> None:
-    pace = FlushPace(LoopLoad())
-    pace.record_flush(100.0)
-    assert pace.due_s == pytest.approx(100.0 + GAP_MIN_S)
-
-
-def test_tokens_that_come_joined_wait_for_half_of_the_gap() -> None:
-    pace = FlushPace(LoopLoad(), paced=True)
-    pace.record_flush(100.0)
-    assert pace.due_s == pytest.approx(100.0 + 0.5 * GAP_MIN_S)
 
 
 def test_the_gap_follows_the_load_within_its_bounds() -> None:
@@ -48,16 +31,14 @@ def test_the_gap_grows_while_the_thread_computes_and_shrinks_while_it_sleeps(
     now_s, busy_s = 100.0, 0.0
     monkeypatch.setattr(pacing, "_busy_seconds", lambda: busy_s)
     load = LoopLoad()
-    pace = FlushPace(load)
-    load.update(now_s)
+    load.message_sent(now_s)
     for _ in range(200):
         now_s, busy_s = now_s + 0.0005, busy_s + 0.0005
-        pace.record_flush(now_s)
-        load.update(now_s)
+        load.message_sent(now_s)
     assert load.gap_s > GAP_MIN_S
     for _ in range(100):
         now_s += 0.06
-        load.update(now_s)
+        assert load.message_sent(now_s) == load.gap_s
     assert load.gap_s == GAP_MIN_S
 
 

@@ -67,13 +67,12 @@ def admitted(record: RequestRecord, found: RequestTimestamps) -> OwnRecord:
 
 def respond(record: RequestRecord, first_us: int) -> None:
     """The first token came at `first_us`, and its message left 10 us later."""
-    times = SimpleNamespace(
-        first_token_unix_ns=1_000 * first_us,
-        second_token_unix_ns=0,
-        first_message_unix_ns=1_000 * first_us + 10_000,
-        monotonic_us=lambda unix_ns: unix_ns // 1_000,
+    response: Any = SimpleNamespace(
+        started=True,
+        first_token_ns=1_000 * first_us,
+        second_token_ns=0,
+        first_message_ns=1_000 * first_us + 10_000,
     )
-    response: Any = SimpleNamespace(started=True, times=times)
     record.response = response
 
 

@@ -35,6 +35,11 @@ def _tokens(text: str) -> decode_pb2.Tokens:
     )
 
 
+def _add(stream: ResponseStream, tokens: decode_pb2.Tokens) -> bool:
+    """As an attempt does."""
+    return stream.add_tokens(tokens.token_ids, tokens.logprobs, tokens.prompt_logprobs)
+
+
 def _finish(stream: ResponseStream, reason: sampling_pb2.FinishReason.ValueType = _LENGTH) -> None:
     stream.finish(reason, inference_pb2.Usage(), inference_pb2.Timing())
 
@@ -52,12 +57,12 @@ def _stopped(stream: ResponseStream) -> bool:
 
 async def test_the_first_token_is_sent_at_once_and_later_tokens_share_a_message() -> None:
     stream = _response()
-    await stream.add_tokens(_tokens("a"))
+    _add(stream, _tokens("a"))
     first = await stream.next_message()
     assert first is not None
     assert (first.text, first.trace_id, first.request_id) == ("a", "trace", "r1")
-    await stream.add_tokens(_tokens("b"))
-    await stream.add_tokens(_tokens("cd"))
+    _add(stream, _tokens("b"))
+    _add(stream, _tokens("cd"))
     _finish(stream)
     (last,) = await _rest(stream)
     assert (last.text, list(last.token_ids), len(last.logprobs)) == ("bcd", [98, 99, 100], 3)
@@ -76,9 +81,9 @@ async def test_an_empty_response_has_a_last_message() -> None:
 
 async def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_counted() -> None:
     stream = _response("END")
-    await stream.add_tokens(_tokens("xE"))
+    _add(stream, _tokens("xE"))
     assert not _stopped(stream)
-    await stream.add_tokens(_tokens("NDyy"))
+    _add(stream, _tokens("NDyy"))
     assert _stopped(stream)
     _finish(stream)
     responses = await _rest(stream)
@@ -89,7 +94,7 @@ async def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_counted() -
 
 async def test_a_stop_token_has_no_text() -> None:
     stream = _response(stop_token_ids=(ord("!"),))
-    await stream.add_tokens(_tokens("a!"))
+    _add(stream, _tokens("a!"))
     _finish(stream, _STOP)
     responses = await _rest(stream)
     assert "".join(response.text for response in responses) == "a"
@@ -98,7 +103,7 @@ async def test_a_stop_token_has_no_text() -> None:
 
 async def test_an_error_is_raised_after_the_tokens_before_it() -> None:
     stream = _response()
-    await stream.add_tokens(_tokens("a"))
+    _add(stream, _tokens("a"))
     stream.fail(WorkerGone("away"))
     first = await stream.next_message()
     assert first is not None
@@ -107,17 +112,21 @@ async def test_an_error_is_raised_after_the_tokens_before_it() -> None:
         await stream.next_message()
 
 
-async def test_a_slow_client_blocks_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_client_leaves_no_room_until_it_has_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("headrace_frontend.request.response_stream.PENDING_TOKENS_MAX", 4)
-    stream = _response()
-    adding = asyncio.create_task(stream.add_tokens(_tokens("abcde")))
-    await asyncio.sleep(0.01)
-    assert not adding.done()
+    stream, drained = _response(), Mock()
+    assert _add(stream, _tokens("abcd"))
+    assert not _add(stream, _tokens("e"))
+    stream.when_drained(drained)
     response = await stream.next_message()
     assert response is not None
     assert response.text == "abcde"
-    async with asyncio.timeout(1):
-        await adding
+    drained.assert_called_once_with()
+    assert _add(stream, _tokens("f"))
+    await stream.next_message()
+    drained.assert_called_once_with()
 
 
 class _FixedLoad(LoopLoad):
@@ -158,7 +167,7 @@ async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     stream, sent = _response("END", load=_FixedLoad()), _Sent()
     stream.use_outlet(sent, Mock(side_effect=AssertionError))
     for text in ("a", "bE", "NDx"):
-        await stream.add_tokens(_ids(text))
+        _add(stream, _ids(text))
     _finish(stream, _STOP)
     last = await stream.next_message()
     assert last is not None
@@ -173,7 +182,7 @@ async def test_a_token_without_text_is_dropped_only_where_text_is_enough(takes_t
     stream.use_outlet(sent, Mock(side_effect=AssertionError))
     half, rest = "é".encode()[:1], "é".encode()[1:]
     for token_ids in (b"a", half, rest):
-        await stream.add_tokens(decode_pb2.Tokens(token_ids=token_ids))
+        _add(stream, decode_pb2.Tokens(token_ids=token_ids))
     later = [list(one.token_ids) for one in sent.messages][1:]
     assert (later, sent.texts) == (([], ["", "é"]) if takes_text else ([[half[0]], [rest[0]]], []))
 
@@ -181,12 +190,12 @@ async def test_a_token_without_text_is_dropped_only_where_text_is_enough(takes_t
 async def test_a_client_that_takes_no_message_gets_all_later_ones_from_a_reader_in_order() -> None:
     stream, sent, need_reader = _response(load=_FixedLoad()), _Sent(), Mock()
     stream.use_outlet(sent, need_reader)
-    await stream.add_tokens(_ids("a"))
+    _add(stream, _ids("a"))
     need_reader.assert_not_called()
     sent.writable = False
-    await stream.add_tokens(_ids("b"))
+    _add(stream, _ids("b"))
     sent.writable = True
-    await stream.add_tokens(_ids("c"))
+    _add(stream, _ids("c"))
     message = await stream.next_message()
     assert message is not None
     assert (message.text, sent.texts, [one.text for one in sent.messages]) == ("bc", [], ["a"])
@@ -204,8 +213,8 @@ async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
     needed = asyncio.Event()
     stream.use_outlet(Broken(), needed.set)
     load.gap_s = GAP_S
-    await stream.add_tokens(_ids("a"))
-    await stream.add_tokens(_ids("b"))
+    _add(stream, _ids("a"))
+    _add(stream, _ids("b"))
     async with asyncio.timeout(10):
         await needed.wait()
         with pytest.raises(ValueError, match="a bug"):
@@ -222,7 +231,7 @@ async def test_a_stop_string_ends_no_answer_before_its_least_length(
 ) -> None:
     stream = _response("EN", min_tokens=min_tokens)
     for piece in ["xENDyENDz"] if together else "xENDyENDz":
-        await stream.add_tokens(_tokens(piece))
+        _add(stream, _tokens(piece))
     expected = {0: "x", 2: "x", 3: "xENDy", 4: "xENDy"}.get(min_tokens, text)
     _finish(stream)
     assert "".join(response.text for response in await _rest(stream)) == expected
@@ -231,7 +240,7 @@ async def test_a_stop_string_ends_no_answer_before_its_least_length(
 async def test_the_text_of_a_stop_token_may_be_kept() -> None:
     for kept, text in ((False, "x"), (True, "xE")):
         stream = _response(stop_token_ids=[ord("E")], include_stop_str_in_output=kept)
-        await stream.add_tokens(_tokens("xE"))
+        _add(stream, _tokens("xE"))
         _finish(stream, _STOP)
         assert "".join(response.text for response in await _rest(stream)) == text
 
@@ -263,7 +272,7 @@ def _long(tokens: int, *, generated: bytes = b"") -> ResponseStream:
 
 async def test_the_logprobs_of_a_prompt_precede_the_answer_in_bounded_messages() -> None:
     stream = _long(2_500)
-    await stream.add_tokens(_scored("a", 2_500))
+    _add(stream, _scored("a", 2_500))
     _finish(stream)
     _check_parts(await _rest(stream), 2_500)
 
@@ -272,7 +281,7 @@ async def test_a_reader_writes_the_logprobs_of_a_prompt_where_others_need_none()
     stream = _long(2_500)
     needed = asyncio.Event()
     stream.use_outlet(_Sent(), needed.set)
-    await stream.add_tokens(_scored("a", 2_500))
+    _add(stream, _scored("a", 2_500))
     assert needed.is_set()
     _finish(stream)
     _check_parts(await _rest(stream), 2_500)
@@ -280,7 +289,7 @@ async def test_a_reader_writes_the_logprobs_of_a_prompt_where_others_need_none()
 
 async def test_a_prompt_of_one_token_has_a_message_without_logprobs() -> None:
     stream = _long(1)
-    await stream.add_tokens(_scored("a", 1))
+    _add(stream, _scored("a", 1))
     _finish(stream)
     first, last = await _rest(stream)
     assert (list(first.prompt_token_ids), list(first.prompt_logprobs)) == ([120], [])
@@ -292,13 +301,13 @@ async def test_first_tokens_without_the_logprobs_of_the_prompt_are_an_error() ->
     # Those of another attempt too.
     for _ in range(2):
         with pytest.raises(ProtocolViolation, match="of 0 prompt tokens, not of 2"):
-            await stream.add_tokens(_ids("a"))
+            _add(stream, _ids("a"))
     assert not stream.started
 
 
 async def test_an_answer_that_continues_has_no_logprobs_of_the_prompt() -> None:
     stream = _long(3, generated=b"z")
-    await stream.add_tokens(_ids("a"))
+    _add(stream, _ids("a"))
     _finish(stream)
     (last,) = await _rest(stream)
     assert (last.text, list(last.prompt_token_ids)) == ("a", [])

@@ -15,6 +15,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, HeadraceError, WorkerGone
 from headrace_common.process.pacing import LoopLoad
 from headrace_router.decode_link.link import DecodeLink
+from tests.kit.link import KeptEvents
 
 
 class _Call:
@@ -52,13 +53,11 @@ def _from_grpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 
 async def _failure_on(failure: BaseException) -> HeadraceError:
     channel: Any = _Channel(_Call(failure))
-    link = DecodeLink(channel, lambda _: None, LoopLoad())
-    answer = link.open(
-        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}
-    )
+    link, sink = DecodeLink(channel, lambda _: None, LoopLoad()), KeptEvents()
+    link.open(decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}, sink)
     try:
         async with asyncio.timeout(5):
-            await answer.read()
+            await sink.read()
     except HeadraceError as error:
         return error
     raise AssertionError("the request did not fail")
@@ -85,10 +84,8 @@ async def test_a_broken_link_is_a_lost_worker(failure: BaseException) -> None:
 
 async def test_a_link_that_this_router_closes_is_none() -> None:
     channel: Any = _Channel(_Call(asyncio.CancelledError()))
-    link = DecodeLink(channel, lambda _: None, LoopLoad())
-    answer = link.open(
-        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}
-    )
+    link, sink = DecodeLink(channel, lambda _: None, LoopLoad()), KeptEvents()
+    link.open(decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}, sink)
     await link.close()
     with pytest.raises(Cancelled):
-        await answer.read()
+        await sink.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 from headrace_router.decode_link.link import OutgoingRequests
+from tests.kit.link import AnswerEvent, KeptEvents
 
 _STREAMS = (1, 2, 3, 4)
 # Requests of which each token has logprobs.
@@ -34,6 +36,20 @@ _EVENTS = st.one_of(
 )
 
 
+class _Reader(KeptEvents):
+    """Has room for no more while it has an event, and returns credit with the last one."""
+
+    def __init__(self, stream_id: int, window: int, grant: Callable[[int, int], None]) -> None:
+        super().__init__(has_room=False)
+        self.answer = LinkedAnswer(stream_id, window, grant, self)
+
+    def poll(self) -> AnswerEvent | None:
+        event = super().poll()
+        if not self._events:
+            self.answer.return_credit()
+        return event
+
+
 class _Link:
     """The pure parts of both ends, and messages on their way."""
 
@@ -45,16 +61,15 @@ class _Link:
         self.router = OutgoingRequests(bytes_max)
         self.up: deque[bytes] = deque()
         self.down: deque[bytes] = deque()
-        self.readers: dict[int, LinkedAnswer] = {}
+        self.readers: dict[int, _Reader] = {}
         self.generated: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.read_tokens: dict[int, list[int]] = {}
         self.read_ends: dict[int, str] = {}
         self.cancelled: set[int] = set()
         for stream_id in _STREAMS:
-            answer = LinkedAnswer(stream_id, window, self._grant)
-            self.readers[stream_id] = answer
-            self.answers.add(answer)
+            reader = self.readers[stream_id] = _Reader(stream_id, window, self._grant)
+            self.answers.add(reader.answer)
             stream = self.streams[stream_id] = self.worker.open(stream_id, window)
             stream.reserve(decode_pb2.Reserved(start_token=stream_id))
             self.generated[stream_id], self.read_tokens[stream_id] = [], []

@@ -22,7 +22,7 @@ REMOVED = 3
 def maker(policy: Any, attempt: int = 1, wanted: Any = 0) -> int:
     request: Any = SimpleNamespace(first_token=wanted)
     stored = registry_pb2.Policy(first_token=policy)
-    return first_token_maker(request, stored, True, 0, attempt)
+    return first_token_maker(request, stored, 0, attempt)
 
 
 @pytest.mark.parametrize(

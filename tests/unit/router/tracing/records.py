@@ -77,7 +77,7 @@ def ended(
 ) -> RequestRecord:
     """A request. Its clock of steps is that of its Unix times, in microseconds after START_UNIX_NS."""
     flags = TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT
-    first_unix_ns = START_UNIX_NS + 800_000 if attempts else 0
+    first_ns = 800_000 if attempts else 0
     return RequestRecord(
         arrival=0,
         tokenize=(10, 90) if attempts else None,
@@ -89,6 +89,6 @@ def ended(
         arrival_unix_ns=START_UNIX_NS,
         end_unix_ns=START_UNIX_NS + (1_000_000 if attempts else 70),
         end_us=1_000,
-        tokens_unix_ns=(first_unix_ns, 0, first_unix_ns and first_unix_ns + 100_000),
+        tokens_ns=(first_ns, 0, first_ns and first_ns + 100_000),
         error=error,
     )

@@ -6,6 +6,7 @@ import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from opentelemetry.trace import SpanContext
@@ -34,13 +35,9 @@ def queued_task() -> QueuedTask:
 
 
 def response_at(first_ns: int) -> Any:
-    times = SimpleNamespace(
-        first_token_unix_ns=first_ns,
-        second_token_unix_ns=0,
-        first_message_unix_ns=0,
-        monotonic_us=lambda unix_ns: unix_ns // 1_000,
+    return SimpleNamespace(
+        started=True, first_token_ns=first_ns, second_token_ns=0, first_message_ns=0
     )
-    return SimpleNamespace(started=True, times=times)
 
 
 async def started(clocks: WorkerClocks) -> tuple[RequestRecord, QueuedTask, int]:
@@ -55,7 +52,7 @@ async def started(clocks: WorkerClocks) -> tuple[RequestRecord, QueuedTask, int]
     )
     attempt = RoutedAttempt(start_ns // 1_000, worker_clocks=clocks)
     record.attempts.append(attempt)
-    answer = LinkedAnswer(1, 8, lambda *_: None)
+    answer = LinkedAnswer(1, 8, lambda *_: None, Mock())
     attempt.routed(decision(remote=True))
     attempt.opened(answer, first_token_pb2.FIRST_TOKEN_POLICY_DECODE)
     await asyncio.sleep(10e-6)

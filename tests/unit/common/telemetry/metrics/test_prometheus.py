@@ -34,7 +34,7 @@ def filled() -> MetricStore:
     )
     for value in (0.0004, 0.003, 70.0):
         first.record(value, "m")
-    first.record(0.004, "m", trace_id=TRACE)
+    first.record(0.004, "m", example=(TRACE, 1.5))
     return store
 
 
