@@ -204,9 +204,9 @@ class RequestPreparer:
         size_bytes = request.ByteSize()
         if size_bytes <= _INLINE_BYTES or self._is_quick(request, size_bytes):
             return prepare_request()
-        # An image is hashed, which takes less time than tokenizing.
-        cost_bytes = size_bytes - image_bytes(request.chat) * 255 // 256
-        return await self._threads.run(tenant, cost_bytes, prepare_request)
+        # An image is hashed, and its metadata is read, which takes less time than tokenizing.
+        cost_bytes = size_bytes - image_bytes(request.chat) * 31 // 32
+        return await self._threads.run(tenant, max(cost_bytes, _INLINE_BYTES + 1), prepare_request)
 
     def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
         """Whether a request has little but a prompt that is encoded fast."""
