@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.callers.bounds import OneEach
+from headrace_common.callers.bounds import FewEach
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
@@ -42,7 +42,7 @@ class TextThreads:
 
     def __init__(self) -> None:
         self._threads = [
-            (ThreadPoolExecutor(1, name, initializer=lower_priority), OneEach())
+            (ThreadPoolExecutor(1, name, initializer=lower_priority), FewEach())
             for name in ("short-texts", "long-texts")
         ]
 
