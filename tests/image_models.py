@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -66,3 +68,15 @@ def image_file(
     with BytesIO() as file:
         Image.new("RGB", (width, height), color).save(file, form, **options)
         return file.getvalue()
+
+
+def png_chunk(kind: bytes, content: bytes = b"") -> bytes:
+    """A part of a PNG."""
+    checksum = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + checksum
+
+
+def png_head(width: int, height: int) -> bytes:
+    """The start of a PNG of this size, up to its pixels."""
+    size = struct.pack(">II", width, height)
+    return image_file()[:8] + png_chunk(b"IHDR", size + image_file()[24:29])

@@ -1,25 +1,40 @@
-"""Images in prompts: their sizes, and how many placeholder tokens each becomes. No pixel is decoded."""
+"""Images in prompts: their sizes, and how many placeholder tokens each becomes. No pixel is decoded.
+
+Only the heads of files are read, in a bounded number of steps. Nothing is decompressed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from io import BytesIO
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 IMAGE_PIXELS_MAX: Final = 64 * 1024 * 1024
 """Most pixels of one image."""
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+IMAGES_PIXELS_MAX: Final = 128 * 1024 * 1024
+"""Most pixels of all images of one request. A worker has them all in memory, with four bytes or more for each."""
+IMAGE_PARTS_MAX: Final = 16_384
+"""Most parts, such as chunks, segments and blocks, up to the end of an image's metadata."""
 _ORIENTATION: Final = 0x0112
 # Orientations that exchange width and height.
 _TURNED: Final = frozenset((5, 6, 7, 8))
-_PNG_HEAD: Final = b"\x89PNG\r\n\x1a\n"
-_PNG_LATE: Final = frozenset((b"eXIf", b"iTXt", b"tEXt", b"zTXt"))
+_EXIF: Final = b"Exif\0\0"
+# A list of tags is at the start, and has a step for each.
+_EXIF_BYTES_MAX: Final = 65_536
+_XMP: Final = b"http://ns.adobe.com/xap/1.0/\0"
+_XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 # A chunk of a PNG has its length, type and checksum beside its content.
 _PNG_CHUNK_BYTES: Final = 12
-_PNG_CHUNKS_MAX: Final = 65_536
-_READS_MAX: Final = 8_192
+_JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xfe])")
+_JPEG_SIZES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_SCAN: Final = 0xDA
+# Markers without a length, and the segments that no decoder of pixels needs.
+_JPEG_BARE: Final = frozenset(range(0xD0, 0xDA))
+_JPEG_UNUSED: Final = frozenset((0xFE, *range(0xE1, 0xF0))) - {0xEE}
+_GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL = 0x21, 0x2C, 0xF9
 _ASPECT_RATIO_MAX: Final = 200
 
 Config: TypeAlias = Mapping[str, Any]
@@ -42,64 +57,183 @@ class ImageRule:
 
 def image_size(data: bytes) -> tuple[int, int]:
     """Width and height of an image as it is seen, so by its orientation. Raises ImageRejected."""
-    # Most processes see no image.
-    from PIL import Image
+    head = _read_head(data)
+    return (head.height, head.width) if head.is_turned else (head.width, head.height)
 
+
+def without_unused_parts(data: bytes) -> bytes:
+    """The file without texts, colour profiles and other parts of which no pixel depends. Raises ImageRejected.
+
+    Decoders decompress such parts, or take a step for each.
+    """
+    return b"".join(data[start:end] for start, end in _read_head(data).kept)
+
+
+@dataclass(slots=True)
+class _Head:
+    """What the head of a file tells. `kept` has starts and ends of the parts that pixels and orientation depend on."""
+
+    width: int = 0
+    height: int = 0
+    exif: bytes = b""
+    xmp: bytes = b""
+    kept: list[tuple[int, int]] = field(default_factory=list)
+
+    def set_size(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+
+    def add_metadata(self, content: bytes) -> None:
+        """Of a segment that has Exif or XMP behind its name."""
+        if content.startswith(_EXIF):
+            self.exif = self.exif or content.removeprefix(_EXIF)
+        elif content.startswith(_XMP):
+            self.xmp = content
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether width and height are exchanged. Metadata that cannot be read turns nothing."""
+        orientation = _exif_orientation(self.exif[:_EXIF_BYTES_MAX])
+        if orientation is None and (found := _XMP_ORIENTATION.search(self.xmp)):
+            orientation = int(found[1])
+        return orientation in _TURNED
+
+
+def _read_head(data: bytes) -> _Head:
+    read = next((one for start, one in _READERS.items() if data.startswith(start)), None)
+    head = _Head()
     try:
-        with Image.open(_Head(_with_late_chunks_first(data)), formats=_FORMATS) as image:
-            width, height = image.size
-            # The method of a PNG would decode the pixels to find metadata behind them.
-            turned = _is_turned(lambda: Image.Image.getexif(image))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ImageRejected(f"has more than {IMAGE_PIXELS_MAX} pixels; scale it down") from None
-    except Exception:  # noqa: BLE001 - a parser's errors for broken files are of many types
+        if read is not None:
+            read(data, head, iter(range(IMAGE_PARTS_MAX)))
+    except (struct.error, IndexError):
+        head.set_size(0, 0)
+    except StopIteration:
+        raise ImageRejected(
+            f"has metadata of more than {IMAGE_PARTS_MAX} parts; save it without metadata"
+        ) from None
+    if head.width * head.height == 0:
         raise ImageRejected(
             "is no image that can be read; send a whole file of PNG, JPEG, WebP or GIF"
-        ) from None
-    if width * height > IMAGE_PIXELS_MAX:
-        raise ImageRejected(
-            f"has {width} times {height} pixels, and at most {IMAGE_PIXELS_MAX} are allowed; scale it down"
         )
-    return (height, width) if turned else (width, height)
+    if head.width * head.height > IMAGE_PIXELS_MAX:
+        raise ImageRejected(
+            f"has {head.width} times {head.height} pixels, and at most {IMAGE_PIXELS_MAX} are allowed; scale it down"
+        )
+    return head
 
 
-class _Head(BytesIO):
-    """A file for a parser, which takes a step for each of its reads. A head in very many pieces is refused."""
-
-    _reads_left = _READS_MAX
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._reads_left -= 1
-        if self._reads_left < 0:
-            raise ValueError("a head in very many pieces")
-        return super().read(size)
-
-
-def _is_turned(read_exif: Callable[[], Mapping[int, Any]]) -> bool:
-    """As vLLM finds it, which ignores metadata that cannot be read."""
-    try:
-        return read_exif().get(_ORIENTATION, 1) in _TURNED
-    except Exception:  # noqa: BLE001 - see image_size
-        return False
-
-
-def _with_late_chunks_first(data: bytes) -> bytes:
-    """A PNG with the metadata that stands behind its pixels before them. Other data as it is."""
-    if not data.startswith(_PNG_HEAD):
-        return data
-    late: list[bytes] = []
-    position, pixels_start = len(_PNG_HEAD), 0
-    for _ in range(_PNG_CHUNKS_MAX):
-        if position + _PNG_CHUNK_BYTES > len(data):
-            break
+def _read_png(data: bytes, head: _Head, steps: Iterator[int]) -> None:
+    if data[12:16] == b"IHDR":
+        head.set_size(*struct.unpack_from(">II", data, 16))
+    position = 8
+    head.kept.append((0, position))
+    while position + _PNG_CHUNK_BYTES <= len(data):
+        next(steps)
         kind = data[position + 4 : position + 8]
         end = position + _PNG_CHUNK_BYTES + int.from_bytes(data[position : position + 4])
-        if kind == b"IDAT":
-            pixels_start = pixels_start or position
-        elif pixels_start and kind in _PNG_LATE:
-            late.append(data[position:end])
+        if kind == b"eXIf":
+            head.exif = data[position + 8 : end - 4]
+        # Chunks with a capital letter are needed, and one gives the transparency.
+        if kind[0] < ord("a") or kind in (b"eXIf", b"tRNS"):
+            head.kept.append((position, end))
         position = end
-    return b"".join((data[:pixels_start], *late, data[pixels_start:])) if late else data
+
+
+def _read_jpeg(data: bytes, head: _Head, steps: Iterator[int]) -> None:
+    position = 0
+    while found := _JPEG_MARKER.search(data, position):
+        next(steps)
+        marker, start = found[1][0], found.end()
+        if marker < 0xC0:
+            break
+        if marker == _JPEG_SCAN:
+            head.kept.append((found.start(), len(data)))
+            return
+        position = start
+        if marker not in _JPEG_BARE:
+            position += int.from_bytes(data[start : start + 2])
+        content = data[start + 2 : position]
+        if marker in _JPEG_SIZES:
+            height, width = struct.unpack_from(">HH", content, 1)
+            head.set_size(width, height)
+        elif marker == 0xE1:
+            head.add_metadata(content)
+        if marker not in _JPEG_UNUSED or content.startswith((_EXIF, _XMP)):
+            head.kept.append((start - 2, position))
+    head.set_size(0, 0)
+
+
+def _read_webp(data: bytes, head: _Head, steps: Iterator[int]) -> None:
+    head.kept.append((0, len(data)))
+    if data[8:15] != b"WEBPVP8":
+        return
+    if data[15] == ord(" "):
+        width, height = struct.unpack_from("<HH", data, 26)
+        head.set_size(width & 0x3FFF, height & 0x3FFF)
+    elif data[15] == ord("L"):
+        (bits,) = struct.unpack_from("<I", data, 21)
+        head.set_size((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
+    elif data[15] == ord("X"):
+        sides = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+        head.set_size(*sides)
+        position = 12
+        while position + 8 <= len(data):
+            next(steps)
+            (size,) = struct.unpack_from("<I", data, position + 4)
+            content = data[position + 8 : position + 8 + size]
+            if data[position : position + 4] == b"EXIF":
+                head.exif = content.removeprefix(_EXIF)
+            elif data[position : position + 4] == b"XMP ":
+                head.xmp = content
+            position += 8 + size + size % 2
+
+
+def _read_gif(data: bytes, head: _Head, steps: Iterator[int]) -> None:
+    screen = struct.unpack_from("<HH", data, 6)
+    position = 13 + (6 << (data[10] & 7) if data[10] & 0x80 else 0)
+    head.kept.append((0, position))
+    while (kind := data[position]) != _GIF_IMAGE:
+        next(steps)
+        start, position = position, position + 1
+        if kind != _GIF_EXTENSION:
+            continue
+        position += 1
+        while size := data[position]:
+            next(steps)
+            position += 1 + size
+        position += 1
+        if data[start + 1] == _GIF_CONTROL:
+            head.kept.append((start, position))
+    left, top, width, height = struct.unpack_from("<4H", data, position + 1)
+    # The first image may be larger than the screen.
+    head.set_size(max(screen[0], left + width), max(screen[1], top + height))
+    head.kept.append((position, len(data)))
+
+
+_READERS: Final[Mapping[bytes, Callable[[bytes, _Head, Iterator[int]], None]]] = {
+    b"\x89PNG\r\n\x1a\n": _read_png,
+    b"\xff\xd8\xff": _read_jpeg,
+    b"RIFF": _read_webp,
+    b"GIF87a": _read_gif,
+    b"GIF89a": _read_gif,
+}
+
+
+def _exif_orientation(exif: bytes) -> int | None:
+    """The orientation in a TIFF's first list of tags."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    if order is None:
+        return None
+    orientation = None
+    try:
+        (start,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, start)
+        for position in range(start + 2, start + 2 + 12 * count, 12):
+            tag, kind = struct.unpack_from(f"{order}HH", exif, position)
+            if tag == _ORIENTATION and kind in (3, 4):
+                (orientation,) = struct.unpack_from(f"{order}{' HI'[kind - 2]}", exif, position + 8)
+    except struct.error:
+        pass
+    return orientation
 
 
 def image_rule(

@@ -1,4 +1,4 @@
-"""The bounds on each caller of a client listener: calls in flight, and turns of work.
+"""The bounds on each caller of a client listener: calls in flight, the memory of their requests, and turns of work.
 
 A caller is a tenant, or where no API key is known, a host.
 """
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Rechecked
@@ -142,27 +142,156 @@ class CallerTurns:
         self._next = loop.call_soon(self._begin_iteration) if again else None
 
 
-class OneEach:
-    """Lets one task of each caller into a block at a time, in the order of their calls."""
+class FewEach:
+    """Lets so many tasks of each caller into a block at a time, in the order of their calls."""
 
-    def __init__(self) -> None:
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
-        """The lock of each caller with tasks here, and their number."""
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
+        self._turns: dict[str, tuple[asyncio.Semaphore, int]] = {}
+        """The places of each caller with tasks here, and the number of its tasks."""
 
     @asynccontextmanager
     async def of(self, caller: str) -> AsyncIterator[None]:
         """A block that other tasks of the caller wait for."""
-        lock, users = self._turns.get(caller, (asyncio.Lock(), 0))
-        self._turns[caller] = (lock, users + 1)
+        places, users = self._turns.get(caller, (asyncio.Semaphore(self._count), 0))
+        self._turns[caller] = (places, users + 1)
         try:
-            async with lock:
+            async with places:
                 yield
         finally:
             _, users = self._turns[caller]
             if users > 1:
-                self._turns[caller] = (lock, users - 1)
+                self._turns[caller] = (places, users - 1)
             else:
                 del self._turns[caller]
+
+
+class Input(Protocol):
+    """What one client sends. `caller` shares the memory with its other inputs."""
+
+    caller: str
+
+    def end_input(self) -> None:
+        """Frees the memory, and refuses the request."""
+
+
+class InputMemory:
+    """Ends inputs while they have more than `bytes_max` together: the oldest of the caller with the most bytes.
+
+    One event loop owns it. An input that is alone is not ended: it has bounds of its own.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._inputs: dict[str, dict[Input, int]] = {}
+        self._by_caller: Counter[str] = Counter()
+        self.bytes = 0
+        """Of all inputs."""
+
+    def hold(self, holder: Input, size: int) -> None:
+        """Sets the bytes of an input. May end it, or others."""
+        held = self._inputs.setdefault(holder.caller, {})
+        growth = size - held.get(holder, 0)
+        held[holder] = size
+        self._by_caller[holder.caller] += growth
+        self.bytes += growth
+        while self.bytes > self._bytes_max and self._end_oldest():
+            pass
+
+    def release(self, holder: Input) -> None:
+        """Forgets an input. Does nothing when it has ended."""
+        held = self._inputs.get(holder.caller, {})
+        size = held.pop(holder, None)
+        if size is None:
+            return
+        self.bytes -= size
+        self._by_caller[holder.caller] -= size
+        if not held:
+            del self._inputs[holder.caller], self._by_caller[holder.caller]
+
+    def _end_oldest(self) -> bool:
+        caller = max(self._by_caller, key=self._by_caller.__getitem__)
+        held = self._inputs[caller]
+        if len(held) == len(self._inputs) == 1:
+            return False
+        oldest = next(iter(held))
+        self.release(oldest)
+        oldest.end_input()
+        return True
+
+
+INPUT_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Bytes in one process that clients have sent, or had fetched, in requests that are not admitted with them yet."""
+COUNTED_BYTES: Final = 65_536
+"""Whole requests of fewer bytes are not counted there: calls in flight bound them."""
+READS_MAX: Final = 16
+"""Requests of a caller that are received at a time over gRPC. Only a complete one can be counted."""
+_INPUT: Final = InputMemory(INPUT_BYTES_MAX)
+_CURRENT: Final = ContextVar["RequestInput | None"]("input", default=None)
+
+
+class RequestInput:
+    """The bytes that a client has sent in one request: a context manager in the task of the request.
+
+    Every byte of a client counts here from its arrival until `admit`, or the end of the block. Where the memory is used
+    up, the oldest request of the caller with the most bytes ends with QueueFull.
+    """
+
+    def __init__(self, caller: str, memory: InputMemory = _INPUT) -> None:
+        self.caller = caller
+        self._memory = memory
+        self._size = 0
+        self._is_admitted = self._is_refused = self._is_cancelled = False
+        self._task: asyncio.Task[object] | None = None
+
+    def __enter__(self) -> RequestInput:
+        self._task = asyncio.current_task()
+        _CURRENT.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.admit()
+        _CURRENT.set(None)
+        if self._is_cancelled and self._task is not None:
+            self._task.uncancel()
+            if kind is asyncio.CancelledError:
+                raise _no_memory() from None
+
+    def set_size(self, size: int) -> None:
+        """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""
+        self._size = size
+        if not (self._is_admitted or self._is_refused):
+            self._memory.hold(self, size)
+        if self._is_refused and asyncio.current_task() is not None:
+            raise _no_memory()
+
+    def add(self, size: int) -> None:
+        """So many more bytes have arrived. Raises QueueFull as `set_size` does."""
+        self.set_size(self._size + size)
+
+    def admit(self) -> None:
+        """The bytes count elsewhere from now on."""
+        self._is_admitted = True
+        self._memory.release(self)
+
+    def end_input(self) -> None:
+        """See Input."""
+        self._is_refused = True
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._is_cancelled = self._task.cancel()
+
+
+def current_input() -> RequestInput | None:
+    """The input of the request that the current task works for."""
+    return _CURRENT.get()
+
+
+def _no_memory() -> QueueFull:
+    return QueueFull(
+        "other requests use the memory for what clients send; send the request again",
+        metadata={"queue": "input", "maxsize": str(INPUT_BYTES_MAX)},
+        retry_after_s=1.0,
+    )
 
 
 REFUSED_CALLS: Final = "calls in flight"
@@ -216,7 +345,8 @@ class CallerBounds:
         _CALLER.set(caller)
         self._calls[caller] += 1
         try:
-            yield
+            with RequestInput(caller):
+                yield
         finally:
             self._calls[caller] -= 1
             if not self._calls[caller]:

@@ -10,12 +10,12 @@ from urllib.parse import unquote
 
 import httptools
 
-from headrace_common.callers.bounds import host_of
+from headrace_common.callers.bounds import InputMemory, host_of
 from headrace_common.http.bounds import (
     HEAD_BYTES_MAX,
     HEADERS_MAX,
     PIPELINED_MAX,
-    UNREAD_INPUT,
+    UNREAD_BYTES_MAX,
     HttpBounds,
 )
 from headrace_common.http.exchange import HttpExchange
@@ -31,6 +31,9 @@ _WAITING_REQUEST_BYTES: Final = 8_192
 _UNREAD_MAX: Final = 65_536
 # So much is sent before the end of the event loop's turn.
 _UNSENT_MAX: Final = 65_536
+
+
+UNREAD_INPUT: Final = InputMemory(UNREAD_BYTES_MAX)
 
 
 class Refused(Exception):

@@ -14,13 +14,12 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, Final, Protocol, TypeVar
 
+from headrace_common.callers.bounds import COUNTED_BYTES, RequestInput, current_input
 from headrace_common.errors import Cancelled
-from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S, READ_BODIES
+from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S
 
 Result = TypeVar("Result")
 
-# A whole body below it is not counted: calls in flight bound them.
-_COUNTED_BYTES: Final = 65_536
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_HEADER_CHARACTER: Final = re.compile(r"[^ -~\x80-\xff]")
 _STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in HTTPStatus}
@@ -76,9 +75,8 @@ class HttpExchange:
         # The client's X-Request-Id, or a new one.
         request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
         self.request_id = request_id or secrets.token_hex(12)
-        # The client's host. The caller shares the memory for bodies with its other requests: a tenant, or that host
-        # until `set_caller`.
-        self.host = self.caller = connection.caller
+        # The client's host.
+        self.host = connection.caller
         # The URIs in the client's certificate.
         self.peer_names = connection.peer_names
         # Whether the response's status is sent.
@@ -91,13 +89,10 @@ class HttpExchange:
         self._worker: asyncio.Task[Any] | None = None
         # What has arrived of the body. A list of its parts could take many times its bytes.
         self._body = bytearray()
-        self._body_complete = self._body_read = self._body_refused = False
-        self._body_clock: asyncio.Timeout | None = None
+        self._body_complete = False
+        # While a handler reads the body.
+        self._input: RequestInput | None = None
         self._arrived = asyncio.Event()
-
-    def set_caller(self, caller: str) -> None:
-        """States to which caller the request belongs, before its body is read."""
-        self.caller = caller
 
     def add_header(self, name: str, value: str) -> None:
         """Sends a header with whatever becomes the response."""
@@ -127,40 +122,34 @@ class HttpExchange:
 
     def count_body(self) -> int:
         """Counts what a handler reads of the body for its caller. The number of bytes that none reads yet."""
-        if not self._body_read:
+        if self._input is None:
             return len(self._body)
-        if len(self._body) >= _COUNTED_BYTES or not self._body_complete:
-            READ_BODIES.hold(self, len(self._body))
+        if len(self._body) >= COUNTED_BYTES or not self._body_complete:
+            self._input.set_size(len(self._body))
         return 0
-
-    def end_input(self) -> None:
-        """Refuses the request while its body is read, so that others have its memory."""
-        self._body_refused = True
-        if self._body_clock is not None:
-            self._body_clock.reschedule(asyncio.get_running_loop().time())
 
     @contextlib.asynccontextmanager
     async def json_body(self, bytes_max: int) -> AsyncIterator[bytes]:
         """The body of a JSON request, which the block parses.
 
-        Raises HttpError before it receives more than `bytes_max` bytes, and when the memory for bodies is in use.
+        Raises HttpError before it receives more than `bytes_max` bytes, and QueueFull as RequestInput does.
         """
         _check_json(self.headers, bytes_max)
-        self._body_read = True
-        self._connection.count_input()
+        own = current_input()
         try:
-            if len(self._body) < _COUNTED_BYTES and self._has_body(bytes_max):
-                yield bytes(self._body)
-            else:
-                async with asyncio.timeout(BODY_WAIT_S) as self._body_clock:
-                    yield await self._read(bytes_max, self._body_clock)
+            with contextlib.nullcontext(own) if own else RequestInput(self.host) as self._input:
+                self._connection.count_input()
+                if len(self._body) < COUNTED_BYTES and self._has_body(bytes_max):
+                    yield bytes(self._body)
+                else:
+                    async with asyncio.timeout(BODY_WAIT_S) as clock:
+                        data = await self._read(bytes_max, clock)
+                    yield data
         except TimeoutError:
-            raise _memory_in_use() if self._body_refused else _late_body() from None
+            raise _late_body() from None
         finally:
-            self._body_clock = None
-            self._body_read = False
+            self._input = None
             self._body.clear()
-            READ_BODIES.release(self)
 
     async def _read(self, bytes_max: int, clock: asyncio.Timeout) -> bytes:
         loop = asyncio.get_running_loop()
@@ -182,8 +171,6 @@ class HttpExchange:
         self._check_connected()
         if len(self._body) > bytes_max:
             raise too_large(bytes_max)
-        if self._body_refused:
-            raise _memory_in_use()
         return self._body_complete
 
     async def run_while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -307,15 +294,6 @@ def _late_body() -> HttpError:
         408,
         "body_timeout",
         f"the body did not arrive within {BODY_WAIT_S:g} s, or paused for {BODY_PAUSE_S:g} s; send it at once",
-    )
-
-
-def _memory_in_use() -> HttpError:
-    return HttpError(
-        503,
-        "bodies_in_memory",
-        "other requests use the memory for bodies; send the request again",
-        {"retry-after": "1"},
     )
 
 

@@ -14,7 +14,15 @@ import grpc.aio
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer, Rechecked
 from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
 from headrace_common.access.table import Listener, is_served
-from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds, host_of_peer
+from headrace_common.callers.bounds import (
+    COUNTED_BYTES,
+    READS_MAX,
+    REFUSED_BODY,
+    CallerBounds,
+    FewEach,
+    current_input,
+    host_of_peer,
+)
 from headrace_common.errors import DeadlineExceeded, HeadraceError
 from headrace_common.http.bounds import BODY_WAIT_S
 from headrace_common.rpc.handlers import (
@@ -147,6 +155,7 @@ class CallerInterceptor(WrappingInterceptor):
         super().__init__()
         self._bounds = bounds
         self._tenant_of = tenant_of
+        self._reading = FewEach(READS_MAX)
 
     def wrap(self, handler: Handler, method: str) -> Handler:
         if handler.request_streaming:
@@ -154,7 +163,12 @@ class CallerInterceptor(WrappingInterceptor):
         parse = parser(handler.request_deserializer or bytes, method)
 
         async def read(context: Context) -> Any:
-            data = await self._read(context)
+            sent = current_input()
+            assert sent is not None, "a request is read in a call"
+            async with self._reading.of(sent.caller):
+                data = await self._read(context)
+                if len(data) >= COUNTED_BYTES:
+                    sent.add(len(data))
             await self._bounds.wait_turn()
             return parse(data)
 

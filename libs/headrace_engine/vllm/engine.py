@@ -241,7 +241,11 @@ class VllmEngine(Engine):
         if work.sampling.structured_outputs is not None:
             await self._constraints.check(work.sampling.structured_outputs, work.tenant_salt)
         prompt = await engine_prompt(
-            llm, work.token_ids[: work.prompt_tokens], work.cache_salt, work.images
+            llm,
+            work.token_ids[: work.prompt_tokens],
+            work.cache_salt,
+            work.images,
+            tenant=work.tenant_salt,
         )
         llm, link = self._require_started(work.transfer_id)
         assert self._adapters is not None

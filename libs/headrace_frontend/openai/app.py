@@ -110,8 +110,8 @@ class OpenAiApp:
         callers = self._parts.callers
         tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
         tenant = tenant_now()
-        exchange.set_caller(caller_name(tenant, exchange.host))
-        with callers.call(exchange.caller), callers.rechecked(tenant_now, tenant):
+        caller = caller_name(tenant, exchange.host)
+        with callers.call(caller), callers.rechecked(tenant_now, tenant):
             await self._serve(exchange)
 
     async def _serve(self, exchange: HttpExchange) -> None:

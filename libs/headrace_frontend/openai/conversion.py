@@ -247,14 +247,14 @@ def chat_message(body: MessageBody) -> inference_pb2.ChatMessage:
 
 
 def _set_message(message: inference_pb2.ChatMessage, body: MessageBody) -> None:
-    """A message that is filled in its place is not copied, with the files of its images."""
+    """A message that is filled in its place is not copied, with the files of its images. They are moved."""
     message.role = body.role
     if isinstance(body.content, str):
         message.content = body.content
     elif body.has_image:
         for part in body.content:
             if part.image_url is not None:
-                message.parts.add().image.data = part.image_url.data
+                message.parts.add().image.data = part.image_url.moved_data()
             else:
                 message.parts.add(text=part.text)
     else:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address, ip_network
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote, urljoin, urlsplit
 
-import httptools
+import httpcore2
 
+from headrace_common.callers.bounds import FewEach, current_input
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX
 from headrace_common.version import version
@@ -29,10 +30,17 @@ _PORTS: Final = {"http": 80, "https": 443}
 _REDIRECTS: Final = frozenset((301, 302, 303, 307, 308))
 _REDIRECTS_MAX: Final = 3
 _FETCH_S: Final = 10.0
-# With what has arrived of the body in the same read.
-_HEAD_BYTES_MAX: Final = 131_072
-_READ_BYTES: Final = 65_536
-_CONCURRENT_MAX: Final = 32
+# Of the headers of one response. The parser's own bound for headers and for trailers is above it.
+_HEAD_BYTES_MAX: Final = 65_536
+# Between and behind the parts of a file, such as the sizes of chunks.
+_FRAMING_BYTES_MAX: Final = 262_144
+_PIECES_MAX: Final = 16_384
+# The parser takes some 10 us for each of the parts in such a read, and other tasks have their turns between two reads.
+_READ_BYTES: Final = 16_384
+CONCURRENT_MAX: Final = 64
+"""Images that one process fetches at a time."""
+CONCURRENT_OF_TENANT_MAX: Final = 8
+"""Images that it fetches for one tenant at a time."""
 _NAT64: Final = ip_network("64:ff9b::/96")
 
 
@@ -48,11 +56,12 @@ class ImageFetcher:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._places = asyncio.Semaphore(_CONCURRENT_MAX)
+        self._places = asyncio.Semaphore(CONCURRENT_MAX)
+        self._turns = FewEach(CONCURRENT_OF_TENANT_MAX)
         self._tls: ssl.SSLContext | None = None
 
-    async def fetch(self, messages: Sequence[MessageBody], codec: TextCodec) -> None:
-        """Fetches the images of a chat that are not in it. Raises InvalidRequest."""
+    async def fetch(self, messages: Sequence[MessageBody], codec: TextCodec, tenant: str) -> None:
+        """Fetches the images of a chat that are not in it. The request must be admitted. Raises InvalidRequest."""
         remote = [(path, image) for path, image in _images(messages) if not image.data]
         if not remote:
             return
@@ -65,28 +74,40 @@ class ImageFetcher:
         try:
             async with asyncio.TaskGroup() as group:
                 for path, image in remote:
-                    group.create_task(self._fetch_one(path, image, room))
+                    group.create_task(self._fetch_one(path, image, room, tenant))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _fetch_one(self, path: str, image: ImageUrlBody, room: _Room) -> None:
+    async def _fetch_one(self, path: str, image: ImageUrlBody, room: _Room, tenant: str) -> None:
         try:
-            async with asyncio.timeout(_FETCH_S), self._places:
+            async with asyncio.timeout(_FETCH_S), self._turns.of(tenant), self._places:
                 image.set_data(await self._get(image.url, room))
         except _NotFetched as error:
             raise InvalidRequest({path: str(error)}) from None
         except TimeoutError:
             raise InvalidRequest({path: f"did not arrive within {_FETCH_S:g} s"}) from None
-        except (OSError, ValueError, httptools.HttpParserError, httptools.HttpParserUpgrade):
+        except httpcore2.ConnectError:
+            remedy = "could not be fetched, since its host does not accept connections"
+            raise InvalidRequest({path: remedy}) from None
+        except (OSError, ValueError, httpcore2.NetworkError, httpcore2.ProtocolError):
             raise InvalidRequest({path: "could not be fetched from its host"}) from None
 
     async def _get(self, url: str, room: _Room) -> bytes:
         for _ in range(_REDIRECTS_MAX + 1):
             target = self._target(url)
-            response = await self._request(target, room)
-            location = response.headers.get("location", "")
-            if response.status not in _REDIRECTS or not location:
-                return response.file
+            connection = httpcore2.AsyncHTTPConnection(
+                httpcore2.Origin(target.scheme, target.host, target.port),
+                ssl_context=self._context() if target.scheme == b"https" else None,
+                network_backend=_PublicAddresses(),
+            )
+            async with (
+                connection,
+                connection.stream("GET", target.url, headers=target.headers) as response,
+            ):
+                headers = {name.lower(): value for name, value in response.headers}
+                location = headers.get(b"location", b"").decode("latin-1")
+                if response.status not in _REDIRECTS or not location:
+                    return await _file_of(response, headers, room)
             url = urljoin(url, location)
         raise _NotFetched(f"has more than {_REDIRECTS_MAX} redirects")
 
@@ -109,35 +130,12 @@ class ImageFetcher:
         path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
         query = quote(parts.query, safe="/?%:@!$&'()*+,;=~")
         return _Target(
-            host=host,
+            scheme=parts.scheme.encode(),
+            host=host.encode("idna"),
             port=port,
-            is_tls=parts.scheme == "https",
             authority=named if is_default else f"{named}:{port}",
             path=f"{path}?{query}" if query else path,
         )
-
-    async def _request(self, target: _Target, room: _Room) -> _Response:
-        reader, writer = await self._connect(target)
-        try:
-            writer.write(target.request)
-            response = _Response(room)
-            while not response.complete and (data := await reader.read(_READ_BYTES)):
-                response.feed(data)
-            response.end()
-            return response
-        finally:
-            writer.close()
-
-    async def _connect(self, target: _Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        for address in await _checked_addresses(target):
-            with suppress(OSError):
-                return await asyncio.open_connection(
-                    address,
-                    target.port,
-                    ssl=self._context() if target.is_tls else None,
-                    server_hostname=target.host if target.is_tls else None,
-                )
-        raise _NotFetched("could not be fetched, since its host does not accept connections")
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
@@ -147,23 +145,27 @@ class ImageFetcher:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    host: str
+    scheme: bytes
+    host: bytes
     port: int
-    is_tls: bool
     authority: str
     path: str
 
     @property
-    def request(self) -> bytes:
-        lines = (
-            f"GET {self.path} HTTP/1.1",
-            f"host: {self.authority}",
-            f"user-agent: headrace/{version()}",
-            "accept: image/*",
-            "accept-encoding: identity",
-            "connection: close",
+    def url(self) -> httpcore2.URL:
+        return httpcore2.URL(
+            scheme=self.scheme, host=self.host, port=self.port, target=self.path.encode("ascii")
         )
-        return "\r\n".join((*lines, "", "")).encode("ascii")
+
+    @property
+    def headers(self) -> Mapping[bytes | str, bytes | str]:
+        return {
+            "host": self.authority,
+            "user-agent": f"headrace/{version()}",
+            "accept": "image/*",
+            "accept-encoding": "identity",
+            "connection": "close",
+        }
 
 
 class _Room:
@@ -178,78 +180,92 @@ class _Room:
         return self._left >= 0
 
 
-class _Response:
-    """Parses one response. The parser calls the methods `on_...`."""
-
-    def __init__(self, room: _Room) -> None:
-        self.headers: dict[str, str] = {}
-        self.complete = False
-        self._room = room
-        self._parser = httptools.HttpResponseParser(self)
-        self._head_bytes = 0
-        self._has_head = False
-        self._fits = True
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    @property
-    def status(self) -> int:
-        return int(self._parser.get_status_code())
-
-    @property
-    def file(self) -> bytes:
-        if self.status != 200:
-            raise _NotFetched(f"its host answered with status {self.status}")
-        if self.headers.get("content-encoding", "identity") != "identity":
-            raise _NotFetched("its host sent it with a content-encoding")
-        return b"".join(self._pieces)
-
-    def feed(self, data: bytes) -> None:
-        """Raises _NotFetched beyond the bounds."""
-        if not self._has_head:
-            self._head_bytes += len(data)
-        self._parser.feed_data(data)
-        if self._head_bytes > _HEAD_BYTES_MAX:
-            raise _NotFetched("its host sent headers that are too long")
-        if not self._fits:
+async def _file_of(
+    response: httpcore2.Response, headers: Mapping[bytes, bytes], room: _Room
+) -> bytes:
+    """Raises _NotFetched beyond the bounds, and QueueFull as RequestInput does."""
+    if response.status != 200:
+        raise _NotFetched(f"its host answered with status {response.status}")
+    if headers.get(b"content-encoding", b"identity") != b"identity":
+        raise _NotFetched("its host sent it with a content-encoding")
+    sent, stream = current_input(), response.extensions["network_stream"]
+    stream.expect(IMAGE_BYTES_MAX + _FRAMING_BYTES_MAX)
+    file = bytearray()
+    pieces = 0
+    async for piece in response.aiter_stream():
+        pieces += 1
+        if pieces > _PIECES_MAX:
+            raise _NotFetched(f"arrived in more than {_PIECES_MAX} chunks")
+        if len(file) + len(piece) > IMAGE_BYTES_MAX or not room.fill(len(piece)):
             raise _NotFetched(
                 f"has more than {IMAGE_BYTES_MAX} bytes, or more than {IMAGES_BYTES_MAX} with the other images; "
                 "scale it down"
             )
-
-    def end(self) -> None:
-        """The connection has ended. Raises _NotFetched for a part of a response."""
-        ends_by_close = not self.headers.keys() & {"content-length", "transfer-encoding"}
-        if not self.complete and not (self._has_head and ends_by_close):
-            raise _NotFetched("could not be fetched from its host")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        self._has_head = True
-
-    def on_body(self, data: bytes) -> None:
-        self._size += len(data)
-        self._fits = self._fits and self._size <= IMAGE_BYTES_MAX and self._room.fill(len(data))
-        if self._fits:
-            self._pieces.append(data)
-
-    def on_message_complete(self) -> None:
-        self.complete = True
+        if sent is not None:
+            sent.add(len(piece))
+        file += piece
+    return bytes(file)
 
 
-async def _checked_addresses(target: _Target) -> list[str]:
+class _PublicAddresses(httpcore2.AnyIOBackend):
+    """Connects to the checked addresses of a host."""
+
+    async def connect_tcp(
+        self, host: str, port: int, *args: Any, **options: Any
+    ) -> httpcore2.AsyncNetworkStream:
+        for address in await _checked_addresses(host, port):
+            with suppress(httpcore2.ConnectError):
+                return _BoundedStream(await super().connect_tcp(address, port, *args, **options))
+        raise httpcore2.ConnectError
+
+
+class _BoundedStream(httpcore2.AsyncNetworkStream):
+    """Bounds what a host sends: at first the headers."""
+
+    def __init__(self, stream: httpcore2.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._left_bytes = _HEAD_BYTES_MAX
+
+    def expect(self, size: int) -> None:
+        """Permits so many more bytes."""
+        self._left_bytes += size
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = await self._stream.read(min(max_bytes, _READ_BYTES), timeout)
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
+            raise _NotFetched("its host sent headers or trailers that are too long")
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        return _BoundedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+async def _checked_addresses(host: str, port: int) -> list[str]:
     """The addresses of the host. Raises _NotFetched when a name has none that is public."""
     infos = await asyncio.get_running_loop().getaddrinfo(
-        target.host, target.port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
     )
     found = [str(info[4][0]) for info in infos]
-    if found == [target.host]:
+    if found == [host]:
         return found
     public = [address for address in found if _is_public(address)]
     if not public:
-        raise _NotFetched(f"the host {target.host} has no public address")
+        raise _NotFetched(f"the host {host} has no public address")
     return public
 
 

@@ -61,6 +61,11 @@ class ImageUrlBody(Body):
         """Stores the file."""
         self._data = data
 
+    def moved_data(self) -> bytes:
+        """The file, which is not kept here any more."""
+        data, self._data = self._data, b""
+        return data
+
 
 class ContentPart(Body):
     """A part of a message: an image, or else text."""

@@ -31,6 +31,7 @@ from headrace_frontend.openai.conversion import (
     openai_error,
     tokenize_request,
 )
+from headrace_frontend.openai.image_fetch import has_remote_images
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
@@ -307,11 +308,11 @@ class TokenizeRoutes:
     async def _tokens_of(self, body: TokenizeBody, tenant: str) -> tuple[str, Sequence[int]]:
         """The model, and the tokens of the prompt."""
         preparer = self._parts.preparer
-        if body.messages is not None:
-            model = preparer.choice(body.model).model
-            await self._parts.images.fetch(body.messages, self._parts.codecs[model])
+        model = preparer.choice(body.model).model
         try:
             async with self._intake.admitted(tenant):
+                if body.messages is not None:
+                    await self._parts.images.fetch(body.messages, self._parts.codecs[model], tenant)
                 prepared = await preparer.tokenize(
                     tokenize_request(body),
                     tenant,
@@ -425,7 +426,10 @@ class GenerateRoutes:
         request_id = _request_id(exchange, body)
         head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
-        await self._parts.images.fetch(body.messages, self._parts.codecs[model])
+        deadline = self._intake.deadline(body.timeout_s)
+        if has_remote_images(body.messages):
+            async with self._intake.admitted(tenant, deadline):
+                await self._parts.images.fetch(body.messages, self._parts.codecs[model], tenant)
         request = chat_request(body, request_id)
         complete(request)
         if rules.divides:
@@ -435,7 +439,7 @@ class GenerateRoutes:
             tenant,
             body,
             [request],
-            deadline=self._intake.deadline(body.timeout_s),
+            deadline=deadline,
             format=new_format(head, model, rules),
         )
         await self._answering.answer(exchange, generation)

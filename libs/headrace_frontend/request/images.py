@@ -16,7 +16,7 @@ from headrace_common.limits import (
 )
 from headrace_kv.prefix.images import content_hash
 from headrace_text.codec import TextCodec
-from headrace_text.images import ImageRejected, ImageRule, image_size
+from headrace_text.images import IMAGES_PIXELS_MAX, ImageRejected, ImageRule, image_size
 
 PromptImages: TypeAlias = tuple[image_pb2.PromptImage, ...]
 
@@ -87,13 +87,16 @@ def with_placeholders(
 
     The template has written one placeholder for each. Raises InvalidRequest.
     """
-    expanded, placed, read = array("I"), [], 0
+    expanded, placed, read, pixels = array("I"), [], 0, 0
     for path, data in images_of(chat):
         try:
             width, height = image_size(data)
             count = rule.tokens_of(width, height)
         except ImageRejected as error:
             raise InvalidRequest({path: str(error)}) from None
+        pixels += width * height
+        if pixels > IMAGES_PIXELS_MAX:
+            raise InvalidRequest({path: too_many_pixels(pixels)})
         try:
             found = token_ids.index(rule.token_id, read)
         except ValueError:
@@ -111,6 +114,14 @@ def with_placeholders(
         # A worker computes the last token by itself.
         raise InvalidRequest({"chat.messages": "must not end with an image; send text after it"})
     return expanded + token_ids[read:], tuple(placed)
+
+
+def too_many_pixels(pixels: int) -> str:
+    """The remedy for the images of one request."""
+    return (
+        f"the images up to this one have {pixels} pixels, and at most {IMAGES_PIXELS_MAX} are allowed together; "
+        "scale them down"
+    )
 
 
 def rule_for(chat: inference_pb2.Chat, codec: TextCodec) -> ImageRule | None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.callers.bounds import OneEach
+from headrace_common.callers.bounds import FewEach
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
@@ -42,7 +42,7 @@ class TextThreads:
 
     def __init__(self) -> None:
         self._threads = [
-            (ThreadPoolExecutor(1, name, initializer=lower_priority), OneEach())
+            (ThreadPoolExecutor(1, name, initializer=lower_priority), FewEach())
             for name in ("short-texts", "long-texts")
         ]
 
@@ -204,9 +204,9 @@ class RequestPreparer:
         size_bytes = request.ByteSize()
         if size_bytes <= _INLINE_BYTES or self._is_quick(request, size_bytes):
             return prepare_request()
-        # An image is hashed, which takes less time than tokenizing.
-        cost_bytes = size_bytes - image_bytes(request.chat) * 255 // 256
-        return await self._threads.run(tenant, cost_bytes, prepare_request)
+        # An image is hashed, and its metadata is read, which takes less time than tokenizing.
+        cost_bytes = size_bytes - image_bytes(request.chat) * 31 // 32
+        return await self._threads.run(tenant, max(cost_bytes, _INLINE_BYTES + 1), prepare_request)
 
     def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
         """Whether a request has little but a prompt that is encoded fast."""

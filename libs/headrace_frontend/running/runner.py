@@ -9,7 +9,7 @@ from functools import partial
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.callers.bounds import CallerBounds
+from headrace_common.callers.bounds import CallerBounds, current_input
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
@@ -183,6 +183,8 @@ class RequestRunner:
         )
         if prepared.images:
             await permit.acquire_images(prepared.image_bytes)
+        if (sent := current_input()) is not None:
+            sent.admit()
         await permit.acquire_tokens(len(prepared.token_ids))
         self.check_arrival(admitted, permit.expected_slot_wait_s(prepared.model))
         record.slot_wanted()

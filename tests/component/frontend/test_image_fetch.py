@@ -72,7 +72,7 @@ def files_of(messages: Sequence[MessageBody]) -> list[bytes]:
 
 async def refusal(hosts: Sequence[str], codec: HuggingFaceCodec, url: str) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        await ImageFetcher(hosts).fetch(chat(url), codec)
+        await ImageFetcher(hosts).fetch(chat(url), codec, "a")
     return caught.value.violations["messages[0].content[0].image_url.url"]
 
 
@@ -87,7 +87,7 @@ async def test_images_are_fetched(codec: HuggingFaceCodec) -> None:
     ) as there:
         paths = ("a", "chunked", "closed", "moved", "twice")
         messages = chat(*(f"http://{there.name}/{path}" for path in paths))
-        await ImageFetcher((there.name,)).fetch(messages, codec)
+        await ImageFetcher((there.name,)).fetch(messages, codec, "a")
         assert files_of(messages) == [IMAGE] * 5
         assert f"\r\nhost: {there.name}\r\n" in there.heads[0]
 
@@ -105,7 +105,7 @@ async def test_the_certificate_of_a_host_is_checked(
         assert not there.heads
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
         messages = chat(url)
-        await ImageFetcher((there.name,)).fetch(messages, codec)
+        await ImageFetcher((there.name,)).fetch(messages, codec, "a")
         assert files_of(messages) == [IMAGE]
 
 
@@ -113,7 +113,7 @@ async def test_the_path_is_quoted(codec: HuggingFaceCodec) -> None:
     async with host() as there:
         there.answers["/a%20b%C3%A9?c=1&d=%20"] = FOUND
         messages = chat(f"http://{there.name}/a b\u00e9?c=1&d=%20#part")
-        await ImageFetcher((there.name,)).fetch(messages, codec)
+        await ImageFetcher((there.name,)).fetch(messages, codec, "a")
         assert files_of(messages) == [IMAGE]
 
 
@@ -178,7 +178,7 @@ async def test_the_connection_goes_to_the_checked_address(
         monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
         monkeypatch.setattr(image_fetch, "_is_public", lambda address: address == "127.0.0.1")
         messages = chat(f"http://images.test:{there.port}/a")
-        await ImageFetcher((f"images.test:{there.port}",)).fetch(messages, codec)
+        await ImageFetcher((f"images.test:{there.port}",)).fetch(messages, codec, "a")
         assert files_of(messages) == [IMAGE]
         assert lookups == ["images.test"]
 
@@ -213,10 +213,10 @@ async def test_the_images_of_a_request_are_bounded(
     monkeypatch.setattr(image_fetch, "IMAGES_MAX", 3)
     async with host(a=FOUND) as there:
         fetcher, url = ImageFetcher((there.name,)), f"http://{there.name}/a"
-        await fetcher.fetch(chat(url, url), codec)
+        await fetcher.fetch(chat(url, url), codec, "a")
         for count, remedy in ((3, "with the other images"), (4, "at most 3 images")):
             with pytest.raises(InvalidRequest, match=remedy):
-                await fetcher.fetch(chat(*[url] * count), codec)
+                await fetcher.fetch(chat(*[url] * count), codec, "a")
 
 
 async def test_a_host_that_does_not_answer_is_waited_for_within_bounds(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Callable
 from io import BytesIO
@@ -17,12 +16,22 @@ from PIL import Image, ImageOps
 from headrace_text.codec import ChatMessage
 from headrace_text.hugging_face import HuggingFaceCodec
 from headrace_text.images import (
+    IMAGE_PARTS_MAX,
     ImageRejected,
     ImageRule,
     image_rule,
     image_size,
+    without_unused_parts,
 )
-from tests.image_models import IMAGE, LLAVA, QWEN, image_file, write_image_model
+from tests.image_models import (
+    IMAGE,
+    LLAVA,
+    QWEN,
+    image_file,
+    png_chunk,
+    png_head,
+    write_image_model,
+)
 
 SIDES: Final = st.integers(1, 9_000)
 PROCESSORS: Final[dict[str, dict[str, Any]]] = {
@@ -122,8 +131,7 @@ def test_a_turned_image_has_the_size_that_is_seen(form: str, orientation: int) -
 def test_an_orientation_behind_the_pixels_of_a_png_counts() -> None:
     plain, exif = image_file(40, 30), Image.Exif()
     exif[0x0112] = 6
-    content = b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
-    late = struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
+    late = png_chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0"))
     data = plain[:-12] + late + plain[-12:]
     assert ImageOps.exif_transpose(Image.open(BytesIO(data))).size == (30, 40)
     assert image_size(data) == (30, 40)
@@ -144,29 +152,67 @@ def test_other_files_are_refused(data: bytes) -> None:
         image_size(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        image_file()[:33] + (bytes(4) + b"abCd" + struct.pack(">I", zlib.crc32(b"abCd"))) * 9_000,
-        b"\xff\xd8" + b"\xff\xe5\0\2" * 9_000 + image_file(form="JPEG")[2:],
-        b"\xff\xd8" + b"\xff" * 9_000 + image_file(form="JPEG")[2:],
-        image_file(form="GIF")[:13] + b"\x21\xf1\x00" * 9_000,
-    ],
-)
-def test_a_head_in_very_many_pieces_is_refused(data: bytes) -> None:
-    """A parser takes a step of Python for each."""
+JPEG, GIF = image_file(form="JPEG"), image_file(form="GIF")
+_COLORS_END: Final = 13 + (6 << (GIF[10] & 7))
+UNUSED: Final[dict[str, Callable[[int], bytes]]] = {
+    "PNG": lambda count: image_file()[:33] + png_chunk(b"abCd") * count + image_file()[33:],
+    "JPEG": lambda count: JPEG[:2] + b"\xff\xe5\0\2" * count + JPEG[2:],
+    "comments": lambda count: GIF[:_COLORS_END] + b"\x21\xfe\x00" * count + GIF[_COLORS_END:],
+    "one comment": lambda count: (
+        GIF[:_COLORS_END] + b"\x21\xfe" + b"\1x" * count + b"\0" + GIF[_COLORS_END:]
+    ),
+}
+"""Files with so many unused parts before their pixels."""
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_unused_parts_are_left_out_and_bounded(name: str) -> None:
+    """A decoder takes a step of Python for each, or copies what it has read so far."""
+    data = UNUSED[name](1_000)
+    assert image_size(data) == (56, 56)
+    assert without_unused_parts(data) == UNUSED[name](0).replace(b"\x21\xfe\0", b"")
+    with pytest.raises(ImageRejected, match="metadata of more than"):
+        image_size(UNUSED[name](IMAGE_PARTS_MAX + 1))
+
+
+def test_nothing_in_an_image_is_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of pixels, profile or text has a thousandth of its size in a file."""
+    packed = zlib.compress(bytes(2**20))
+    profiles = [png_chunk(kind, b"x\0\0" + packed) for kind in (b"iCCP", b"zTXt", b"iTXt")]
+    data = image_file()[:33] + b"".join(profiles) * 140 + image_file()[33:]
+    monkeypatch.delattr(zlib, "decompressobj")
+    monkeypatch.delattr(zlib, "decompress")
+    assert image_size(data) == (56, 56)
+    assert without_unused_parts(data) == image_file()
+
+
+def test_fill_bytes_are_read_once() -> None:
+    """Some 200 s when each is a new start."""
+    assert image_size(JPEG[:2] + b"\xff" * 2**20 + JPEG[2:]) == (56, 56)
     with pytest.raises(ImageRejected):
-        image_size(data + image_file()[33:])
+        image_size(JPEG[:2] + b"\xff" * 2**20 + b"\0")
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_pixels_are_the_same_without_the_unused_parts(form: str) -> None:
+    exif, pixels = Image.Exif(), Image.effect_mandelbrot((40, 30), (-2, -1, 1, 1), 50)
+    exif[0x0112] = 6
+    with BytesIO() as file:
+        mode = "L" if form == "JPEG" else "P"
+        pixels.convert(mode).save(file, form, exif=exif.tobytes(), comment="c", transparency=3)
+        data = file.getvalue()
+    found, whole = (
+        ImageOps.exif_transpose(Image.open(BytesIO(one)))
+        for one in (without_unused_parts(data), data)
+    )
+    assert found.convert("RGBA").tobytes() == whole.convert("RGBA").tobytes()
+    assert found.size == image_size(data)
 
 
 @pytest.mark.parametrize("side", [8_193, 10_000, 60_000])
 def test_an_image_with_too_many_pixels_is_refused_from_its_head(side: int) -> None:
-    head = image_file()
-    size = struct.pack(">II", side, side)
-    body = head[12:16] + size + head[24:29]
-    data = head[:12] + body + struct.pack(">I", zlib.crc32(body)) + head[33:]
     with pytest.raises(ImageRejected, match="scale it down"):
-        image_size(data)
+        image_size(png_head(side, side))
 
 
 @given(st.binary(max_size=300), st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]), st.integers(0, 80))

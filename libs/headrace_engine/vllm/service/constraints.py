@@ -14,7 +14,7 @@ from contextlib import suppress
 from subprocess import PIPE, Popen
 from typing import Final, TypeAlias
 
-from headrace_common.callers.bounds import OneEach
+from headrace_common.callers.bounds import FewEach
 from headrace_common.errors import DecodeFull, InvalidRequest
 from headrace_engine.interface import StructuredOutputs
 from headrace_engine.vllm.service.sampling import closed_schema
@@ -54,7 +54,7 @@ class ConstraintCheck:
         self._cpu_s = cpu_s
         self._known: OrderedDict[_Key, float | str] = OrderedDict()
         """Seconds that it took, or which bound it exceeded."""
-        self._turns = OneEach()
+        self._turns = FewEach()
         self._ready_s: OrderedDict[str, float] = OrderedDict()
         """When a tenant may have its next constraint compiled, by the event loop's clock."""
         self._places = asyncio.Semaphore(_PROCESSES_MAX)

@@ -7,27 +7,46 @@ run is reduced to one placeholder, and the result is compared with the router's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
 
+from headrace_common.callers.bounds import FewEach
 from headrace_common.errors import InvalidRequest
+from headrace_common.tasks import lower_priority
 from headrace_engine.interface import PromptImage
 from headrace_engine.vllm.service.sampling import request_errors
 from headrace_kv.prefix.images import CONTENT_HASH_BYTES, content_hash
+from headrace_text.images import (
+    IMAGES_PIXELS_MAX,
+    ImageRejected,
+    image_size,
+    without_unused_parts,
+)
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput, TokensPrompt
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _HASH_CHARACTERS = 2 * CONTENT_HASH_BYTES
+# The pixels of one request are in memory at a time. A tenant has one request among those that wait for that.
+_TURNS, _PIXELS = FewEach(), FewEach()
+_DECODER: Final = ThreadPoolExecutor(1, "images", initializer=lower_priority)
 
 
 async def engine_prompt(
-    llm: AsyncLLM, token_ids: Sequence[int], cache_salt: str, images: Sequence[PromptImage] = ()
+    llm: AsyncLLM,
+    token_ids: Sequence[int],
+    cache_salt: str,
+    images: Sequence[PromptImage] = (),
+    *,
+    tenant: str = "",
 ) -> TokensPrompt | EngineInput:
     """The prompt for `generate`. vLLM hashes the salt with the first block, so it shares no block with other salts.
 
-    Raises InvalidRequest for images that the model does not take, or with placeholders other than its own.
+    The images of one request are decoded at a time, in turns of `tenant`. Raises InvalidRequest for images that the
+    model does not take, or with placeholders other than its own.
     """
     prompt: TokensPrompt = {"prompt_token_ids": list(token_ids)}
     if cache_salt:
@@ -38,13 +57,14 @@ async def engine_prompt(
         raise InvalidRequest({"images": "the model takes no images: send text only"})
     prompt["prompt_token_ids"] = _with_single_placeholders(token_ids, images)
     prompt["multi_modal_uuids"] = {"image": [_identifier(one, cache_salt) for one in images]}
-    try:
-        opened = await _open(llm, images)
-        prompt["multi_modal_data"] = {"image": opened}
-        # Of vLLM's two caches of processed images, this one needs no equal order of requests in both processes.
-        (rendered,) = await llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
-    except request_errors() as error:
-        raise InvalidRequest({"images": f"vLLM rejects them: {error}"}) from error
+    async with _TURNS.of(tenant), _PIXELS.of(""):
+        try:
+            opened = await _open(llm, images)
+            prompt["multi_modal_data"] = {"image": opened}
+            # Of vLLM's two caches of processed images, this one needs no equal order of requests in both processes.
+            (rendered,) = await llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
+        except request_errors() as error:
+            raise InvalidRequest({"images": f"vLLM rejects them: {error}"}) from error
     _compare(rendered, token_ids, images)
     return rendered
 
@@ -76,18 +96,27 @@ def _with_single_placeholders(token_ids: Sequence[int], images: Sequence[PromptI
 
 async def _open(llm: AsyncLLM, images: Sequence[PromptImage]) -> list[Any]:
     """Decodes the files, on a thread. Raises InvalidRequest, and ValueError as vLLM does."""
-    return await asyncio.to_thread(_decode, llm, images)
-
-
-def _decode(llm: AsyncLLM, images: Sequence[PromptImage]) -> list[Any]:
     from vllm.multimodal.media.image import ImageMediaIO
 
     options = llm.model_config.multimodal_config.media_io_kwargs.get("image", {})
-    media = ImageMediaIO(**options)
+    decode = ImageMediaIO(**options).load_bytes
+    return await asyncio.get_running_loop().run_in_executor(_DECODER, _decoded, decode, images)
+
+
+def _decoded(decode: Callable[[bytes], Any], images: Sequence[PromptImage]) -> list[Any]:
+    """Raises InvalidRequest, before any pixel is decoded for too many."""
+    pixels, files = 0, list[bytes]()
     for number, image in enumerate(images):
         if content_hash(image.data) != image.content_hash:
             raise InvalidRequest({f"images[{number}].content_hash": "must be that of data"})
-    return [media.load_bytes(image.data) for image in images]
+        try:
+            pixels += math.prod(image_size(image.data))
+            files.append(without_unused_parts(image.data))
+        except ImageRejected as error:
+            raise InvalidRequest({f"images[{number}].data": str(error)}) from None
+    if pixels > IMAGES_PIXELS_MAX:
+        raise InvalidRequest({"images": f"must have {IMAGES_PIXELS_MAX} pixels at most"})
+    return list(map(decode, files))
 
 
 def _compare(rendered: Any, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:

@@ -139,3 +139,12 @@ def test_a_template_without_images_is_named(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("<|image|>")
     found = violations(request_of("a", RED), HuggingFaceCodec(folder))
     assert "must not end with an image" in found["chat.messages"]
+
+
+def test_the_pixels_of_a_request_are_bounded(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "IMAGES_PIXELS_MAX", 56 * 84 * 2)
+    assert len(prepared(request_of(RED, RED, "a"), codec, 600).images) == 2
+    found = violations(request_of(RED, RED, RED, "a"), codec)
+    assert "scale them down" in found["chat.messages[0].parts[2].image"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from headrace_engine.interface import PromptImage
 from headrace_engine.vllm.service import prompts
 from headrace_engine.vllm.service.prompts import engine_prompt, image_hash
 from headrace_kv.prefix.images import content_hash
+from headrace_text.images import IMAGE_PIXELS_MAX
+from tests.image_models import image_file, png_chunk, png_head
 
 CAT = PromptImage(b"cat", content_hash(b"cat"), 1, 3)
 DOG = PromptImage(b"dog", content_hash(b"dog"), 5, 2)
@@ -93,3 +96,42 @@ async def test_a_model_of_text_takes_no_images() -> None:
     with pytest.raises(InvalidRequest) as refused:
         await engine_prompt(engine(Renderer([]), takes_images=False), TOKENS, "", [CAT])
     assert list(refused.value.violations) == ["images"]
+
+
+async def test_the_pixels_of_one_request_are_in_memory_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tenants take turns."""
+    opened: list[str] = []
+
+    async def open_images(llm: Any, images: list[PromptImage]) -> list[Any]:
+        opened.append(images[0].data.decode())
+        await asyncio.sleep(1)
+        opened.append("end")
+        return images
+
+    monkeypatch.setattr(prompts, "_open", open_images)
+
+    async def ask(tenant: str, number: int) -> None:
+        image = PromptImage(f"{tenant}{number}".encode(), b"", 1, 3)
+        await engine_prompt(engine(Renderer([(1, 3)])), TOKENS, "", [image], tenant=tenant)
+
+    await asyncio.gather(*(ask("a", number) for number in range(3)), ask("b", 0))
+    assert opened == ["a0", "end", "b0", "end", "a1", "end", "a2", "end"]
+
+
+def test_pixels_are_counted_before_any_is_decoded() -> None:
+    side = int(IMAGE_PIXELS_MAX**0.5)
+    large, small = png_head(side, side) + image_file()[33:], image_file()
+    chunk = png_chunk(b"tEXt", b"a\0b")
+    profiled = small[:33] + chunk + small[33:]
+
+    def decoded(*files: bytes) -> list[bytes]:
+        images = [PromptImage(one, content_hash(one), 0, 1) for one in files]
+        return prompts._decoded(bytes, images)
+
+    assert decoded(large, large) == [large, large]
+    assert decoded(profiled) == [small]
+    for files in ((large, large, small), (small, png_head(side + 1, side)), (b"no image",)):
+        with pytest.raises(InvalidRequest):
+            decoded(*files)

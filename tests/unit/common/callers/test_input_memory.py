@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace_common.http.bounds import InputMemory
+from headrace_common.callers.bounds import InputMemory
 
 
 @dataclass(eq=False)
