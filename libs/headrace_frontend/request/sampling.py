@@ -73,7 +73,10 @@ def _tag_violations(path: str, text: str) -> Iterator[tuple[str, str]]:
     if not isinstance(triggers, list) or not all(isinstance(one, str) and one for one in triggers):
         yield f"{path}.triggers", "must be a list of texts that are not empty"
     if not isinstance(structures, list) or not all(map(_is_structure, structures)):
-        yield f"{path}.structures", "must be a list of objects, with texts begin and end, and an object schema"
+        yield (
+            f"{path}.structures",
+            "must be a list of objects, with texts begin and end, and an object schema",
+        )
 
 
 def _is_structure(value: Any) -> bool:

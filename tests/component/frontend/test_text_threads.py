@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from headrace_frontend.request.preparation import TextThreads
+from headrace_frontend.request.computations import TOKENIZE, TextThreads
 from tests.waiting import until
 
 _INLINE, _SHORT, _LONG = 1_000, 10_000, 1_000_000
@@ -37,7 +37,7 @@ async def threads() -> AsyncIterator[TextThreads]:
 
 async def _hold(threads: TextThreads) -> tuple[_Held, asyncio.Task[str]]:
     held = _Held()
-    task = asyncio.create_task(threads.run("first", _LONG, held.work))
+    task = asyncio.create_task(threads.run("first", TOKENIZE, _LONG, held.work))
     await until(held.begun.is_set)
     return held, task
 
@@ -45,8 +45,14 @@ async def _hold(threads: TextThreads) -> tuple[_Held, asyncio.Task[str]]:
 async def test_shorter_texts_pass_a_long_one(threads: TextThreads) -> None:
     held, task = await _hold(threads)
     async with asyncio.timeout(_LIMIT_S):
-        assert await threads.run("first", _INLINE, threading.get_ident) == threading.get_ident()
-        assert await threads.run("first", _SHORT, threading.get_ident) != threading.get_ident()
+        assert (
+            await threads.run("first", TOKENIZE, _INLINE, threading.get_ident)
+            == threading.get_ident()
+        )
+        assert (
+            await threads.run("first", TOKENIZE, _SHORT, threading.get_ident)
+            != threading.get_ident()
+        )
     assert not task.done()
     held.released.set()
     assert await task == "held"
@@ -56,7 +62,7 @@ async def test_tenants_take_turns(threads: TextThreads) -> None:
     held, task = await _hold(threads)
     order: list[str] = []
     tasks = [
-        asyncio.create_task(threads.run(tenant, _LONG, partial(order.append, tenant)))
+        asyncio.create_task(threads.run(tenant, TOKENIZE, _LONG, partial(order.append, tenant)))
         for tenant in ("flood", "flood", "flood", "flood", "other")
     ]
     await asyncio.sleep(0)
