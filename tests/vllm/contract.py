@@ -87,7 +87,7 @@ CALLS = {
     "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.accept_tokens": (
         "request_id tokens"
     ),
-    "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.fill_bitmask": "bitmask idx",
+    "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.fill_bitmask": "bitmask batch_index",
     "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.validate_tokens": "tokens",
     "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.rollback": "num_tokens",
     "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.reset": "",

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 GRAMMARS_STEP_S: Final = 0.05
 """Processor time of a tenant's grammars in each step. Those of usual JSON Schemas take 0.05 ms a token."""
-GRAMMARS_BURST_S: Final = 0.2
+GRAMMARS_BURST_S: Final = 0.1
 """So much more before answers end."""
 # Of the newest time, in a grammar's time for a token.
 _NEWEST_SHARE: Final = 0.25
