@@ -6,10 +6,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from headrace_frontend.request.computations import TOKENIZE, TextThreads
+from headrace_common.errors import InvalidRequest
+from headrace_frontend.openai.intake import parsed_json
+from headrace_frontend.request.computations import COUNT_VALUES, TOKENIZE, TextThreads
 from tests.waiting import until
 
 _INLINE, _SHORT, _LONG = 1_000, 10_000, 1_000_000
@@ -56,6 +60,22 @@ async def test_shorter_texts_pass_a_long_one(threads: TextThreads) -> None:
     assert not task.done()
     held.released.set()
     assert await task == "held"
+
+
+async def test_a_large_body_is_checked_on_a_thread_also_when_it_is_refused(
+    threads: TextThreads,
+) -> None:
+    found: list[int] = []
+
+    def check(data: bytes) -> int:
+        found.append(threading.get_ident())
+        raise InvalidRequest({"body": "has too many values"})
+
+    parts: Any = SimpleNamespace(preparer=threads, size=SimpleNamespace(check_json=check))
+    for size in (COUNT_VALUES.loop_max, COUNT_VALUES.loop_max + 1):
+        with pytest.raises(InvalidRequest):
+            await asyncio.wait_for(parsed_json(parts, "t", bytes(size), list), _LIMIT_S)
+    assert [one == threading.get_ident() for one in found] == [True, False]
 
 
 async def test_tenants_take_turns(threads: TextThreads) -> None:
