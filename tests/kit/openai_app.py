@@ -24,7 +24,8 @@ from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import no_promise
-from headrace_frontend.request.preparation import RequestPreparer, Result, TextThreads
+from headrace_frontend.request.computations import Computation, Result, TextThreads
+from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import Outlet
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import PreparedRequest
@@ -54,7 +55,9 @@ class Workers:
 class NoThreads(TextThreads):
     """Virtual time does not wait for threads."""
 
-    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
+    async def run(
+        self, tenant: str, kind: Computation, units: int, work: Callable[[], Result]
+    ) -> Result:
         return work()
 
 

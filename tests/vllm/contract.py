@@ -83,9 +83,14 @@ CALLS = {
         "requests structured_output_request_ids scheduled_spec_decode_tokens"
     ),
     "vllm.v1.structured_output.StructuredOutputManager.grammar_init": "request",
+    "vllm.v1.structured_output.StructuredOutputManager._create_grammar": "request",
     "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.accept_tokens": (
         "request_id tokens"
     ),
+    "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.fill_bitmask": "bitmask batch_index",
+    "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.validate_tokens": "tokens",
+    "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.rollback": "num_tokens",
+    "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.reset": "",
     "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.is_terminated": "",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": "use_fp64_gumbel",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",

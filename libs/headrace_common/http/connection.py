@@ -158,8 +158,8 @@ class RequestParser:
             chunks=chunks,
             keeps_alive=chunks and self._parser.should_keep_alive(),
         )
-        self.in_body = True
         self._connection.start_request(self._exchange)
+        self.in_body = True
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""
@@ -217,6 +217,8 @@ class Connection(asyncio.Protocol):
         # Those without a whole response. The first is served.
         self._exchanges: deque[HttpExchange] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        # Sent after the responses to earlier requests. Nothing more is read.
+        self._refusal: HTTPStatus | None = None
         # Whether no request has arrived yet.
         self._new = True
         self._grpc: Http2Refusal | None = None
@@ -243,7 +245,7 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         if self._new and (self._grpc is not None or data.startswith(PREFACE)):
             self._refuse_grpc(data)
@@ -251,7 +253,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed(data)
         except Refused as refused:
-            self._refuse(refused.status)
+            self._refuse_next(refused.status)
             return
         if self._parser.in_head and self._timer is None:
             self._restart_timer(self._bounds.head_wait_s)
@@ -339,6 +341,9 @@ class Connection(asyncio.Protocol):
         if self._exchanges:
             self._server.serve(self, self._exchanges[0])
             return
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+            return
         self._server.end_request(self)
         if self._parser.in_body:
             self._restart_timer(self._bounds.body_pause_s)
@@ -356,7 +361,7 @@ class Connection(asyncio.Protocol):
             return
         held = sum([exchange.count_body() for exchange in self._exchanges])
         waiting = max(0, len(self._exchanges) - 1)
-        if waiting or held > _UNREAD_MAX:
+        if waiting or held > _UNREAD_MAX or self._refusal is not None:
             self.transport.pause_reading()
         elif not self.transport.is_reading():
             self.transport.resume_reading()
@@ -369,6 +374,15 @@ class Connection(asyncio.Protocol):
     def end_input(self) -> None:
         """Refuses the request, so that others have its memory."""
         self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _refuse_next(self, status: HTTPStatus) -> None:
+        """Refuses the request that arrives, after the responses to earlier ones."""
+        if self._parser.in_body or not self._exchanges:
+            self._refuse(status)
+            return
+        self._refusal = status
+        self._restart_timer(None)
+        self.count_input()
 
     def _refuse(self, status: HTTPStatus) -> None:
         """Closes the connection, with this status unless that would be a part of another response."""
@@ -389,7 +403,7 @@ class Connection(asyncio.Protocol):
     def _end_wait(self) -> None:
         self._timer = None
         if self._parser.in_head:
-            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+            self._refuse_next(HTTPStatus.REQUEST_TIMEOUT)
         elif self._new or self._parser.in_body:
             self.transport.abort()
         else:

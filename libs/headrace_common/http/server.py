@@ -24,6 +24,8 @@ from headrace_common.http.exchange import HttpExchange
 _LOG = logging.getLogger(__name__)
 
 HttpApp: TypeAlias = Callable[[HttpExchange], Coroutine[Any, Any, None]]
+# What ends each connection or handshake that waits, in the order in which their waits began.
+_Waiting: TypeAlias = dict[Any, Callable[[], object]]
 
 # The kernel ends a connection to a client that reads nothing for this long.
 _UNREAD_MAX_MS: Final = 60_000
@@ -63,10 +65,9 @@ class HttpServer:
         self._requests: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
         self._unsent: list[Connection] = []
-        # In the order in which their waits began.
-        self._handshakes: dict[asyncio.Task[Any], None] = {}
-        self._new: dict[Connection, None] = {}
-        self._idle: dict[Connection, None] = {}
+        self._handshakes: _Waiting = {}
+        self._new: _Waiting = {}
+        self._idle: _Waiting = {}
 
     @property
     def port(self) -> int:
@@ -113,7 +114,7 @@ class HttpServer:
     def add(self, connection: Connection) -> None:
         """See `Listener`."""
         self._connections.add(connection)
-        self._new[connection] = None
+        self._new[connection] = partial(self._end, connection)
 
     def start_request(self, connection: Connection) -> None:
         """See `Listener`."""
@@ -137,7 +138,7 @@ class HttpServer:
 
     def end_request(self, connection: Connection) -> None:
         """See `Listener`."""
-        self._idle[connection] = None
+        self._idle[connection] = partial(self._end, connection)
 
     def forget(self, connection: Connection) -> None:
         """See `Listener`."""
@@ -192,15 +193,15 @@ class HttpServer:
         if len(self._connections) + len(self._handshakes) < self._bounds.connections_max:
             return True
         for waiting in (self._new, self._handshakes, self._idle):
-            for oldest in waiting:
-                if isinstance(oldest, Connection):
-                    self.forget(oldest)
-                    oldest.transport.abort()
-                else:
-                    del self._handshakes[oldest]
-                    oldest.cancel()
+            for oldest, end in waiting.items():
+                del waiting[oldest]
+                end()
                 return True
         return False
+
+    def _end(self, connection: Connection) -> None:
+        self.forget(connection)
+        connection.transport.abort()
 
     def _refuse(self, accepted: socket.socket) -> None:
         # A client that has left gets nothing.
@@ -213,7 +214,7 @@ class HttpServer:
             lambda: Connection(self._bounds, self), accepted, **self._tls_options
         )
         handshake = self._loop.create_task(opening)
-        self._handshakes[handshake] = None
+        self._handshakes[handshake] = handshake.cancel
         handshake.add_done_callback(partial(self._end_handshake, accepted))
 
     def _end_handshake(self, accepted: socket.socket, handshake: asyncio.Task[Any]) -> None:

@@ -37,23 +37,6 @@ class _EndedGrammar:
         return False
 
 
-def install_grammar_ends() -> None:
-    """On the scheduler. A grammar that has reached a limit of its library rejects the next token.
-
-    Then vLLM ends the request with an error. Without this, such a grammar permits the end of the answer only, and the
-    request would end as if its answer were complete.
-    """
-    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
-
-    plain = getattr(GuidanceGrammar.accept_tokens, "__wrapped__", GuidanceGrammar.accept_tokens)
-
-    def accept_tokens(grammar: GuidanceGrammar, request_id: str, tokens: list[int]) -> bool:
-        return not grammar.ll_matcher.is_error() and plain(grammar, request_id, tokens)
-
-    accept_tokens.__wrapped__ = plain  # type: ignore[attr-defined]
-    GuidanceGrammar.accept_tokens = accept_tokens
-
-
 def advance_grammar(request: Request, token_ids: Sequence[int]) -> None:
     """On the scheduler, before the request's first step: its grammar continues after these tokens of its output.
 

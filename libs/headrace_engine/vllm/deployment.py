@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace_common.errors import HeadraceError
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.tier_planner import plan_tiers
-from headrace_engine.vllm import continuation, parallel
+from headrace_engine.vllm import continuation, grammar_costs, parallel
 from headrace_engine.vllm.compat import extra_config, replica_count, steps_under_way
 from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
@@ -62,7 +62,7 @@ class ConnectorDeployment:
         )
         peers: Peers
         if self.standalone is None:
-            continuation.install_grammar_ends()
+            grammar_costs.install()
             peers = LinkedPeers(groups, self.settings, tiers)
         else:
             peers = PairScheduler(

@@ -38,6 +38,8 @@ BOUNDS_KEY = "headrace_bounds"
 """In SamplingParams.extra_args: the fields of TokenBounds, if the request has bounds."""
 KEEP_KEY = "headrace_keep"
 """In SamplingParams.extra_args: the fields of KeepTerms, if the request's KV shall stay after it."""
+TENANT_KEY = "headrace_tenant"
+"""In SamplingParams.extra_args: the tenant's salt, if the request has a grammar."""
 COMPARISON_KEY = "headrace_comparison"
 """In SamplingParams.extra_args: id of the comparison and the received block that the request's last block is compared
 with."""

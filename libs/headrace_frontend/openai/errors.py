@@ -171,11 +171,21 @@ async def serve(
     try:
         await serving
     except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-        shown = error if isinstance(error, HttpError) else reported_error(error, exchange.path)
-        if exchange.started:
-            await exchange.finish(errors.event(shown))
-        else:
-            await exchange.respond(status_of(shown), errors.whole(shown), headers_of(shown))
+        # The error refers to this frame and to the request's body. A variable for it here would keep both in memory.
+        await _respond(
+            exchange,
+            error if isinstance(error, HttpError) else reported_error(error, exchange.path),
+            errors,
+        )
+
+
+async def _respond(
+    exchange: HttpExchange, error: HeadraceError | HttpError, errors: ErrorForm
+) -> None:
+    if exchange.started:
+        await exchange.finish(errors.event(error))
+    else:
+        await exchange.respond(status_of(error), errors.whole(error), headers_of(error))
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 from headrace.inference.v1 import inference_pb2
@@ -24,8 +24,9 @@ from headrace_frontend.openai.answers import parsers_of
 from headrace_frontend.openai.body import BodyKind, UnknownFields, parse_body
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
+from headrace_frontend.request.computations import COUNT_VALUES, PARSE, Result
 from headrace_frontend.request.model_names import ModelChoice
-from headrace_frontend.request.preparation import ModelWorkers, RequestPreparer, Result
+from headrace_frontend.request.preparation import ModelWorkers, RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.tenants import CacheSalts, load_tenants
@@ -114,6 +115,15 @@ class ClientParts:
         return {name: live.get(name) or one.max_model_len for name, one in self.codecs.items()}
 
 
+async def parsed_json(
+    parts: ClientParts, tenant: str, data: bytes, parse: Callable[[], Result]
+) -> Result:
+    """What `parse` makes of a JSON body within the bounds, in the tenant's turns. Raises InvalidRequest."""
+    check = partial(parts.size.check_json, data)
+    cost = await parts.preparer.run(tenant, COUNT_VALUES, len(data), check)
+    return await parts.preparer.run(tenant, PARSE, cost, parse)
+
+
 class Intake:
     """Takes requests."""
 
@@ -144,13 +154,12 @@ class Intake:
         tenant = self.tenant_of(exchange)
         async with exchange.json_body(self._parts.body_bytes_max) as data:
             await self._parts.callers.wait_turn()
-            cost_bytes = self._parts.size.check_json(data)
 
             def parse() -> tuple[BodyKind, list[str], Result]:
                 body = parse_body(kind, data)
                 return body, self._unknown_fields.check(body), convert(body)
 
-            body, unknown, converted = await self._parts.preparer.run(tenant, cost_bytes, parse)
+            body, unknown, converted = await parsed_json(self._parts, tenant, data, parse)
         if unknown:
             exchange.add_header("x-headrace-ignored-fields", ", ".join(unknown))
         return tenant, body, converted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,10 @@ from headrace_frontend.openai.responses import (
     ResponseHead,
 )
 from headrace_frontend.promises import KEEP_HEADER, ask_to_keep
+from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_TOKENS
 from headrace_frontend.request.response_stream import Outlet
 
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
-# Of one with logprobs in a response, about.
-_PROMPT_TOKEN_BYTES: Final = 128
 _ANSWER_FIELDS: Final[Sequence[_AnswerField]] = ("text", "token_ids", "logprobs", "stop_text")
 
 _NO_USAGE: Final = inference_pb2.Usage()
@@ -126,7 +126,7 @@ class Answering:
                 decode = partial(
                     prepared.codec.decode, prepared.token_ids, skip_special_tokens=False
                 )
-                text = await preparer.run(tenant, 4 * len(prepared.token_ids), decode)
+                text = await preparer.run(tenant, DECODE, len(prepared.token_ids), decode)
         return prepared.token_ids, text
 
     async def _stream(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -147,7 +147,8 @@ class Answering:
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices)
         body = await self._parts.preparer.run(
             generation.tenant,
-            _PROMPT_TOKEN_BYTES * prompt_tokens,
+            FORMAT_PROMPT,
+            prompt_tokens,
             partial(form.whole, choices, len(generation.requests)),
         )
         await exchange.respond(200, body)
@@ -296,14 +297,16 @@ class TokenizeRoutes:
         texts = None
         if body.return_token_strs:
             texts = await preparer.token_texts(model, tokens, tenant)
-        await exchange.respond_object(
-            {
-                "count": len(tokens),
-                "max_model_len": preparer.max_model_len(model),
-                "tokens": list(tokens),
-                "token_strs": texts,
-            }
+        answer = {
+            "count": len(tokens),
+            "max_model_len": preparer.max_model_len(model),
+            "tokens": list(tokens),
+            "token_strs": texts,
+        }
+        data = await preparer.run(
+            tenant, LIST_TOKENS, len(tokens), lambda: json.dumps(answer).encode()
         )
+        await exchange.respond(200, data)
 
     async def _tokens_of(self, body: TokenizeBody, tenant: str) -> tuple[str, Sequence[int]]:
         """The model, and the tokens of the prompt."""

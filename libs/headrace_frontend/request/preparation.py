@@ -2,62 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.callers.bounds import FewEach
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
-from headrace_common.tasks import lower_priority
 from headrace_frontend.request.chat import plain_text_bytes
+from headrace_frontend.request.computations import (
+    DECODE,
+    TOKENIZE,
+    Computation,
+    Result,
+    TextThreads,
+)
 from headrace_frontend.request.images import image_bytes
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.sampling import beyond_vocabulary
 from headrace_frontend.request.validation import PreparedRequest, prepare
 from headrace_text.codec import TextCodec
 
-# The event loop itself prepares a request of this size. That takes less time than a thread's turn.
-_INLINE_BYTES = 2_048
-# And one of this size, if it has little but text for a fast encoder.
+# The event loop itself prepares a request of this size, if it has little but text for a fast encoder.
 _INLINE_TEXT_BYTES = 8_192
-# A text of this size takes some 50 ms. Shorter ones do not wait for longer ones.
-_SHORT_BYTES = 64 * 1_024
-Result = TypeVar("Result")
-
-
-class TextThreads:
-    """One thread for short texts and one for long ones, both of low priority. Streams go first.
-
-    In the queue of each thread a tenant has at most one text, so tenants take turns. A text that is cancelled before
-    its turn is never encoded. The admission of requests bounds the waiting ones.
-    """
-
-    def __init__(self) -> None:
-        self._threads = [
-            (ThreadPoolExecutor(1, name, initializer=lower_priority), FewEach())
-            for name in ("short-texts", "long-texts")
-        ]
-
-    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
-        """Runs `work`, for a request of this size, on the right thread."""
-        if size_bytes <= _INLINE_BYTES:
-            return work()
-        executor, turns = self._threads[size_bytes > _SHORT_BYTES]
-        async with turns.of(tenant):
-            return await asyncio.get_running_loop().run_in_executor(executor, work)
-
-    def close(self) -> None:
-        """Drops texts that wait. Does not wait for those that are being encoded."""
-        for executor, _ in self._threads:
-            executor.shutdown(wait=False, cancel_futures=True)
 
 
 class ModelWorkers(Protocol):
@@ -115,9 +86,11 @@ class RequestPreparer:
             prepared = await self._run(request, request_id, tenant, priority)
         return prepared
 
-    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
-        """Runs work that takes as long as tokenizing so many bytes does, in the tenant's turn."""
-        return await self._threads.run(tenant, size_bytes, work)
+    async def run(
+        self, tenant: str, kind: Computation, units: int, work: Callable[[], Result]
+    ) -> Result:
+        """Runs work of so many units, in the tenant's turn."""
+        return await self._threads.run(tenant, kind, units, work)
 
     async def tokenize(
         self,
@@ -144,13 +117,13 @@ class RequestPreparer:
     async def tokenize_part(self, model: str, text: str, tenant: str) -> list[int]:
         """Tokens of a text that `tokenize` accepts, without special tokens around it."""
         codec = self.codecs[model]
-        return await self._threads.run(tenant, len(text.encode()), lambda: codec.encode_part(text))
+        size_bytes = len(text.encode())
+        return await self.run(tenant, TOKENIZE, size_bytes, lambda: codec.encode_part(text))
 
     async def token_texts(self, model: str, token_ids: Sequence[int], tenant: str) -> list[str]:
         """The tokenizer's own text of each token that `tokenize` returned."""
         codec = self.codecs[model]
-        size = 4 * len(token_ids)
-        return await self._threads.run(tenant, size, lambda: codec.token_texts(token_ids))
+        return await self.run(tenant, DECODE, len(token_ids), lambda: codec.token_texts(token_ids))
 
     def special_tokens(self, model: str) -> tuple[Sequence[int], Sequence[int]]:
         """The special tokens that a model's tokenizer adds before and after a text."""
@@ -167,9 +140,13 @@ class RequestPreparer:
             raise InvalidRequest(
                 {"tokens": f"must hold at most {length_max} tokens, not {len(token_ids)}"}
             )
-        if violations := beyond_vocabulary("tokens", token_ids, 0, codec.vocabulary_size):
-            raise InvalidRequest(violations)
-        return await self._threads.run(tenant, 4 * len(token_ids), lambda: codec.decode(token_ids))
+
+        def decode() -> str:
+            if violations := beyond_vocabulary("tokens", token_ids, 0, codec.vocabulary_size):
+                raise InvalidRequest(violations)
+            return codec.decode(token_ids)
+
+        return await self.run(tenant, DECODE, len(token_ids), decode)
 
     def choice(self, model: str) -> ModelChoice:
         """What a client selects by the name of a model or of an adapter. Raises InvalidRequest."""
@@ -202,11 +179,13 @@ class RequestPreparer:
             add_generation_prompt=add_generation_prompt,
         )
         size_bytes = request.ByteSize()
-        if size_bytes <= _INLINE_BYTES or self._is_quick(request, size_bytes):
+        if size_bytes <= TOKENIZE.loop_max or self._is_quick(request, size_bytes):
             return prepare_request()
         # An image is hashed, and its metadata is read, which takes less time than tokenizing.
         cost_bytes = size_bytes - image_bytes(request.chat) * 31 // 32
-        return await self._threads.run(tenant, max(cost_bytes, _INLINE_BYTES + 1), prepare_request)
+        return await self.run(
+            tenant, TOKENIZE, max(cost_bytes, TOKENIZE.loop_max + 1), prepare_request
+        )
 
     def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
         """Whether a request has little but a prompt that is encoded fast."""
@@ -214,4 +193,4 @@ class RequestPreparer:
         is_fast = all(one.encodes_fast and not one.encoder_differences for one in codecs)
         if size_bytes > _INLINE_TEXT_BYTES or not is_fast:
             return False
-        return size_bytes - plain_text_bytes(request) <= _INLINE_BYTES
+        return size_bytes - plain_text_bytes(request) <= TOKENIZE.loop_max

@@ -49,10 +49,7 @@ def structured_outputs_violations(
         if problem:
             yield path, problem
     elif kind == "structural_tag":
-        try:
-            parse_object(outputs.structural_tag, SCHEMA_BYTES_MAX)
-        except JsonRejected as error:
-            yield path, str(error)
+        yield from _tag_violations(path, outputs.structural_tag)
     else:
         text = outputs.regex if kind == "regex" else outputs.grammar
         bytes_max = REGEX_BYTES_MAX if kind == "regex" else SCHEMA_BYTES_MAX
@@ -63,6 +60,31 @@ def structured_outputs_violations(
             yield path, f"must have at most {bytes_max} bytes, not {size}"
         elif "\x00" in text:
             yield path, "must not hold a NUL character"
+
+
+def _tag_violations(path: str, text: str) -> Iterator[tuple[str, str]]:
+    """Of types alone, which vLLM does not check. vLLM rejects a tag that lacks a field."""
+    try:
+        tag = parse_object(text, SCHEMA_BYTES_MAX)
+    except JsonRejected as error:
+        yield path, str(error)
+        return
+    triggers, structures = tag.get("triggers", []), tag.get("structures", [])
+    if not isinstance(triggers, list) or not all(isinstance(one, str) and one for one in triggers):
+        yield f"{path}.triggers", "must be a list of texts that are not empty"
+    if not isinstance(structures, list) or not all(map(_is_structure, structures)):
+        yield (
+            f"{path}.structures",
+            "must be a list of objects, with texts begin and end, and an object schema",
+        )
+
+
+def _is_structure(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(name, ""), str) for name in ("begin", "end"))
+        and isinstance(value.get("schema", {}), dict)
+    )
 
 
 def _choice_violations(path: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:

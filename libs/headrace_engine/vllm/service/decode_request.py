@@ -136,6 +136,7 @@ class DecodeRequest:
                     priority=work.priority,
                     bounds=work.bounds,
                     keep=work.keep,
+                    tenant_salt=work.tenant_salt,
                 ),
                 lora_request=self.lora_request,
             )

@@ -23,6 +23,7 @@ from headrace_engine.vllm.settings import (
     KEEP_KEY,
     PRIORITY_KEY,
     STEP_KEY,
+    TENANT_KEY,
 )
 from headrace_kv.tiers.promises import KeepTerms
 
@@ -40,12 +41,13 @@ def sampling_params(
     bounds: TokenBounds = NO_BOUNDS,
     keep: KeepTerms | None = None,
     compares: tuple[str, int] | None = None,
+    tenant_salt: str = "",
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
     `step_of`: id under which the scheduler reports the first step, empty for no report. `priority`, `bounds`: see
-    PrefillWork. `keep`: see DecodeWork. `compares`: a comparison and its received block. Raises InvalidRequest when
-    vLLM rejects them.
+    PrefillWork. `keep`, `tenant_salt`: see DecodeWork. `compares`: a comparison and its received block. Raises
+    InvalidRequest when vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -64,6 +66,8 @@ def sampling_params(
         extra[KEEP_KEY] = list(astuple(keep))
     if compares is not None:
         extra[COMPARISON_KEY] = list(compares)
+    if tenant_salt and sampling.structured_outputs is not None:
+        extra[TENANT_KEY] = tenant_salt
     try:
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -103,7 +107,8 @@ _SCHEMAS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "one
 
 
 STEP_LIMIT: Final = (
-    "takes more work for a token than the engine's limit for a step of its grammar; simplify it"
+    "takes more work for a token than the engine's limit for a step of its grammar, or the grammars of all your "
+    "answers together take more than its time for a step; simplify it, or ask for fewer answers at a time"
 )
 
 

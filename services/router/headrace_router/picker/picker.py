@@ -23,7 +23,7 @@ from headrace_frontend.openai.conversion import (
     openai_error,
 )
 from headrace_frontend.openai.image_fetch import has_remote_images
-from headrace_frontend.openai.intake import ClientParts
+from headrace_frontend.openai.intake import ClientParts, parsed_json
 from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody
 from headrace_frontend.request.validation import (
     REQUEST_ID_CHARACTERS_MAX,
@@ -115,10 +115,9 @@ class EndpointPicker:
         async with self.parts.runner.admitted(tenant, deadline):
             if body is None or not has_prompt(headers):
                 return self._least_loaded(subset).http_endpoint
-            cost_bytes = self.parts.size.check_json(body)
             request_id = _request_id(headers)
             convert = partial(_PROMPTS[_path(headers)], body, request_id)
-            request = await self.parts.preparer.run(tenant, cost_bytes, convert)
+            request = await parsed_json(self.parts, tenant, body, convert)
             if request is None:
                 return self._least_loaded(subset).http_endpoint
             prepared = await self.parts.preparer.tokenize(request, tenant)

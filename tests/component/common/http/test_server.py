@@ -21,7 +21,7 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError
-from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.bounds import PIPELINED_MAX, HttpBounds
 from headrace_common.http.connection import Connection
 from headrace_common.http.exchange import HttpExchange
 from headrace_common.http.http2 import PREFACE
@@ -222,6 +222,23 @@ async def test_the_parts_of_a_response_are_chunks(head: str, path: str) -> None:
                 b"HTTP/1.1 200 OK\r\nx-name: value\r\nx-more: 1\r\ntransfer-encoding: chunked\r\n\r\n"
                 b"5\r\nfirst\r\n6\r\nsecond\r\n4\r\nlast\r\n0\r\n\r\n"
             )
+
+
+@pytest.mark.parametrize(
+    ("requests", "answered", "refused"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 40, PIPELINED_MAX + 1, b"429 "),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\nnonsense\r\n\r\n", 1, b"400 "),
+    ],
+)
+async def test_a_request_is_refused_after_the_responses_to_those_before_it(
+    requests: bytes, answered: int, refused: bytes
+) -> None:
+    async with serving(BothWays()) as server, asyncio.timeout(10):
+        reader, writer = await connected(server, requests)
+        statuses = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+        writer.close()
+    assert [one[:4] for one in statuses] == [*[b"200 "] * answered, refused]
 
 
 async def test_what_is_written_in_a_turn_is_sent_at_once() -> None:

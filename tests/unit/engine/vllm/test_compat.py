@@ -165,6 +165,7 @@ def test_only_these_modules_import_vllm() -> None:
         "offload_connector.py",
         "parallel.py",
         "drafts.py",
+        "grammar_costs.py",
         "rank/hidden_states.py",
         "scheduler/budget_scheduler.py",
         "service/adapters.py",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 
 from headrace_common import reloading
 from headrace_common.callers.bounds import CallerBounds
+from headrace_common.errors import InvalidRequest
 from headrace_common.http import exchange
 from headrace_frontend.openai.app import MetricsPage
+from headrace_frontend.openai.errors import serve
 from headrace_frontend.tenants import load_tenants
 from tests.kit.openai_app import LocalApp, Request
 
@@ -36,6 +40,25 @@ async def test_a_body_is_parsed_in_the_turn_of_its_caller(monkeypatch: pytest.Mo
     assert not request.sent
     turn.set()
     assert await asyncio.wait_for(asking, 5) == 400
+
+
+async def test_a_refused_request_is_freed_without_a_garbage_collection() -> None:
+    class Body:
+        """What the frames of the error refer to."""
+
+    made: list[weakref.ref[Body]] = []
+
+    async def refuse() -> None:
+        body = Body()
+        made.append(weakref.ref(body))
+        raise InvalidRequest({"body": "has too many values"})
+
+    gc.disable()
+    try:
+        await serve(Request().exchange, refuse())
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

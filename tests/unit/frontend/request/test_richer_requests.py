@@ -65,6 +65,14 @@ def _texts(*texts: str) -> inference_pb2.GenerateRequest:
     return _outputs(choice=sampling_pb2.Choice(texts=texts))
 
 
+def _tag(
+    triggers: Any = ("<f",), structures: Any = None, **fields: Any
+) -> inference_pb2.GenerateRequest:
+    structure = {"begin": "<f>", "schema": {}, "end": "</f>", **fields}
+    tag = {"triggers": triggers, "structures": structures or [structure]}
+    return _outputs(structural_tag=json.dumps(tag))
+
+
 def _sequence(*ids: int) -> list[sampling_pb2.TokenSequence]:
     return [sampling_pb2.TokenSequence(ids=ids)]
 
@@ -153,6 +161,11 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (_outputs(grammar=" "), "sampling.structured_outputs.grammar", "not be empty"),
     (_outputs(grammar="a" * 65_537), "sampling.structured_outputs.grammar", "65536 bytes"),
     (_outputs(structural_tag="x"), "sampling.structured_outputs.structural_tag", "JSON object"),
+    (_tag(triggers="<f"), "sampling.structured_outputs.structural_tag.triggers", "list of texts"),
+    (_tag(triggers=[""]), "sampling.structured_outputs.structural_tag.triggers", "not empty"),
+    (_tag(structures=[5]), "sampling.structured_outputs.structural_tag.structures", "of objects"),
+    (_tag(begin=5), "sampling.structured_outputs.structural_tag.structures", "texts begin and end"),
+    (_tag(schema=True), "sampling.structured_outputs.structural_tag.structures", "object schema"),
     (_texts(), "sampling.structured_outputs.choice.texts", "at least one"),
     (_texts(""), "sampling.structured_outputs.choice.texts[0]", "not be empty"),
     (_texts("x" * 1_025), "sampling.structured_outputs.choice.texts[0]", "1024 characters"),
