@@ -115,12 +115,13 @@ class GrpcServer:
         self._config = config
         self._in_flight = InFlightInterceptor()
         common = (self._in_flight, TraceInterceptor())
+        self._authorizer = Authorizer.from_config(config, config.audiences)
         internal = RpcListener(
             Address(Listener.INTERNAL, config.internal_listen, config.internal_advertise),
             services,
             [
                 ErrorInterceptor(),
-                InternalAccess(Authorizer.from_config(config), check_s=times.credential_check_s),
+                InternalAccess(self._authorizer, check_s=times.credential_check_s),
                 *common,
             ],
             tls=Credentials.from_config(config).tls,
@@ -177,6 +178,7 @@ class GrpcServer:
         Raises ConfigError when it cannot listen on an address or read a TLS file.
         """
         endpoints = [listener.bind() for listener in self._listeners]
+        self._authorizer.serve_at(endpoints[0])
         for listener in self._listeners:
             await listener.start()
         if self._probes is not None:
