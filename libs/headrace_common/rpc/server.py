@@ -29,7 +29,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.rpc.access import CallerInterceptor, ClientAccess, InternalAccess, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
-from headrace_common.rpc.handlers import EndlessStreams, InFlightInterceptor
+from headrace_common.rpc.handlers import BoundsInterceptor, EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import (
     CLIENT_CONNECTION_AGE_S,
     INTERNAL_CONNECTION_AGE_S,
@@ -123,6 +123,7 @@ class GrpcServer:
                 ErrorInterceptor(),
                 InternalAccess(self._authorizer, check_s=times.credential_check_s),
                 *common,
+                BoundsInterceptor(),
             ],
             tls=Credentials.from_config(config).tls,
             message_bytes_max=message_bytes_max,
