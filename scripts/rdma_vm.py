@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("libs",))]
 
 from headrace_common.access.roles import Role  # noqa: E402
-from headrace_common.access.tokens import create_token, new_private_key, public_key_of  # noqa: E402
+from headrace_common.access.tokens import HeldToken, new_private_key, public_key_of  # noqa: E402
 from tests.rdma.cases import (  # noqa: E402
     CHAOS,
     JOBS,
@@ -200,7 +200,9 @@ def write_credentials(folder: Path) -> list[tuple[str, Path]]:
     private_key = new_private_key()
     contents = {"token_keys.pem": public_key_of(private_key)}
     for role in _ROLES:
-        contents[f"{role}.token"] = create_token(private_key, role, "", _TOKEN_LIFETIME_S).encode()
+        contents[f"{role}.token"] = HeldToken.create(
+            private_key, role, "", _TOKEN_LIFETIME_S
+        ).text.encode()
     entries = [(CREDENTIALS, folder)]
     for name, content in contents.items():
         (folder / name).write_bytes(content)

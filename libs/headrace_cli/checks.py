@@ -81,13 +81,15 @@ def _check_local_key() -> Finding:
 def _check_token(path: Path) -> Iterator[Finding]:
     import jwt
 
+    from headrace_common.access.tokens import HeldToken
+
     yield _check_private("token", path)
     try:
-        text = path.read_text(encoding="ascii").strip()
+        held = HeldToken.from_text(path.read_text(encoding="ascii"))
         # The signature is checked by the services, which have the public key.
-        claims = jwt.decode(text, options={"verify_signature": False})
+        claims = jwt.decode(held.token, options={"verify_signature": False})
         expires_s, role = float(claims["exp"]), str(claims.get("role"))
-    except (OSError, ValueError, KeyError, jwt.InvalidTokenError) as error:
+    except (OSError, ValueError, KeyError, ConfigError, jwt.InvalidTokenError) as error:
         yield Finding(Verdict.ERROR, "token", f"{path} holds no token: {error}", _RENEW_TOKEN)
         return
     if role != "operator":
@@ -97,6 +99,9 @@ def _check_token(path: Path) -> Iterator[Finding]:
             f"{path} has the role {role}, and commands need operator",
             _RENEW_TOKEN,
         )
+    if "cnf" not in claims:
+        detail = f"{path} is of an earlier release: every service that gets it can use it"
+        yield Finding(Verdict.WARNING, "token", detail, _RENEW_TOKEN)
     yield _check_expiry("token", path, expires_s, _RENEW_TOKEN)
 
 

@@ -123,6 +123,8 @@ class ServiceConfig(BaseModel):
 
     role: ClassVar[str] = ""
     """The role in which the service calls others, a value of headrace_common.access.roles.Role. Empty: none."""
+    audiences: ClassVar[tuple[str, ...]] = ()
+    """Names of this receiver in proofs, beside its address."""
 
     dashed_values: ClassVar[frozenset[str]] = frozenset()
     """Settings with values that may begin with a dash."""

@@ -379,7 +379,26 @@ def descriptor_to_proto(descriptor: KvDescriptor) -> layout_pb2.KvDescriptor:
 
 
 def descriptor_from_proto(message: layout_pb2.KvDescriptor) -> KvDescriptor:
-    return KvDescriptor(
-        layout=layout_from_proto(message.layout),
-        ranks=tuple(rank_memory_from_proto(rank) for rank in message.ranks),
-    )
+    """Raises LayoutMismatch for values beyond all bounds, and for regions that lie outside their rank's memory."""
+    layout = layout_from_proto(message.layout)
+    ranks = tuple(rank_memory_from_proto(rank) for rank in message.ranks)
+    for memory in ranks:
+        for region in memory.regions:
+            if fault := _region_fault(region, memory, layout):
+                raise LayoutMismatch(
+                    f"the region {region.part} of layer {region.layer} on rank {memory.rank} {fault}",
+                    metadata={"layer": str(region.layer), "part": region.part},
+                )
+    return KvDescriptor(layout, ranks)
+
+
+def _region_fault(region: Region, memory: RankMemory, layout: KvLayout) -> str:
+    if region.layer >= layout.layer_count:
+        return f"is of none of the {layout.layer_count} layers"
+    if not (region.block_count and region.head_count and region.unit_bytes):
+        return "has no blocks, no heads, or units of 0 bytes"
+    if not region.block_tokens and layout.group_of(region.layer).kind == TOKENS:
+        return "has blocks of 0 tokens"
+    if region.end_bytes > memory.arena_bytes or memory.base_address + region.end_bytes >= 2**63:
+        return "ends outside the memory of the rank"
+    return ""

@@ -9,7 +9,7 @@ import grpc.aio
 
 from headrace_common.access.credentials import Credentials, TlsFiles
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.access.tokens import HeldToken, new_private_key, public_key_of
 from headrace_common.rpc.channel import open_channel
 
 _LIFETIME_S = 86_400.0
@@ -70,5 +70,5 @@ class Identities:
 
     def _token_file(self, role: Role, name: str) -> str:
         path = self._folder / f"{name or role}.token"
-        path.write_text(create_token(self._private_key, role, name, _LIFETIME_S))
+        path.write_text(HeldToken.create(self._private_key, role, name, _LIFETIME_S).text)
         return str(path)

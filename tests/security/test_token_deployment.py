@@ -12,7 +12,7 @@ from headrace_cli.client import list_members
 from headrace_cli.up.supervisor import Child
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.access.tokens import HeldToken, new_private_key, public_key_of
 from headrace_common.errors import Unauthenticated
 from headrace_common.rpc.channel import open_channel
 from tests.security.test_roles import status_of
@@ -44,7 +44,7 @@ class _Credentials:
 
     def write_tokens(self, private_key: bytes) -> None:
         for role in Role:
-            self._write(self.token_file(role), create_token(private_key, role, "", 600).encode())
+            self._write(self.token_file(role), HeldToken.create(private_key, role).text.encode())
 
     def write_keys(self, *private_keys: bytes) -> None:
         self._write(self.keys_file, b"".join(map(public_key_of, private_keys)))
@@ -95,7 +95,7 @@ async def test_tokens_and_keys_are_replaced_while_requests_run(
         async with load(deployed, streams=2, count=4) as asking:
             credentials.write_keys(old, new)
             new_operator = tmp_path / "new.token"
-            new_operator.write_text(create_token(new, Role.OPERATOR, "", 600))
+            new_operator.write_text(HeldToken.create(new, Role.OPERATOR).text)
 
             async def known_to_all() -> bool:
                 children = deployed.deployment.children
@@ -107,7 +107,7 @@ async def test_tokens_and_keys_are_replaced_while_requests_run(
             await asyncio.sleep(_READ_S)
             credentials.write_keys(new)
             forged = tmp_path / "old.token"
-            forged.write_text(create_token(old, Role.OPERATOR, "", 600))
+            forged.write_text(HeldToken.create(old, Role.OPERATOR).text)
             monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(forged))
 
             async def refused() -> bool:

@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from headrace_cli.output import answer_console, failures_as_exit, notice_console
 from headrace_common.access.key_file import load_keys
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.access.tokens import HeldToken, new_private_key, public_key_of
 from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
 
@@ -100,7 +100,7 @@ def create_token_file(
     ] = "",
     days: Annotated[float, typer.Option(min=0.001, help="Days until the token expires.")] = 365.0,
 ) -> None:
-    """Writes a token of one role."""
+    """Writes a token of one role, and the key by which only its holder can use it."""
     with failures_as_exit():
         try:
             private_key = key.read_bytes()
@@ -108,8 +108,8 @@ def create_token_file(
             raise ConfigError(
                 f"cannot read {key}: {error.strerror}; `headrace token keygen` creates one"
             ) from error
-        token = create_token(private_key, role, name, days * _DAY_S)
-        write_new(output, f"{token}\n".encode(), SECRET_MODE)
+        held = HeldToken.create(private_key, role, name, days * _DAY_S)
+        write_new(output, held.text.encode(), SECRET_MODE)
 
 
 HOSTS_MAX: Final = 256

@@ -68,5 +68,5 @@ def page_url(address: str, credentials: Credentials) -> str:
     except ValueError as error:
         raise ConfigError(f"{address!r} is no address of a status page: {error}") from error
     scheme = "https" if credentials.tls.encrypts else "http"
-    token = credentials.token_for(address)
+    token = credentials.page_token(address)
     return f"{scheme}://{address}/" + (f"#token={token}" if token else "")

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
-from headrace_common.access.credentials import TlsFiles
+from headrace_common.access.credentials import TlsFiles, audience_of
 from headrace_common.access.roles import (
     ANONYMOUS,
+    PROOF_KEY,
     TOKEN_KEY,
     TRUSTED,
     Caller,
@@ -169,19 +170,21 @@ class Authorizer:
         reads_certificates: bool = False,
         trust_domain: str = "",
         identity: ReloadedFiles[TlsIdentity] | None = None,
+        audiences: Sequence[str] = (),
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
-        """`identity` has the authorities that sign callers' certificates."""
+        """`identity` has the authorities that sign callers' certificates. `audiences` are this receiver's names."""
         self._insecure = insecure
         self._keys = keys
         self.reads_certificates = reads_certificates and not insecure
         self._trust_domain = trust_domain
         self._identity = identity
+        self._audiences = tuple(audiences)
         self._now = now
 
     @classmethod
-    def from_config(cls, config: ServiceConfig) -> Authorizer:
-        """The authorizer that the settings of a service ask for.
+    def from_config(cls, config: ServiceConfig, audiences: Sequence[str] = ()) -> Authorizer:
+        """The authorizer that the settings of a service ask for. Proofs of callers are for one of `audiences`.
 
         Without TLS and token keys, a service on loopback accepts tokens signed with the local key. Raises ConfigError
         when a file cannot be read.
@@ -203,23 +206,33 @@ class Authorizer:
             reads_certificates=bool(config.tls_certificate_file),
             trust_domain=config.tls_trust_domain,
             identity=tls_identity(files) if config.tls_authority_file else None,
+            audiences=audiences,
         )
 
+    def serve_at(self, endpoint: str) -> None:
+        """Accepts proofs for the "host:port" at which others reach this service."""
+        self._audiences += (audience_of(endpoint),)
+
     def caller_of_metadata(
-        self, method: str, metadata: Iterable[tuple[str, Any]] | None
+        self, method: str, metadata: Iterable[tuple[str, Any]] | None, *, again: bool = False
     ) -> Caller | None:
         """The caller that a token proves, if it may call `method`. None: the certificate decides.
 
+        `again`: for a call that was accepted, of which the proof may be an older one by now.
         Raises Unauthenticated or PermissionDenied.
         """
         if self._insecure:
             return TRUSTED
-        token = _token_in(metadata or ())
+        entries = tuple(metadata or ())
+        # HTTP clients send the token of a page, in one header.
+        token, _, page_proof = _value_in(entries, TOKEN_KEY).partition("~")
         if token and self._keys is not None:
             keys = self._keys
             verifier = keys.current() if isinstance(keys, ReloadedFiles) else keys
             try:
-                return self._permitted(method, verifier.verify(token))
+                proof = page_proof or _value_in(entries, PROOF_KEY)
+                caller = verifier.verify(token, proof, self._audiences, again=again)
+                return self._permitted(method, caller)
             except Unauthenticated:
                 # A command may send its local token to a service of another deployment.
                 if needs_role(method):
@@ -286,8 +299,8 @@ def _local_verifier() -> TokenVerifier:
     return TokenVerifier.from_pem(public_key_of(load_local_key()))
 
 
-def _token_in(metadata: Iterable[tuple[str, Any]]) -> str:
+def _value_in(metadata: Iterable[tuple[str, Any]], key: str) -> str:
     for name, value in metadata:
-        if name == TOKEN_KEY:
+        if name == key:
             return value if isinstance(value, str) else bytes(value).decode("latin-1")
     return ""

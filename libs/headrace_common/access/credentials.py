@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import PROOF_KEY, STATUS_AUDIENCE, TOKEN_KEY, Role
 from headrace_common.errors import ConfigError
 from headrace_common.ports import is_loopback
 from headrace_common.reloading import ReloadedFiles
 
 if TYPE_CHECKING:
+    from headrace_common.access.tokens import HeldToken
     from headrace_common.config import ServiceConfig
 
 
 _LOCAL_LIFETIME_S: Final = 86_400.0
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+
+def audience_of(endpoint: str) -> str:
+    """The name of the receiver at "host:port". All names of this host's loopback are one."""
+    if not is_loopback(endpoint):
+        return endpoint.lower()
+    return f"localhost:{endpoint.rpartition(':')[2]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,42 +102,64 @@ class Credentials:
             None if role is None else Role(role),
         )
 
-    def token_for(self, endpoint: str) -> str:
-        """The token for calls to an endpoint; empty when there is none.
+    def metadata_for(self, endpoint: str, receiver: str = "") -> Metadata:
+        """What calls to an endpoint send: a token, and a proof for this receiver only. Empty when there is none.
 
+        `receiver` names a receiver that the caller's own settings name, by its role: its endpoint may be an alias.
         Raises ConfigError when the file, or the local key, cannot be read.
         """
+        held = self._held_for(endpoint)
+        if held is None:
+            return ()
+        # Of deployments with one local key, the port tells which is meant.
+        proof = held.proof(receiver if receiver and self.token_file else audience_of(endpoint))
+        return (
+            ((TOKEN_KEY, held.token), (PROOF_KEY, proof)) if proof else ((TOKEN_KEY, held.token),)
+        )
+
+    def page_token(self, endpoint: str) -> str:
+        """A token and a proof for status pages, separated by "~". Empty when there is none. Raises as metadata_for."""
+        held = self._held_for(endpoint)
+        if held is None:
+            return ""
+        return "~".join(
+            filter(None, (held.token, held.proof(STATUS_AUDIENCE, secrets.token_hex(8))))
+        )
+
+    def _held_for(self, endpoint: str) -> HeldToken | None:
         if self.token_file:
             return _token_of(self.token_file).current()
         if self.role is None or self.tls.encrypts or not is_loopback(endpoint):
-            return ""
+            return None
         return _local_token(self.role, int(time.time() / (_LOCAL_LIFETIME_S / 2)))
 
 
 @lru_cache(maxsize=8)
-def _token_of(path: str) -> ReloadedFiles[str]:
+def _token_of(path: str) -> ReloadedFiles[HeldToken]:
     return ReloadedFiles([path], lambda: _read_token(path))
 
 
-def _read_token(path: str) -> str:
-    token = ""
+def _read_token(path: str) -> HeldToken:
+    from headrace_common.access.tokens import HeldToken
+
+    held = HeldToken("", None)
     problem = "it is empty"
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        held = HeldToken.from_text(Path(path).read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         problem = str(error)
-    if not token:
+    if not held.token:
         raise ConfigError(
             f"token_file {path} cannot be read: {problem}; name a file that `headrace token create` wrote",
             metadata={"token_file": path},
         )
-    return token
+    return held
 
 
 @lru_cache(maxsize=8)
-def _local_token(role: Role, period: int) -> str:
-    """A token of this host's user. Each period of half a lifetime has a new one."""
+def _local_token(role: Role, period: int) -> HeldToken:
+    """A token of this process. Each period of half a lifetime has a new one."""
     # Programs that call public RPCs only do without these modules.
-    from headrace_common.access.tokens import create_token, load_local_key
+    from headrace_common.access.tokens import HeldToken, load_local_key
 
-    return create_token(load_local_key(), role, "", _LOCAL_LIFETIME_S)
+    return HeldToken.create(load_local_key(), role, "", _LOCAL_LIFETIME_S)

@@ -11,6 +11,10 @@ from headrace_common.errors import PermissionDenied
 
 TOKEN_KEY: Final = "headrace-token"
 """The metadata key of role tokens. API keys of clients have `authorization`."""
+PROOF_KEY: Final = "headrace-proof"
+"""The metadata key of the proof that the holder of the token has signed for this receiver."""
+STATUS_AUDIENCE: Final = "status page"
+"""The receiver of proofs that browsers send."""
 
 
 class Role(StrEnum):

@@ -1,5 +1,9 @@
 """Role tokens: JSON Web Tokens (RFC 7519) signed with Ed25519 (RFC 8037), and the key of deployments on loopback.
 
+A token names the public key of its holder (RFC 7800). With each call, the holder sends a proof that it has signed for
+one receiver. So what a receiver gets is worth nothing at another one. A token without such a key is of a gateway, which
+cannot sign, or of an earlier release.
+
 Services and commands of one user on one host sign their own tokens with that key. Other users cannot read it, so they
 cannot call internal RPCs. It needs no setting.
 """
@@ -11,7 +15,8 @@ import secrets
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +37,22 @@ _CACHE_MAX: Final = 4_096
 _PEM_END: Final = b"-----END PUBLIC KEY-----"
 _KEYS_MAX: Final = 8
 _REMEDY: Final = "create one with `headrace token create`"
+_KEY_BEGIN: Final = "-----BEGIN"
+PROOF_LIFETIME_S: Final = 86_400.0
+"""Seconds that a proof is valid for, unless the receiver gets a newer one. Clocks of hosts may be hours apart."""
+PROOF_PERIOD_S: Final = 30.0
+"""Seconds after which a process signs a new proof for a receiver."""
+PROOF_KEPT_S: Final = 60.0
+"""Seconds that a proof is valid for after the receiver got a newer one of the same process: calls overtake others."""
 
 
 def new_private_key() -> bytes:
     """A new private key in PEM."""
-    return Ed25519PrivateKey.generate().private_bytes(
+    return _pem_of(Ed25519PrivateKey.generate())
+
+
+def _pem_of(key: Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
@@ -52,14 +68,110 @@ def public_key_of(private_key: bytes) -> bytes:
     )
 
 
-def create_token(private_key: bytes, role: Role, name: str, lifetime_s: float) -> str:
-    """A token for a role. An empty `name` binds it to no worker. Raises ConfigError for an invalid key or name."""
+def create_token(
+    private_key: bytes,
+    role: Role,
+    name: str,
+    lifetime_s: float,
+    holder: Ed25519PrivateKey | None = None,
+) -> str:
+    """A token for a role. An empty `name` binds it to no worker. Only `holder` can use it; None: all that read it.
+
+    Raises ConfigError for an invalid key or name.
+    """
     if name and not is_worker_id(name):
         raise ConfigError(
             f"the name {name!r} is no worker id: use 1 to 63 characters of a-z, 0-9, '.', '_', '-'"
         )
-    claims = {"iss": _ISSUER, "role": role.value, "sub": name, "exp": time.time() + lifetime_s}
+    expires_s = time.time() + lifetime_s
+    claims: dict[str, Any] = {"iss": _ISSUER, "role": role.value, "sub": name, "exp": expires_s}
+    if holder is not None:
+        public_key = jwt.algorithms.OKPAlgorithm.to_jwk(holder.public_key(), as_dict=True)
+        claims["cnf"] = {"jwk": public_key}
     return jwt.encode(claims, _load_private(private_key), algorithm=_ALGORITHM)
+
+
+class HeldToken:
+    """A token, and the key with which its holder signs proofs. Without a key, every receiver can use the token."""
+
+    def __init__(self, token: str, key: Ed25519PrivateKey | None) -> None:
+        self.token = token
+        self._key = key
+        self._signed: OrderedDict[tuple[str, str, int], str] = OrderedDict()
+
+    @classmethod
+    def create(
+        cls, private_key: bytes, role: Role, name: str = "", lifetime_s: float = PROOF_LIFETIME_S
+    ) -> HeldToken:
+        """As create_token, with a new key. Gateways cannot sign, so their tokens have none."""
+        key = None if role is Role.GATEWAY else Ed25519PrivateKey.generate()
+        return cls(create_token(private_key, role, name, lifetime_s, key), key)
+
+    @classmethod
+    def from_text(cls, text: str) -> HeldToken:
+        """The inverse of `text`. Raises ConfigError for another kind of key."""
+        token, begin, rest = text.partition(_KEY_BEGIN)
+        return cls(token.strip(), _load_private((begin + rest).encode()) if begin else None)
+
+    @property
+    def text(self) -> str:
+        """The content of a token_file: a line with the token, then the key in PEM."""
+        return f"{self.token}\n" + ("" if self._key is None else _pem_of(self._key).decode())
+
+    def proof(self, audience: str, run: str = "") -> str:
+        """A proof for one receiver, "" without a key. Signed anew after a while; `run` names the sequence of proofs."""
+        if self._key is None:
+            return ""
+        run = run or _run()
+        number = int(time.monotonic() / PROOF_PERIOD_S)
+        kept = self._signed.get((audience, run, number))
+        if kept is None:
+            expires_s = time.time() + PROOF_LIFETIME_S
+            claims = {"aud": audience, "exp": expires_s, "run": run, "number": number}
+            kept = jwt.encode(claims, self._key, algorithm=_ALGORITHM)
+            self._signed[audience, run, number] = kept
+            if len(self._signed) > _CACHE_MAX:
+                self._signed.popitem(last=False)
+        return kept
+
+
+_RUN: Final = secrets.token_hex(8)
+
+
+def _run() -> str:
+    # Children of a process sign proofs of their own.
+    return f"{_RUN}-{os.getpid()}"
+
+
+@dataclass(slots=True)
+class _Verified:
+    """A valid token. `proofs` are those of its holder that were checked."""
+
+    caller: Caller
+    until_s: float
+    holder: Ed25519PublicKey | None
+    proofs: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
+
+
+class _ProofOrder:
+    """Refuses a proof after a newer one of the same run."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def check(self, run: str, number: int) -> None:
+        """Raises Unauthenticated."""
+        now_s = time.monotonic()
+        newest, since_s = self._newest.get(run, (number - 1, now_s))
+        if number > newest:
+            self._newest[run] = number, now_s
+            self._newest.move_to_end(run)
+            if len(self._newest) > _CACHE_MAX:
+                self._newest.popitem(last=False)
+        elif number < newest and now_s > since_s + PROOF_KEPT_S:
+            raise Unauthenticated(
+                "the proof is older than the last one of its process; sign a new one"
+            )
 
 
 class TokenVerifier:
@@ -67,7 +179,8 @@ class TokenVerifier:
 
     def __init__(self, public_keys: Sequence[Ed25519PublicKey]) -> None:
         self._public_keys = tuple(public_keys)
-        self._verified: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._verified: OrderedDict[str, _Verified] = OrderedDict()
+        self._order = _ProofOrder()
 
     @classmethod
     def from_pem(cls, text: bytes) -> TokenVerifier:
@@ -77,18 +190,34 @@ class TokenVerifier:
             raise ConfigError(f"give 1 to {_KEYS_MAX} public keys in PEM, one after the other")
         return cls([_load_public(part.strip()) for part in parts])
 
-    def verify(self, token: str) -> Caller:
-        """The caller that a token stands for. Raises Unauthenticated with the remedy."""
-        now_s = time.time()
+    def verify(
+        self, token: str, proof: str = "", audiences: Collection[str] = (), *, again: bool = False
+    ) -> Caller:
+        """The caller that a token stands for, at a receiver with the names `audiences`.
+
+        `again`: for an open call, of which the proof may be an older one by now. Raises Unauthenticated.
+        """
         known = self._verified.get(token)
-        if known is not None and now_s < known[1]:
-            return known[0]
-        claims = self._claims_of(token)
-        caller = _caller_of(claims)
-        self._verified[token] = caller, float(claims["exp"]) + _CLOCK_TOLERANCE_S
-        if len(self._verified) > _CACHE_MAX:
-            self._verified.popitem(last=False)
-        return caller
+        if known is None or time.time() >= known.until_s:
+            claims = self._claims_of(token)
+            until_s = float(claims["exp"]) + _CLOCK_TOLERANCE_S
+            known = self._verified[token] = _Verified(_caller_of(claims), until_s, _holder(claims))
+            if len(self._verified) > _CACHE_MAX:
+                self._verified.popitem(last=False)
+        if known.holder is not None:
+            claims = known.proofs.get(proof, {})
+            if not claims or time.time() >= claims["exp"] + _CLOCK_TOLERANCE_S:
+                claims = _proof_claims(known, proof)
+            if claims["aud"] not in audiences:
+                names = " or ".join(sorted(audiences)) or "a service that takes no proofs"
+                raise Unauthenticated(
+                    f"the caller's token was sent to {claims['aud']!r}, but this is {names}: call it by that address, "
+                    "or set its internal_advertise",
+                    metadata={"audience": str(claims["aud"])[:_AUDIENCE_CHARACTERS_MAX]},
+                )
+            if not again:
+                self._order.check(f"{claims['key']} {claims['run']}", claims["number"])
+        return known.caller
 
     def _claims_of(self, token: str) -> dict[str, Any]:
         if len(token) > _TOKEN_CHARACTERS_MAX:
@@ -113,6 +242,49 @@ class TokenVerifier:
         raise Unauthenticated(
             f"the token was signed with a key that this deployment does not know; {_REMEDY}"
         )
+
+
+_PROOFS_MAX: Final = 1_024
+_AUDIENCE_CHARACTERS_MAX: Final = 300
+
+
+def _holder(claims: dict[str, Any]) -> Ed25519PublicKey | None:
+    """The key that a token names; None for one that every caller may use."""
+    if "cnf" not in claims:
+        return None
+    try:
+        key = jwt.algorithms.OKPAlgorithm.from_jwk(claims["cnf"]["jwk"])
+    except (KeyError, TypeError, jwt.InvalidKeyError) as error:
+        raise Unauthenticated(f"the token names no key of its holder; {_REMEDY}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise Unauthenticated(f"the token names no Ed25519 key of its holder; {_REMEDY}")
+    return key
+
+
+def _proof_claims(known: _Verified, proof: str) -> dict[str, Any]:
+    """The claims of a proof. Raises Unauthenticated unless the holder of the token has signed it."""
+    assert known.holder is not None, "a token with a key"
+    try:
+        if len(proof) > _TOKEN_CHARACTERS_MAX:
+            raise jwt.InvalidTokenError("too long")
+        claims: dict[str, Any] = jwt.decode(
+            proof,
+            known.holder,
+            algorithms=[_ALGORITHM],
+            leeway=_CLOCK_TOLERANCE_S,
+            options={"require": ["exp", "aud", "run", "number"], "verify_aud": False},
+        )
+        claims["aud"], claims["number"] = str(claims["aud"]), int(claims["number"])
+    except (jwt.InvalidTokenError, TypeError, ValueError) as error:
+        raise Unauthenticated(
+            f"the token is of another process: its holder's proof is missing or not valid ({error}); name the "
+            "token_file itself, which has the key"
+        ) from error
+    claims["key"] = known.holder.public_bytes_raw().hex()
+    known.proofs[proof] = claims
+    if len(known.proofs) > _PROOFS_MAX:
+        known.proofs.popitem(last=False)
+    return claims
 
 
 def _caller_of(claims: dict[str, Any]) -> Caller:

@@ -98,7 +98,7 @@ class InternalAccess(grpc.aio.ServerInterceptor):
         self, caller: Caller, method: str, metadata: Sequence[tuple[str, Any]]
     ) -> AsyncIterator[None]:
         set_current_caller(caller)
-        check = partial(self._authorizer.caller_of_metadata, method, metadata)
+        check = partial(self._authorizer.caller_of_metadata, method, metadata, again=True)
         with Rechecked(check, self._check_s):
             yield
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import grpc
 import grpc.aio
 
-from headrace_common.access.credentials import Credentials, TlsFiles
-from headrace_common.access.roles import TOKEN_KEY
+from headrace_common.access.credentials import Credentials, Metadata, TlsFiles
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.errors import ConfigError
 from headrace_common.reloading import ReloadedFiles
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 
 _Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
-TokenSource: TypeAlias = Callable[[], str]
-"""Returns the current token. It may raise ConfigError."""
+TokenSource: TypeAlias = Callable[[], Metadata]
+"""Returns the current token and proof of a call's metadata. It may raise ConfigError."""
 
 
 class _CallDetails(NamedTuple):
@@ -58,7 +57,7 @@ class TokenInterceptor(grpc.UnaryUnaryClientInterceptor):
         details = _CallDetails(
             given.method,
             given.timeout,
-            (*(given.metadata or ()), (TOKEN_KEY, self._token())),
+            (*(given.metadata or ()), *self._token()),
             given.credentials,
             given.wait_for_ready,
             given.compression,
@@ -69,14 +68,14 @@ class TokenInterceptor(grpc.UnaryUnaryClientInterceptor):
 class ServiceChannel(grpc.aio.Channel):
     """`identity` returns the certificate in force, and `connect` makes a channel that presents one; None is plaintext.
 
-    `token` returns the token of a call, "" for none.
+    `token` returns the token and the proof of a call, empty for none.
     """
 
     def __init__(
         self,
         identity: Callable[[], TlsIdentity | None],
         connect: Callable[[TlsIdentity | None], grpc.aio.Channel],
-        token: TokenSource = lambda: "",
+        token: TokenSource = tuple,
     ) -> None:
         self._token = token
         self._identity = identity
@@ -137,7 +136,7 @@ class ServiceChannel(grpc.aio.Channel):
                 counted = current
                 start_call = getattr(current.channel, kind)(*arguments, **options)
             if token := self._token():
-                metadata = (*(metadata or ()), (TOKEN_KEY, token))
+                metadata = (*(metadata or ()), *token)
             return counted.count(start_call(*call_arguments, metadata=metadata, **call_options))
 
         return start
@@ -244,8 +243,10 @@ Identity: TypeAlias = "ServiceConfig | Credentials | TlsFiles | None"
 """What a channel presents: the settings of a service, credentials, TLS files only, or nothing."""
 
 
-def open_channel(endpoint: str, identity: Identity = None) -> grpc.aio.Channel:
+def open_channel(endpoint: str, identity: Identity = None, receiver: str = "") -> grpc.aio.Channel:
     """Opens a channel to "host:port", with mutual TLS and a role token when `identity` has them.
+
+    `receiver` is the role of a receiver that the caller's own settings name: Credentials.metadata_for.
 
     The channel connects on first use. After a change of the TLS files or of the token, new calls present the new
     ones, and calls in progress go on. Raises ConfigError when a file cannot be read.
@@ -253,7 +254,7 @@ def open_channel(endpoint: str, identity: Identity = None) -> grpc.aio.Channel:
     credentials = _credentials_of(identity)
     options = _channel_options()
     tls = _identity_of(credentials)
-    token = partial(credentials.token_for, endpoint)
+    token = partial(credentials.metadata_for, endpoint, receiver)
     has_token = bool(token())
     if tls is None:
         plain = grpc.aio.insecure_channel(endpoint, options=options)
@@ -276,10 +277,10 @@ def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Chan
         if tls is None
         else grpc.secure_channel(endpoint, _presenting(tls.current()), options=options)
     )
-    if not credentials.token_for(endpoint):
+    if not credentials.metadata_for(endpoint):
         return channel
     return grpc.intercept_channel(
-        channel, TokenInterceptor(lambda: credentials.token_for(endpoint))
+        channel, TokenInterceptor(partial(credentials.metadata_for, endpoint))
     )
 
 

@@ -18,6 +18,7 @@ import grpc.aio
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, Draining, HeadraceError, InvalidRequest
+from headrace_common.rpc.field_bounds import bounded
 
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 """Finds the handler of an RPC; None for an unknown method."""
@@ -203,6 +204,16 @@ class GateInterceptor(grpc.aio.ServerInterceptor):
             self.check_request(method, data)
             return deserialize(data)
 
+        return _maker(handler)(behaviour_of(handler), parse, handler.response_serializer)
+
+
+class BoundsInterceptor(WrappingInterceptor):
+    """Refuses messages of Headrace's services with a field beyond its bound, before the handler gets them."""
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        if not method.startswith("/headrace.") or handler.request_deserializer is None:
+            return handler
+        parse = bounded(handler.request_deserializer)
         return _maker(handler)(behaviour_of(handler), parse, handler.response_serializer)
 
 

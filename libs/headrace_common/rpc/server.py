@@ -29,7 +29,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.rpc.access import CallerInterceptor, ClientAccess, InternalAccess, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
-from headrace_common.rpc.handlers import EndlessStreams, InFlightInterceptor
+from headrace_common.rpc.handlers import BoundsInterceptor, EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import (
     CLIENT_CONNECTION_AGE_S,
     INTERNAL_CONNECTION_AGE_S,
@@ -115,13 +115,15 @@ class GrpcServer:
         self._config = config
         self._in_flight = InFlightInterceptor()
         common = (self._in_flight, TraceInterceptor())
+        self._authorizer = Authorizer.from_config(config, config.audiences)
         internal = RpcListener(
             Address(Listener.INTERNAL, config.internal_listen, config.internal_advertise),
             services,
             [
                 ErrorInterceptor(),
-                InternalAccess(Authorizer.from_config(config), check_s=times.credential_check_s),
+                InternalAccess(self._authorizer, check_s=times.credential_check_s),
                 *common,
+                BoundsInterceptor(),
             ],
             tls=Credentials.from_config(config).tls,
             message_bytes_max=message_bytes_max,
@@ -177,6 +179,7 @@ class GrpcServer:
         Raises ConfigError when it cannot listen on an address or read a TLS file.
         """
         endpoints = [listener.bind() for listener in self._listeners]
+        self._authorizer.serve_at(endpoints[0])
         for listener in self._listeners:
             await listener.start()
         if self._probes is not None:

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
-from operator import attrgetter
+from operator import attrgetter, mul
+from statistics import median_low
 from typing import Final, TypeVar
 
 from headrace.worker.v1 import time_model_pb2
@@ -141,10 +142,37 @@ class TimeModel:
         return None
 
 
+USUAL_STEP: Final = (1.0, 1.0, 1_024.0, 524_288.0, 1.0, 1_024.0, 0.0)
+"""How often a usual step has each part of StepTimes, in the order of its fields without counts and errors."""
+FAR: Final = 8.0
+"""A worker whose usual step takes so many times that of the median worker, or so small a part, has no vote."""
+_USUAL_BYTES: Final = 1e6
+
+
 def mean_model(models: Collection[TimeModel]) -> TimeModel:
-    """The mean of each part over several workers, without links. Hand-overs only of workers that have had enough."""
+    """The mean of each part over several workers, without links. Hand-overs only of workers that have had enough.
+
+    A worker far from the median counts for nothing: no single worker decides what the others are taken for.
+    """
     handovers = [one.handovers for one in models if one.handovers.count >= _HANDOVERS_MIN]
-    return TimeModel(_mean(NO_STEPS, [one.steps for one in models]), _mean(NO_HANDOVERS, handovers))
+    handovers_s = [one.fixed_s + one.s_per_byte * _USUAL_BYTES for one in handovers]
+    steps = [one.steps for one in models]
+    steps_s = [sum(map(mul, USUAL_STEP, _STEP_PARTS(one))) for one in steps]
+    return TimeModel(
+        _mean(NO_STEPS, _without_far(steps, steps_s)),
+        _mean(NO_HANDOVERS, _without_far(handovers, handovers_s)),
+    )
+
+
+_STEP_PARTS: Final = attrgetter(*StepTimes.__match_args__[:6], "s_per_sent_token")
+
+
+def _without_far(several: Sequence[Times], usual_s: Sequence[float]) -> Sequence[Times]:
+    middle_s = median_low(usual_s) if several else 0.0
+    if not middle_s:
+        return several
+    least_s, most_s = middle_s / FAR, middle_s * FAR
+    return [one for one, s in zip(several, usual_s, strict=True) if least_s <= s <= most_s]
 
 
 def _mean(zero: Times, several: Sequence[Times]) -> Times:

@@ -6,7 +6,7 @@ Runs on one event loop; nothing here blocks.
 from __future__ import annotations
 
 import logging
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from headrace_common.errors import (
     Unauthenticated,
     class_of,
 )
-from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets import TicketKey
 from headrace_kv.compatibility import require_compatible
 from headrace_kv.hidden_state import HiddenFormat, format_of
@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 
 # Verifying a signature takes 0.1 ms. A rank with tickets of its router is never refused this often in a row.
 _REFUSED_TICKETS_MAX = 64
+_UNKNOWN_OPENS_MAX = 1_024
+"""Opens of transfers that are not reserved, of one stream, without another in between."""
 _CLASSES_OF_ENDINGS = (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, TransferTimeout)
 
 
@@ -102,6 +104,7 @@ class Receiver:
         self._layout = layout
         self._tickets = tickets
         self._refused_tickets: dict[PrefillPeer, int] = {}
+        self._unknown_opens: Counter[PrefillPeer] = Counter()
         self._broadcast = broadcast
         self._checks = checks
         self._trackers = [] if checks is None else [checks.corrupt_senders]
@@ -264,6 +267,7 @@ class Receiver:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
         self._refused_tickets.pop(peer, None)
+        self._unknown_opens.pop(peer, None)
         for opened in self._expected.values():
             opened.pop(peer, None)
         written = [transfer for transfer in self._transfers if peer in transfer.writers]
@@ -309,13 +313,15 @@ class Receiver:
     def _on_open(self, peer: PrefillPeer, transfer_id: str, ticket: bytes) -> None:
         if self._refused_tickets.get(peer, 0) >= _REFUSED_TICKETS_MAX:
             return
+        if self._unknown_opens[peer] >= _UNKNOWN_OPENS_MAX:
+            return
         transfer, opened = self._transfers.get(transfer_id), self._expected.get(transfer_id)
         if transfer is not None:
             self._add_writer(transfer, peer, ticket)
         elif (ended_detail := self._transfers.ended_detail(transfer_id)) is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
-        elif opened is None or len(ticket) > TICKET_BYTES_MAX:
-            peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
+        elif opened is None:
+            self._refuse_unknown(peer, transfer_id)
         elif len(opened.keys() | {peer}) <= peer.layout.rank_count:
             # A worker may have many streams, and its tickets are not verified yet.
             opened[peer] = ticket
@@ -336,6 +342,7 @@ class Receiver:
                 self._refuse_ticket(peer, transfer_id, error)
                 return
             self._refused_tickets.pop(peer, None)
+            self._unknown_opens.pop(peer, None)
             try:
                 for tracker in self._trackers:
                     tracker.require_accepted(peer.ref)
@@ -347,6 +354,15 @@ class Receiver:
         peer.send(
             handoff_pb2.HandoffResponse(reservation=reservation_to_proto(transfer.reservation))
         )
+
+    def _refuse_unknown(self, peer: PrefillPeer, transfer_id: str) -> None:
+        """Refuses an Open. A stream with many of them that opens nothing else ends."""
+        peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
+        self._unknown_opens[peer] += 1
+        if self._unknown_opens[peer] == _UNKNOWN_OPENS_MAX:
+            detail = f"{peer} opened {_UNKNOWN_OPENS_MAX} transfers that are not reserved here"
+            _log.warning("%s; its stream ends", detail)
+            peer.end(ProtocolViolation(detail))
 
     def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
         """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""

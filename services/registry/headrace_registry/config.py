@@ -65,6 +65,7 @@ class RegistryConfig(ServiceConfig):
     """The registry: stores the members, their KV descriptors and the run-time policy."""
 
     role = Role.REGISTRY
+    audiences = (Role.REGISTRY,)
 
     internal_listen: HostPort = Field(
         f"127.0.0.1:{ports.REGISTRY}",

@@ -11,6 +11,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
+from headrace_common.access.roles import STATUS_AUDIENCE
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
@@ -175,7 +176,9 @@ class Router:
         self.status: StatusApp | None = None
         """None without the setting status_listen."""
         if config.status_listen:
-            self.status = StatusApp(status, Authorizer.from_config(config), adapters)
+            self.status = StatusApp(
+                status, Authorizer.from_config(config, [STATUS_AUDIENCE]), adapters
+            )
         self._followers: tuple[Callable[[Collection[registry_pb2.Member]], None], ...] = (
             self.workers.update,
             self.queue.workers.update_adapters,

@@ -49,7 +49,7 @@ class QueueOfRouter:
         for _ in range(count):
             name = f"{self.name}-{len(self.tasks)}"
             task = prefill_pb2.PrefillTask(transfer_id=name, token_ids=[1, 2])
-            terms = TaskTerms(deadline_s=1e9, priority=priority)
+            terms = TaskTerms(deadline_s=1e6, priority=priority)
             self.tasks.append(self.queue.enqueue(task, layout=_LAYOUT, terms=terms))
 
     @property

@@ -218,12 +218,13 @@ class PickerServer:
     def __init__(self, picker: EndpointPicker, config: RouterConfig) -> None:
         """Raises ConfigError when a file of the settings cannot be read."""
         self._picker = picker
+        self._authorizer = Authorizer.from_config(config)
         self._listener = RpcListener(
             Address(Listener.PICKER, config.endpoint_picker_listen),
             (),
             [
                 ErrorInterceptor(),
-                InternalAccess(Authorizer.from_config(config), Listener.PICKER),
+                InternalAccess(self._authorizer, Listener.PICKER),
             ],
             tls=Credentials.from_config(config).tls,
             options=internal_options(config.connections_max()),
@@ -238,6 +239,7 @@ class PickerServer:
     async def start(self) -> None:
         """Serves from now on. Raises ConfigError when it cannot listen."""
         self.endpoint = self._listener.bind()
+        self._authorizer.serve_at(self.endpoint)
         await self._listener.start()
         await self._report_ready()
         self._task = run_forever(self._follow_readiness(), "picker-readiness")

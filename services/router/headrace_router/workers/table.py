@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import (
+    FAR,
     NO_HANDOVERS,
+    USUAL_STEP,
     HandoverTimes,
     StepTimes,
     TimeModel,
@@ -240,18 +242,29 @@ class TimeColumns:
         if now_s < self._filled_s + _PRIOR_AGE_S:
             return
         self._filled_s = now_s
-        learned, counts = np.where(self._known, self._rows, 0.0), self._known.sum(1)
+        votes = self._known & ~self._far()
+        learned, counts = np.where(votes, self._rows, 0.0), votes.sum(1)
         generic = np.array(_values(GENERIC_STEPS, NO_HANDOVERS))
         overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), generic)
         unlearned = overall[0] / generic[0] * generic
         if prefill.knows_prompts:
             unlearned = np.where(_PART_OF == _PROMPTS, _values(prefill, NO_HANDOVERS), unlearned)
         overall = np.where(counts, overall, unlearned)
-        counts = self._known @ self._kinds
+        counts = votes @ self._kinds
         means = np.where(counts, learned @ self._kinds / np.maximum(1, counts), overall[:, None])
         columns = means @ self._kinds.T
         np.copyto(self._rows, columns, where=~self._known)
         self.mean_steps = columns[:7] if means.shape[1] > 1 else means[:7, 0].tolist()
+
+    def _far(self) -> Flags:
+        """The workers far from the median of their kind: they have no vote on what others are taken for."""
+        usual_s = np.array(USUAL_STEP) @ self.steps
+        far = np.zeros(len(usual_s), np.bool_)
+        for of_kind in self._kinds.T > 0:
+            found_s = np.sort(usual_s[of_kind & self._known.any(0)])
+            if len(found_s) and (middle_s := found_s[(len(found_s) - 1) // 2]):
+                far |= of_kind & ((usual_s > middle_s * FAR) | (usual_s < middle_s / FAR))
+        return far
 
 
 def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:

@@ -79,7 +79,7 @@ def self_signed_in_the_router_s_name(rig: Rig, name: str) -> bytes:
 FORGED: dict[Forge, tuple[str, str]] = {
     lambda rig, name: b"": ("UNAUTHENTICATED", "missing"),
     lambda rig, name: b"\xff" * 99: ("UNAUTHENTICATED", "signature"),
-    lambda rig, name: bytes(TICKET_BYTES_MAX + 1): ("UNAUTHENTICATED", "signature"),
+    lambda rig, name: bytes(TICKET_BYTES_MAX): ("UNAUTHENTICATED", "signature"),
     stolen: ("PERMISSION_DENIED", "prefill_worker_id"),
     of_another_incarnation: ("PERMISSION_DENIED", "prefill_incarnation"),
     for_another_transfer: ("PERMISSION_DENIED", "transfer_id"),

@@ -14,8 +14,8 @@ from typing import cast
 import pytest
 
 from headrace_common.access.authorizer import Authorizer
-from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.roles import Role
+from headrace_common.access.credentials import Credentials, TlsFiles
+from headrace_common.access.roles import STATUS_AUDIENCE, Role
 from headrace_common.access.tokens import (
     create_token,
     load_local_key,
@@ -54,7 +54,7 @@ async def served(**settings: str) -> AsyncIterator[str]:
     config = config_of(status_listen="127.0.0.1:0", **settings)
     app = StatusApp(
         cast("StatusReader", FixedReader()),
-        Authorizer.from_config(config),
+        Authorizer.from_config(config, [STATUS_AUDIENCE]),
         AdapterChanges(no_registry, open_channel, ("sim",)),
     )
     server = HttpServer(
@@ -114,6 +114,12 @@ async def test_only_the_role_operator_gets_the_document() -> None:
             else:
                 assert status == 403
                 assert b"topology" not in body
+        operator = Credentials(role=Role.OPERATOR)
+        page_token = operator.page_token(address)
+        assert (await get(address, "/status.json", page_token))[0] == 200
+        (_, token), (_, proof) = operator.metadata_for(address)
+        for refused in (token, f"{token}~{proof}"):
+            assert (await get(address, "/status.json", refused))[0] == 401
         foreign = create_token(new_private_key(), Role.OPERATOR, "", 60)
         assert (await get(address, "/status.json", foreign))[0] == 401
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from headrace_cli.app import app
 from headrace_cli.commands.credentials import PRIVATE_KEY_FILE, PUBLIC_KEYS_FILE
 from headrace_common.access.roles import Caller, Role
-from headrace_common.access.tokens import TokenVerifier
+from headrace_common.access.tokens import HeldToken, TokenVerifier
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -23,6 +23,7 @@ def test_a_created_token_proves_its_role(tmp_path: Path) -> None:
     create = ("create", "decode", "--name", "decode-0", "--key", str(private_key))
     assert run(*create, "--output", str(token)) == (0, "")
     verifier = TokenVerifier.from_pem((tmp_path / PUBLIC_KEYS_FILE).read_bytes())
-    caller = verifier.verify(token.read_text().strip())
+    held = HeldToken.from_text(token.read_text())
+    caller = verifier.verify(held.token, held.proof("registry"), ["registry"])
     assert caller == Caller(frozenset({Role.DECODE}), "decode-0")
     assert [path.stat().st_mode & 0o077 for path in (private_key, token)] == [0, 0]

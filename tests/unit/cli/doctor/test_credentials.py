@@ -9,7 +9,7 @@ import pytest
 
 from headrace_cli.checks import Finding, Verdict, check_credentials
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import create_token, new_private_key
+from headrace_common.access.tokens import HeldToken, create_token, new_private_key
 
 _DAY_S = 86_400.0
 
@@ -22,7 +22,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_token(path: Path, role: Role, days: float, mode: int = 0o600) -> None:
-    path.write_text(create_token(new_private_key(), role, "", days * _DAY_S))
+    path.write_text(HeldToken.create(new_private_key(), role, "", days * _DAY_S).text)
     path.chmod(mode)
 
 
@@ -116,3 +116,13 @@ def test_certificates_that_expire_are_named(
         "certificate": Verdict.WARNING,
         "authority": Verdict.ERROR,
     }
+
+
+def test_a_token_without_a_key_of_its_holder_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "operator.token"
+    write_token(path, Role.OPERATOR, 90)
+    path.write_text(create_token(new_private_key(), Role.OPERATOR, "", 90 * _DAY_S))
+    (finding,) = [one for one in found(monkeypatch, path) if one.verdict is not Verdict.OK]
+    assert (finding.verdict, "earlier release" in finding.detail) == (Verdict.WARNING, True)

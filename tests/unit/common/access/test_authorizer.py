@@ -27,8 +27,7 @@ UNKNOWN = "/headrace.registry.v1.RegistryService/Nonsense"
 
 
 def metadata_of(role: Role | None) -> tuple[tuple[str, str], ...]:
-    token = Credentials(role=role).token_for("127.0.0.1:1")
-    return ((TOKEN_KEY, token),) if token else ()
+    return Credentials(role=role).metadata_for("127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def metadata_of(role: Role | None) -> tuple[tuple[str, str], ...]:
 def test_the_table_decides(
     method: str, role: Role | None, error: type[HeadraceError] | None
 ) -> None:
-    authorizer = Authorizer.from_config(ServiceConfig())
+    authorizer = Authorizer.from_config(ServiceConfig(), ["localhost:1"])
     if error is None:
         caller = authorizer.caller_of_metadata(method, metadata_of(role))
         assert caller == Caller(frozenset(() if role is None else (role,)))
@@ -57,7 +56,7 @@ def test_the_table_decides(
 
 
 def test_a_public_rpc_ignores_a_token_of_another_deployment() -> None:
-    authorizer = Authorizer.from_config(ServiceConfig())
+    authorizer = Authorizer.from_config(ServiceConfig(), ["localhost:1"])
     foreign = ((TOKEN_KEY, create_token(new_private_key(), Role.OPERATOR, "", 60)),)
     assert authorizer.caller_of_metadata(HEALTH, foreign) == ANONYMOUS
     with pytest.raises(Unauthenticated):
@@ -65,7 +64,7 @@ def test_a_public_rpc_ignores_a_token_of_another_deployment() -> None:
 
 
 def test_an_insecure_service_trusts_every_caller() -> None:
-    authorizer = Authorizer.from_config(ServiceConfig(insecure=True))
+    authorizer = Authorizer.from_config(ServiceConfig(insecure=True), ["localhost:1"])
     assert authorizer.caller_of_metadata(SET_POLICY, None) == TRUSTED
 
 
@@ -146,9 +145,9 @@ def test_a_folder_that_cannot_be_created_names_the_setting(
 
 def test_local_tokens_go_to_loopback_addresses_only() -> None:
     credentials = Credentials(role=Role.ROUTER)
-    assert credentials.token_for("127.0.0.1:7050")
-    assert credentials.token_for("10.0.0.1:7050") == ""
-    assert Credentials().token_for("127.0.0.1:7050") == ""
+    assert credentials.metadata_for("127.0.0.1:7050")
+    assert credentials.metadata_for("10.0.0.1:7050") == ()
+    assert Credentials().metadata_for("127.0.0.1:7050") == ()
 
 
 def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +155,13 @@ def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "token"
     credentials = Credentials(token_file=str(path))
     with pytest.raises(ConfigError, match="token_file"):
-        credentials.token_for("router:7050")
+        credentials.metadata_for("router:7050")
     path.write_text("first\n")
-    assert credentials.token_for("router:7050") == "first"
+    assert credentials.metadata_for("router:7050") == ((TOKEN_KEY, "first"),)
     path.write_text("second\n")
-    assert credentials.token_for("router:7050") == "second"
+    assert credentials.metadata_for("router:7050") == ((TOKEN_KEY, "second"),)
     path.write_text("")
-    assert credentials.token_for("router:7050") == "second"
+    assert credentials.metadata_for("router:7050") == ((TOKEN_KEY, "second"),)
 
 
 @pytest.mark.parametrize(

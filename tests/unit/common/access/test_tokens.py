@@ -16,6 +16,9 @@ import pytest
 from headrace_common.access import tokens
 from headrace_common.access.roles import Caller, Role
 from headrace_common.access.tokens import (
+    PROOF_KEPT_S,
+    PROOF_PERIOD_S,
+    HeldToken,
     TokenVerifier,
     create_token,
     new_private_key,
@@ -92,6 +95,56 @@ def test_an_expired_token_is_refused_although_it_was_accepted_before(
     monkeypatch.setattr("jwt.api_jwt.datetime", Later)
     with pytest.raises(Unauthenticated, match="expired"):
         verifier.verify(token)
+
+
+HERE = ("registry", "localhost:7051")
+
+
+def test_a_token_counts_with_a_proof_for_this_receiver_only() -> None:
+    held = HeldToken.from_text(HeldToken.create(KEY, Role.DECODE, "decode-0").text)
+    other = HeldToken.create(KEY, Role.DECODE, "decode-0")
+    verifier = verifier_of(KEY)
+    for audience in HERE:
+        assert verifier.verify(held.token, held.proof(audience), HERE).name == "decode-0"
+    for proof, problem in (
+        ("", "proof is missing"),
+        ("x" * 5_000, "too long"),
+        (other.proof("registry"), "proof is missing or not valid"),
+        (held.token, "proof is missing or not valid"),
+        (held.proof("10.0.0.7:7053"), "sent to '10.0.0.7:7053', but this is localhost:7051 or reg"),
+    ):
+        for again in (False, True):
+            with pytest.raises(Unauthenticated, match=problem):
+                verifier.verify(held.token, proof, HERE, again=again)
+
+
+def test_gateways_and_earlier_releases_have_tokens_without_a_key() -> None:
+    for held in (
+        HeldToken.create(KEY, Role.GATEWAY),
+        HeldToken(create_token(KEY, Role.ROUTER, "", 60), None),
+    ):
+        assert held.proof("registry") == ""
+        assert verifier_of(KEY).verify(held.token).roles
+
+
+def test_a_proof_is_replaced_and_an_older_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s = 1_000.0
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: at_s)
+    monkeypatch.setattr(tokens, "time", clock)
+    held, verifier = HeldToken.create(KEY, Role.ROUTER), verifier_of(KEY)
+    first = held.proof("registry")
+    verifier.verify(held.token, first, HERE)
+    at_s += PROOF_PERIOD_S
+    second = held.proof("registry")
+    assert first != second
+    verifier.verify(held.token, second, HERE)
+    # Calls overtake each other.
+    verifier.verify(held.token, first, HERE)
+    at_s += PROOF_KEPT_S + 1
+    verifier.verify(held.token, second, HERE)
+    verifier.verify(held.token, first, HERE, again=True)
+    with pytest.raises(Unauthenticated, match="older"):
+        verifier.verify(held.token, first, HERE)
 
 
 @pytest.mark.parametrize("text", [b"", b"nonsense", KEY])

@@ -137,6 +137,19 @@ def test_the_mean_of_workers_leaves_out_what_is_unknown() -> None:
     assert mean_model([one, other]) == TimeModel(StepTimes(fixed_s=2.0, prompt_steps=7), times)
 
 
+@pytest.mark.parametrize("lie_s", [1e-9, 3_600.0])
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_one_worker_changes_the_mean_of_others_by_a_bounded_factor(
+    lie_s: float, count: int
+) -> None:
+    known = TimeModel(StepTimes(fixed_s=0.1, prompt_steps=9), HandoverTimes(0.1, count=9))
+    lie = TimeModel(StepTimes(lie_s, prompt_steps=9), HandoverTimes(lie_s, count=9))
+    mean = mean_model([lie, *[known] * count])
+    assert (mean.steps.fixed_s, mean.handovers.fixed_s) == pytest.approx((0.1, 0.1))
+    slower = TimeModel(StepTimes(fixed_s=0.3, prompt_steps=9))
+    assert mean_model([known, slower]).steps.fixed_s == pytest.approx(0.2)
+
+
 def test_short_steps_are_not_all_learned() -> None:
     learner = StepLearner()
     for _ in range(1_050):

@@ -1,0 +1,135 @@
+"""Checks received messages against the bounds of their fields, which stand in the protos: field_bounds.proto.
+
+A check is generated for each type of message, because a worker gets a message for each layer and each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from headrace.inference.v1 import field_bounds_pb2
+from headrace_common.errors import InvalidRequest, ProtocolViolation
+
+STRING_CHARACTERS_MAX: Final = 65_536
+"""Characters of a string without a bound of its own."""
+DURATION_MAX_S: Final = 366 * 86_400
+"""Magnitude of every Duration."""
+_DURATION: Final = "google.protobuf.Duration"
+_TEXTS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+
+_scope: dict[str, Any] = {}
+"""The generated functions, by the name of the message."""
+_checks: dict[type[Message], Callable[[Any], str]] = {}
+
+
+def find_excess(message: Message) -> str:
+    """Which field is beyond its bound, "" for none."""
+    check = _checks.get(type(message))
+    if check is None:
+        check = _checks[type(message)] = _check_of(message.DESCRIPTOR)
+    return check(message)
+
+
+def require_bounds(message: Message) -> None:
+    """Raises ProtocolViolation for a received message with a field beyond its bound."""
+    excess = find_excess(message)
+    if excess:
+        raise ProtocolViolation(excess)
+
+
+def bounded(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """As `parse`, which makes requests of bytes. Raises InvalidRequest for a field beyond its bound."""
+
+    def parse_bounded(data: bytes) -> Any:
+        message = parse(data)
+        excess = find_excess(message) if isinstance(message, Message) else ""
+        if excess:
+            field, _, problem = excess.partition(" ")
+            raise InvalidRequest({field: problem})
+        return message
+
+    return parse_bounded
+
+
+def _check_of(descriptor: Any) -> Callable[[Any], str]:
+    name = _name(descriptor)
+    if name not in _scope:
+        _scope[name] = None
+        lines = [line for field in descriptor.fields for line in _lines(field)]
+        chosen = [
+            f"w_{one.name} = m.WhichOneof({one.name!r})"
+            for one in descriptor.oneofs
+            if any(line.startswith(f"if w_{one.name} ==") for line in lines)
+        ]
+        exec("\n ".join([f"def {name}(m):", *chosen, *lines, "return ''"]), _scope)
+    check: Callable[[Any], str] = _scope[name]
+    return check
+
+
+def _name(descriptor: Any) -> str:
+    return str(descriptor.full_name).replace(".", "_")
+
+
+def _place(field: Any) -> str:
+    return f"{field.name} of {field.containing_type.name}"
+
+
+def bound_of(field: FieldDescriptor) -> field_bounds_pb2.FieldBound:
+    """What the proto states of a field."""
+    return field.GetOptions().Extensions[field_bounds_pb2.bound]
+
+
+def _lines(field: FieldDescriptor) -> Iterator[str]:
+    bound = bound_of(field)
+    value = f"m.{field.name}"
+    if not field.is_repeated:
+        tests = list(_value_lines(field, value, bound))
+        if tests and field.containing_oneof is not None:
+            yield f"if w_{field.containing_oneof.name} == {field.name!r}:"
+        elif tests and field.message_type is not None:
+            yield f"if m.HasField({field.name!r}):"
+        else:
+            tests = [line.removeprefix(" ") for line in tests]
+        yield from tests
+        return
+    yield f"v = {value}"
+    yield f"if len(v) > {bound.items}:"
+    yield f" return f'{_place(field)} has {{len(v)}} entries, more than {bound.items}'"
+    entry = field.message_type
+    if entry is not None and entry.GetOptions().map_entry:
+        key, item = entry.fields_by_name["key"], entry.fields_by_name["value"]
+        tests = [*_value_lines(key, "k", bound), *_value_lines(item, "x", bound)]
+        loop = "for k, x in v.items():"
+    else:
+        tests = list(_value_lines(field, "x", bound))
+        loop = "for x in v:"
+    if tests:
+        yield loop
+        yield from tests
+
+
+def _value_lines(
+    field: FieldDescriptor, value: str, bound: field_bounds_pb2.FieldBound
+) -> Iterator[str]:
+    """The test of one value, indented by one space."""
+    where = _place(field)
+    if field.type in _TEXTS:
+        length = bound.length or STRING_CHARACTERS_MAX
+        yield f" if len({value}) > {length}:"
+        yield f"  return f'{where} has a length of {{len({value})}}, more than {length}'"
+    elif field.message_type is not None and field.message_type.full_name == _DURATION:
+        yield f" if not -{DURATION_MAX_S} <= {value}.seconds <= {DURATION_MAX_S}:"
+        yield f"  return f'{where} is {{{value}.seconds}} s, beyond {DURATION_MAX_S}'"
+    elif field.message_type is not None:
+        _check_of(field.message_type)
+        yield f" r = {_name(field.message_type)}({value})"
+        yield " if r:"
+        yield "  return r"
+    elif bound.magnitude:
+        _scope["inf"] = float("inf")
+        yield f" if not -{bound.magnitude!r} <= {value} <= {bound.magnitude!r}:"
+        yield f"  return f'{where} is {{{value}}}, beyond {bound.magnitude:g}'"
