@@ -333,6 +333,8 @@ class Engine(ABC):
 
     descriptor: KvDescriptor
     max_model_len: int
+    vocabulary_size: int
+    """Ids of tokens are below it, but for placeholders of images. Equal layouts mean an equal one; set by `start`."""
     broadcast: LocalBroadcast | None = None
     """Copies between the ranks of a layout with a broadcast_width; set by `start`, ended by `close`."""
     hidden_format: HiddenFormat | None = None

@@ -30,6 +30,7 @@ from headrace_decode.proto import keep_terms, kept_to_proto, work_from_proto
 from headrace_decode.spans import record_attempt, record_transfer, start_attributes
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Engine
+from headrace_engine.proto import require_vocabulary
 from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
 
@@ -132,6 +133,7 @@ class Attempts:
         if work.from_hidden_state and not self._engine.hidden_format:
             what = f"the engine of {self._ref.worker_id} samples no token from hidden states"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
+        require_vocabulary(work.token_ids, work.images, self._engine.vocabulary_size)
         self._seen.check(work.transfer_id)
         deadline.check("admission")
         self._admission.admit(

@@ -72,7 +72,7 @@ def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: boo
     own = (TokenLogprobs(-0.1, ()), TokenLogprobs(-0.2, ())) if logprobs else ()
     streams[1].add_first(DecodeTokens((10, 11), own, prompt_logprobs=entries), None)
     streams[1].finish(_END)
-    answer = LinkedAnswer(1, 9, lambda stream_id, tokens: None)
+    answer = LinkedAnswer(1, 9, lambda stream_id, tokens: None, 1 << 32)
     answers = LinkedAnswers()
     answers.add(answer)
     sizes: list[int] = []

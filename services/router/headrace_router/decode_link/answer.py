@@ -28,9 +28,14 @@ class LinkedAnswer:
     """
 
     def __init__(
-        self, stream_id: int, window_tokens: int, on_read: Callable[[int, int], None]
+        self,
+        stream_id: int,
+        window_tokens: int,
+        on_read: Callable[[int, int], None],
+        vocabulary_size: int,
     ) -> None:
         self.stream_id = stream_id
+        self._vocabulary_size = vocabulary_size
         self._window_tokens = window_tokens
         self._allowed_tokens = window_tokens
         self._on_read = on_read
@@ -47,7 +52,7 @@ class LinkedAnswer:
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: TokenSink | None = None
-        self._sink_error: Exception | None = None
+        self._broken: Exception | None = None
         self._needs_reader = False
 
     def forward(self, sink: TokenSink) -> None:
@@ -72,7 +77,10 @@ class LinkedAnswer:
     def add_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
     ) -> None:
-        """New tokens. Raises ProtocolViolation when they are more than the credit allows."""
+        """New tokens. Raises ProtocolViolation when they are more than the credit allows.
+
+        After a token beyond the vocabulary, `read` raises ProtocolViolation. Other requests go on.
+        """
         count = len(token_ids)
         self._allowed_tokens -= count
         if self._allowed_tokens < 0:
@@ -80,6 +88,12 @@ class LinkedAnswer:
                 f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
             )
         sink, waiter = self._sink, self._waiter
+        if count and max(token_ids) >= self._vocabulary_size:
+            self._broken = ProtocolViolation(
+                f"sent token {max(token_ids)}, and the vocabulary has {self._vocabulary_size}"
+            )
+            self._wake()
+            return
         if sink is None or waiter is None or waiter.done():
             self._token_ids += token_ids
             self._logprobs += logprobs
@@ -92,7 +106,7 @@ class LinkedAnswer:
                     self._return_credit()
                 return
         except Exception as error:  # noqa: BLE001 - the reader raises it, and other requests go on
-            self._sink_error = error
+            self._broken = error
         self._needs_reader = True
         self._wake()
 
@@ -123,8 +137,8 @@ class LinkedAnswer:
     def poll(self) -> AnswerEvent | None:
         """As `read`. None when nothing has arrived."""
         self._return_credit()
-        if self._sink_error is not None:
-            raise self._sink_error
+        if self._broken is not None:
+            raise self._broken
         event = self._next_event()
         if event is None and self._error is not None:
             raise self._error

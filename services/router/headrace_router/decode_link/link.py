@@ -156,8 +156,9 @@ class DecodeLink:
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
         carrier: Mapping[str, str],
+        vocabulary_size: int,
     ) -> LinkedAnswer:
-        """Sends a request, with these tokens. `carrier` is that of the caller's span.
+        """Sends a request, with these tokens. `carrier` is that of the caller's span. The answer's are below the size.
 
         The caller must end it by `release`.
         """
@@ -177,7 +178,7 @@ class DecodeLink:
         )
         self._outgoing.set_token_interval(self._token_interval_us)
         self._wake.set()
-        answer = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant)
+        answer = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant, vocabulary_size)
         self._answers.add(answer)
         self._timers[stream_id] = asyncio.get_running_loop().call_later(
             remaining_s, lambda: answer.fail(DeadlineExceeded("the deadline passed"))
@@ -343,10 +344,11 @@ class DecodeLinks:
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
         carrier: Mapping[str, str],
+        vocabulary_size: int,
     ) -> tuple[DecodeLink, LinkedAnswer]:
-        """Sends a request, with these tokens. Its link must release the answer when the attempt ends."""
+        """See DecodeLink. Its link must release the answer when the attempt ends."""
         link = self._usable()
-        return link, link.open(request, token_ids, deadline, carrier)
+        return link, link.open(request, token_ids, deadline, carrier, vocabulary_size)
 
     def _usable(self) -> DecodeLink:
         link = self._current

@@ -184,6 +184,7 @@ class Attempt:
             deadline=self._deadline,
             carrier=self._carrier,
             waited_for=self._waited_for,
+            vocabulary_size=self._prepared.codec.vocabulary_size,
         )
         self._record.opened(call.answer, self._first_token_by)
         return call
@@ -274,7 +275,13 @@ class Attempt:
         events: set[asyncio.Future[Any]] = {queued.first_token, queued.outcome, read}
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if queued.first_token.done():
-            return queued.first_token.result()
+            first, size = queued.first_token.result(), self._prepared.codec.vocabulary_size
+            if first.token_id < size:
+                return first
+            self._prefill_failed = True
+            raise ProtocolViolation(
+                f"prefill worker {queued.worker} sent token {first.token_id}, and the vocabulary has {size}"
+            )
         if read.done():
             await read
             raise ProtocolViolation(f"{self.decode_worker} did not wait for its first token")

@@ -41,6 +41,7 @@ class DecodeCall:
         deadline: Deadline,
         carrier: Mapping[str, str],
         waited_for: Callable[[], str],
+        vocabulary_size: int,
     ) -> None:
         self._worker = worker
         self._transfer_id = request.transfer_id
@@ -48,7 +49,7 @@ class DecodeCall:
         self._carrier = carrier
         self._waited_for = waited_for
         self._links = links
-        self._link, self.answer = links.open(request, token_ids, deadline, carrier)
+        self._link, self.answer = links.open(request, token_ids, deadline, carrier, vocabulary_size)
         """What the worker has sent, with its times."""
         self._read_ahead: asyncio.Task[AnswerEvent] | None = None
 
@@ -123,6 +124,11 @@ class DecodeCall:
             return DeadlineExceeded.waiting_for(self._waited_for())
         if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
             return self._gone(f"vanished: {error.detail}", error)
+        if isinstance(error, ProtocolViolation) and "worker_id" not in error.metadata:
+            metadata = {**error.metadata, "worker_id": self._worker.worker_id}
+            return ProtocolViolation(
+                f"decode worker {self._worker}: {error.detail}", metadata=metadata
+            )
         if isinstance(error, Unauthenticated):
             return self._gone(f"rejected this router: {error.detail}", error)
         return error

@@ -67,7 +67,7 @@ def opened_on(
 ) -> tuple[DecodeLink, LinkedAnswer]:
     request = decode_pb2.GenerateRequest(transfer_id=name)
     token_ids = inference_pb2.TokenIds(ids=[1, 2])
-    return links.open(request, token_ids, Deadline.after(deadline_s), {})
+    return links.open(request, token_ids, Deadline.after(deadline_s), {}, 1 << 32)
 
 
 async def kind_of(call: tuple[DecodeLink, LinkedAnswer]) -> str:

@@ -17,13 +17,15 @@ from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_simulator.virtual_time import run_virtually
 
+VOCABULARY = 1_000_000
+
 
 class Reader:
     """Reads an answer with a sink, as an attempt does. The sink stops at each multiple of `stop_at`."""
 
     def __init__(self, window: int = 8, stop_at: int = 1_000) -> None:
         self.granted = 0
-        self.answer = LinkedAnswer(1, window, self._grant)
+        self.answer = LinkedAnswer(1, window, self._grant, VOCABULARY)
         self.answer.forward(self._use)
         self.token_ids: list[int] = []
         self.used_at_once = 0
@@ -57,7 +59,7 @@ async def test_the_reader_gets_the_error_of_its_sink() -> None:
     def broken(token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
         raise ValueError("a bug")
 
-    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None)
+    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None, VOCABULARY)
     answer.forward(broken)
     read = asyncio.create_task(answer.read())
     await turns()
@@ -91,10 +93,31 @@ def test_no_token_is_lost_or_moved_between_sink_and_reader(
 
 
 def test_more_prompt_logprobs_than_a_request_may_have_are_a_violation() -> None:
-    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None)
+    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None, VOCABULARY)
     many = [sampling_pb2.TokenLogprobs()] * (PROMPT_LOGPROBS_VALUES_MAX // 2)
     answer.add_prompt_logprobs(many)
     answer.add_prompt_logprobs(many)
     assert answer.poll() is None
     with pytest.raises(ProtocolViolation):
         answer.add_prompt_logprobs(many)
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_nothing_after_a_token_beyond_the_vocabulary_is_read(forwarded: bool) -> None:
+    answer = LinkedAnswer(1, 99, lambda stream_id, tokens: None, 10)
+    used: list[int] = []
+
+    def use(token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
+        used.extend(token_ids)
+        return True
+
+    if forwarded:
+        answer.forward(use)
+    read = asyncio.create_task(answer.read())
+    await turns()
+    answer.add_tokens([10])
+    answer.add_tokens([1])
+    answer.finish(decode_pb2.Finished())
+    with pytest.raises(ProtocolViolation, match="sent token 10, and the vocabulary has 10"):
+        await read
+    assert not used

@@ -54,7 +54,7 @@ async def _failure_on(failure: BaseException) -> HeadraceError:
     channel: Any = _Channel(_Call(failure))
     link = DecodeLink(channel, lambda _: None, LoopLoad())
     answer = link.open(
-        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}
+        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}, 9
     )
     try:
         async with asyncio.timeout(5):
@@ -87,7 +87,7 @@ async def test_a_link_that_this_router_closes_is_none() -> None:
     channel: Any = _Channel(_Call(asyncio.CancelledError()))
     link = DecodeLink(channel, lambda _: None, LoopLoad())
     answer = link.open(
-        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}
+        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), {}, 9
     )
     await link.close()
     with pytest.raises(Cancelled):

@@ -52,7 +52,7 @@ class _Link:
         self.read_ends: dict[int, str] = {}
         self.cancelled: set[int] = set()
         for stream_id in _STREAMS:
-            answer = LinkedAnswer(stream_id, window, self._grant)
+            answer = LinkedAnswer(stream_id, window, self._grant, 1 << 32)
             self.readers[stream_id] = answer
             self.answers.add(answer)
             stream = self.streams[stream_id] = self.worker.open(stream_id, window)

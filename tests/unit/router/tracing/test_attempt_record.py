@@ -55,7 +55,7 @@ async def started(clocks: WorkerClocks) -> tuple[RequestRecord, QueuedTask, int]
     )
     attempt = RoutedAttempt(start_ns // 1_000, worker_clocks=clocks)
     record.attempts.append(attempt)
-    answer = LinkedAnswer(1, 8, lambda *_: None)
+    answer = LinkedAnswer(1, 8, lambda *_: None, 1 << 32)
     attempt.routed(decision(remote=True))
     attempt.opened(answer, first_token_pb2.FIRST_TOKEN_POLICY_DECODE)
     await asyncio.sleep(10e-6)
