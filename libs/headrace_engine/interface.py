@@ -297,13 +297,18 @@ TransferEvent: TypeAlias = Arrived | Released | Recompute | FirstToken | FirstHi
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBlock:
-    """A block of the layout's first group that a transfer has filled. `token_ids` end with its last token."""
+    """A block of the layout's first group that a transfer has filled. `token_ids` end with its last token.
 
-    block_id: int
+    Without `block_id`, it is any block that is cached with these tokens.
+    """
+
+    block_id: int | None
     token_ids: tuple[int, ...]
     cache_salt: str = ""
     """As in PrefillWork."""
     adapter: Adapter | None = None
+    """As in PrefillWork."""
+    images: tuple[PromptImage, ...] = ()
     """As in PrefillWork."""
 
 

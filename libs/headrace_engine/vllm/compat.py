@@ -230,6 +230,18 @@ def caches_block(
     return cached is not None and bool(get_block_hash(cached) == request.block_hashes[number])
 
 
+def cached_block(
+    kv_cache_manager: KVCacheManager, request: Request, number: int, group_index: int
+) -> int | None:
+    """A block of a group that is cached with the tokens of a request's whole block `number`, and those before them."""
+    if number >= len(request.block_hashes):
+        return None
+    found = kv_cache_manager.block_pool.get_cached_block(
+        request.block_hashes[number], [group_index]
+    )
+    return int(found[0].block_id) if found else None
+
+
 def tier_event(change: BlockChange) -> KVCacheEvent:
     """vLLM's event for a change of a lower tier. Blocks have vLLM's own hashes."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored

@@ -98,6 +98,8 @@ class DecodeAttempt:
     span: Span
     on_transfer_free: Callable[[IncomingTransfer], None]
     """Called when the transfer's blocks are free."""
+    on_arrived: Callable[[DecodeAttempt], None]
+    """Called when its KV has arrived."""
     on_end: Callable[[DecodeAttempt], None]
     """Called once. It must call `close`."""
     signer: TicketKey | None = None
@@ -226,7 +228,12 @@ class DecodeAttempt:
                 signer=self.signer,
             )
             self._waiter = TransferWaiter(
-                transfer, self.engine, self.timestamps, self._fail, forwards_state=by_state
+                transfer,
+                self.engine,
+                self.timestamps,
+                self._fail,
+                forwards_state=by_state,
+                on_arrived=lambda: self.on_arrived(self),
             )
         else:
             self.receiver.cancel(reservation.transfer_id, Cancelled.reason, "no token is missing")

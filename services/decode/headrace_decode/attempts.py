@@ -64,6 +64,7 @@ class Attempts:
         self._awaiting: dict[str, DecodeAttempt] = {}
         self._closing = BackgroundTasks()
         self._on_room: Callable[[], None] = lambda: None
+        self._on_arrived: Callable[[DecodeAttempt], None] = lambda attempt: None
         self._on_closed: Callable[[DecodeAttempt], None] = lambda attempt: None
         self.draining = False
         """Whether new attempts are refused, or will be soon."""
@@ -79,9 +80,16 @@ class Attempts:
         """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
         self._on_room = on_room
 
-    def notify_closed(self, on_closed: Callable[[DecodeAttempt], None]) -> None:
-        """From now on calls `on_closed` with every attempt that has given back its resources."""
-        self._on_closed = on_closed
+    def notify(
+        self,
+        on_arrived: Callable[[DecodeAttempt], None],
+        on_closed: Callable[[DecodeAttempt], None],
+    ) -> None:
+        """From now on calls `on_arrived` with every attempt that has its KV.
+
+        Calls `on_closed` with every one that has given back its resources.
+        """
+        self._on_arrived, self._on_closed = on_arrived, on_closed
 
     @property
     def idle(self) -> bool:
@@ -160,6 +168,7 @@ class Attempts:
             timestamps=timestamps,
             span=span,
             on_transfer_free=partial(record_transfer, self._telemetry, span),
+            on_arrived=self._on_arrived,
             on_end=self._end,
             signer=signer,
         )
