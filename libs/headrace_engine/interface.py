@@ -297,13 +297,18 @@ TransferEvent: TypeAlias = Arrived | Released | Recompute | FirstToken | FirstHi
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBlock:
-    """A block of the layout's first group that a transfer has filled. `token_ids` end with its last token."""
+    """A block of the layout's first group that a transfer has filled. `token_ids` end with its last token.
 
-    block_id: int
+    Without `block_id`, it is any block that is cached with these tokens.
+    """
+
+    block_id: int | None
     token_ids: tuple[int, ...]
     cache_salt: str = ""
     """As in PrefillWork."""
     adapter: Adapter | None = None
+    """As in PrefillWork."""
+    images: tuple[PromptImage, ...] = ()
     """As in PrefillWork."""
 
 
@@ -333,6 +338,8 @@ class Engine(ABC):
 
     descriptor: KvDescriptor
     max_model_len: int
+    vocabulary_size: int
+    """Ids of tokens are below it, but for placeholders of images. Equal layouts mean an equal one; set by `start`."""
     broadcast: LocalBroadcast | None = None
     """Copies between the ranks of a layout with a broadcast_width; set by `start`, ended by `close`."""
     hidden_format: HiddenFormat | None = None

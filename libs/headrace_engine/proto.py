@@ -68,6 +68,23 @@ def requested_adapter(
     return wanted
 
 
+def require_vocabulary(
+    token_ids: Sequence[int], images: Iterable[PromptImage], vocabulary_size: int
+) -> None:
+    """Raises InvalidRequest for a token beyond the vocabulary, which would end an engine. Placeholders may be."""
+    if max(token_ids) < vocabulary_size:
+        return
+    placeholders = {
+        index
+        for one in images
+        for index in range(one.start_token, one.start_token + one.token_count)
+    }
+    for index, token_id in enumerate(token_ids):
+        if token_id >= vocabulary_size and index not in placeholders:
+            remedy = f"must be below {vocabulary_size}, the model's vocabulary, not {token_id}"
+            raise InvalidRequest({f"token_ids[{index}]": remedy})
+
+
 def images_from_proto(
     messages: Iterable[image_pb2.PromptImage], end_token: int
 ) -> tuple[PromptImage, ...]:

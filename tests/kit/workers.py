@@ -482,12 +482,13 @@ async def hand_over(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
     await worker.give_credit(1)
 
 
-def send_first_token(letter: str, then: Behaviour = hand_over) -> Behaviour:
+def send_first_token(token: str | int, then: Behaviour = hand_over) -> Behaviour:
     """Starts the task, sends its first token, and continues with `then`."""
 
     async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
         await worker.started(task.transfer_id)
-        first = prefill_pb2.FirstToken(transfer_id=task.transfer_id, token_id=ord(letter))
+        token_id = ord(token) if isinstance(token, str) else token
+        first = prefill_pb2.FirstToken(transfer_id=task.transfer_id, token_id=token_id)
         await worker.send(prefill_pb2.PullRequest(first_token=first))
         await then(worker, task)
 

@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary import Canary, Comparison
-from headrace_engine.interface import Arrived, BlockErrors, Engine, ReceivedBlock
+from headrace_engine.interface import Arrived, BlockErrors, Engine, PromptImage, ReceivedBlock
 from headrace_engine.vllm.model_folder import SAMPLE_BYTES
 from headrace_engine.vllm.service import launch
 from headrace_kv.copy_plan import CopyPlanner
 from headrace_kv.messages import Reservation, reserved_span
+from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.shard_map import Edge
 from tests.decoding import decoded
 from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, running_pair
@@ -40,7 +41,9 @@ BLOCK_COUNT = 2304
 class Watched:
     """A pair with a canary on its decode engine, which the jobs call as the decode service does."""
 
-    def __init__(self, pair: Pair, interval_requests: int = 1) -> None:
+    def __init__(
+        self, pair: Pair, interval_requests: int = 1, checks: DigestChecks | None = None
+    ) -> None:
         self.pair = pair
         self.comparisons: list[Comparison] = []
         self.errors: list[BlockErrors] = []
@@ -55,8 +58,10 @@ class Watched:
             cast("Engine", engine),
             interval_requests,
             on_compared=self._on_compared,
+            checks=checks,
             random=Random(1),
         )
+        self.canary.watch(lambda: True, pair.receiver.lease_holders)
 
     async def _compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
         errors = await self.pair.decode.compare_block(block)
@@ -68,16 +73,28 @@ class Watched:
         self.comparisons.append(comparison)
         self._compared.set()
 
-    async def ended(self, prompt: Sequence[int], answer: Answer) -> None:
-        """A request has ended. Returns once it is compared."""
+    async def ended(
+        self,
+        prompt: Sequence[int],
+        answer: Answer,
+        overwrite: Callable[[], None] = lambda: None,
+        images: tuple[PromptImage, ...] = (),
+    ) -> None:
+        """A request has ended. Returns once it is compared. `overwrite` is called between its arrival and its end."""
         self._compared.clear()
         attempt = SimpleNamespace(
-            work=self.pair.work(prompt),
+            work=self.pair.work(prompt, images=images),
             summary=answer.summary,
             reservation=answer.reservation,
             span=trace.INVALID_SPAN,
         )
+        self.canary.attempt_arrived(cast("DecodeAttempt", attempt))
+        overwrite()
         self.canary.attempt_closed(cast("DecodeAttempt", attempt))
+        assert answer.reservation is not None
+        if not self.canary._draw_received(attempt.work, answer.reservation):
+            # No whole block ends outside an image.
+            return
         async with asyncio.timeout(60):
             await self._compared.wait()
 
@@ -253,6 +270,53 @@ async def _until_rejected(watched: Watched, split: Callable[[list[int]], Any]) -
         [one.head for one in found],
         " ".join(watched.canary.corrupt_senders.rejected.values()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Overwritten:
+    """Outcomes of the comparisons: of honest requests, after a write, and of a prompt that reuses written blocks."""
+
+    honest: list[str]
+    written: list[str]
+    reused: list[str]
+    rejected: list[str]
+
+
+async def overwritten(model: str) -> Overwritten:
+    """Writes into received blocks beside any reservation, while a request runs, and while they are cached only."""
+    config: dict[str, object] = {"model": model, "num_gpu_blocks_override": BLOCK_COUNT}
+    async with running_pair(prefill=config, decode=config) as pair:
+        memory = pair.decode.landed_memory(0)
+        assert memory is not None
+        checks = DigestChecks(pair.decode.descriptor, "on", memory_of=lambda rank: memory)
+        watched = Watched(pair, checks=checks)
+
+        def outcomes() -> list[str]:
+            found = [one.outcome for one in watched.comparisons]
+            watched.comparisons.clear()
+            return found
+
+        def write(answer: Answer) -> None:
+            assert answer.reservation is not None
+            _plant(pair, answer.reservation, "stale", 0)
+
+        for number in range(4):
+            prompt = prompt_of_blocks(number)
+            await watched.ended(prompt, await pair.split(prompt, SHORT))
+        honest = outcomes()
+        prompt = prompt_of_blocks(10)
+        answer = await pair.split(prompt, SHORT)
+        await watched.ended(prompt, answer, lambda: write(answer))
+        written = outcomes()
+        shared = prompt_of_blocks(11)
+        write(await pair.split(shared, SHORT))
+        longer = [*shared[: 3 * BLOCK_TOKENS], *prompt_of_blocks(12)]
+        await watched.ended(longer, await pair.split(longer, SHORT))
+        reused = outcomes()
+        rejected = [one.worker_id for one in watched.canary.corrupt_senders.rejected]
+        await watched.canary.close()
+        checks.close()
+        return Overwritten(honest, written, reused, rejected)
 
 
 async def _split_with_fault(pair: Pair, prompt: list[int], fault: str, layer: int) -> Answer:

@@ -64,6 +64,7 @@ CALLS = {
     ),
     "vllm.config.model.ModelConfig.get_total_num_hidden_layers": "",
     "vllm.config.speculative.SpeculativeConfig.uses_draft_kv_cache": "",
+    "vllm.v1.core.block_pool.BlockPool.get_cached_block": "block_hash kv_cache_group_ids",
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks": "num_blocks",
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": "",
     "vllm.v1.core.block_pool.BlockPool.touch": "blocks",

@@ -20,6 +20,7 @@ from headrace_engine.vllm.compat import extra_config
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.images import content_hash, hashed_token_ids
 from tests.decoding import decoded
+from tests.vllm.canary import Watched
 from tests.vllm.image_prompts import FAMILIES, PROMPTS, WIDE, Family, Picture, Prompt, text
 from tests.vllm.pair import (
     BLOCK_TOKENS,
@@ -99,6 +100,8 @@ class Found:
     sampled: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     encoded_for_handovers: int = 0
     encoded_for_local: int = 0
+    compared: dict[str, str] = field(default_factory=dict)
+    """Outcomes of the canary."""
 
 
 class Cases:
@@ -190,6 +193,17 @@ class Cases:
             answer = await self.split(image, cache_salt=salt)
             assert answer.reservation is not None
             assert answer.reservation.start_token == 0
+
+    async def compared(self) -> None:
+        """Decode computes blocks of each prompt again."""
+        watched = Watched(self._pair)
+        for name, prompt in self.prompts.items():
+            await self._pair.reset()
+            answer = await self.split(prompt)
+            await watched.ended(prompt.token_ids, answer, images=prompt.images)
+            for comparison in watched.comparisons:
+                self.found.compared[name] = f"{comparison.outcome}, {comparison.difference}"
+            watched.comparisons.clear()
 
     async def next_turn(self) -> None:
         """A conversation about an image: decode has everything but the new text."""
@@ -297,6 +311,7 @@ PARTS: dict[str, Callable[[Cases], Awaitable[None]]] = {
     "continued": Cases.continued,
     "reservations": Cases.reservations,
     "next_turn": Cases.next_turn,
+    "compared": Cases.compared,
     "killed_prefill": Cases.killed_prefill,
     "preempted": Cases.preempted,
     "announced": Cases.announced,

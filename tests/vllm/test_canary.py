@@ -13,7 +13,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_engine.vllm.model_folder import read_model_folder
 from headrace_engine.vllm.rank.comparison import head_errors
 from tests.suite.deployment import Suite, greedy, suite
-from tests.vllm.canary import Found, Honest, change_weights, prompt_of_blocks
+from tests.vllm.canary import Found, Honest, Overwritten, change_weights, prompt_of_blocks
 from tests.vllm.conftest import RunJob
 from tests.vllm.pair import BLOCK_TOKENS
 from tests.waiting import until
@@ -59,6 +59,15 @@ def test_another_model_that_passes_the_fingerprint_is_found_from_its_start(
     )
     assert found.requests == 2
     assert found.layers == [layer, layer]
+
+
+def test_writes_into_received_and_into_cached_blocks_are_found(run_job: RunJob) -> None:
+    found = Overwritten(**run_job(f"{JOB}:overwritten", model=MODEL))
+    assert set(found.honest) == {"same"}
+    assert found.written == ["overwritten"]
+    # The second one rejects the only worker that has a lease.
+    assert found.reused == ["quarantined"]
+    assert found.rejected == ["prefill"]
 
 
 @pytest.mark.parametrize(

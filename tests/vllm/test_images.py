@@ -36,6 +36,8 @@ def test_two_engines_answer_to_images_as_one(run_job: RunJob, model: str) -> Non
     expected = run_job("tests.vllm.images:alone", model=model)
     found = run_job("tests.vllm.images:compare", model=model)
     assert len(found["greedy"]) == 9
+    assert len(found["compared"]) > 4
+    assert set(found["compared"].values()) == {"same, None"}
     for kind in ("greedy", "sampled"):
         for way, answers in found[kind].items():
             for name, tokens in answers.items():

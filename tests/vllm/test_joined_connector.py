@@ -146,10 +146,12 @@ def test_offloaded_tokens_come_before_those_of_a_transfer() -> None:
 
 def test_a_request_that_loads_from_both_runs_when_both_have_ended() -> None:
     one = rig()
-    one.connector._missing_loads = {"both": 2}
+    one.connector._missing_loads = {"both": {0, 1}}
     one.ours.received, one.ours.failed = {"both", "other"}, {"both"}
     found = one.connector.get_transfer_results(set())
     assert (found.finished_recving, found.failed_recving) == ({"other"}, set())
+    one.ours.received = {"both"}
+    assert not one.connector.get_transfer_results(set()).finished_recving
     one.theirs.received = {"both", "third"}
     found = one.connector.get_transfer_results(set())
     assert (found.finished_recving, found.failed_recving) == ({"both", "third"}, {"both"})

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
-from headrace.inference.v1 import inference_pb2
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_cli.client import list_members
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
+from headrace_common.errors import InvalidRequest, ProtocolViolation
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
 from tests.devices import DEVICES, require, shared
 from tests.freezing import freeze
+from tests.linked_call import LinkedCall
+from tests.router_key import RouterKey
 from tests.suite.deployment import Outcome, greedy, suite
 from tests.waiting import until
 
@@ -102,3 +114,47 @@ async def test_streams_of_a_killed_decode_worker_continue_on_the_other(
             assert_same(result, plain)
         assert max(result.last.timing.attempts for result in disturbed) == 2
         await it.wait_empty(survivor, timeout_s=20)
+
+
+async def test_tokens_beyond_the_vocabulary_end_no_engine(tmp_path: Path) -> None:
+    router = RouterKey()
+    vocabulary = json.loads((MODEL / "config.json").read_text())["vocab_size"]
+    async with suite(tmp_path, **on("cpu"), prefill_count=0) as it:
+        (decode,) = [
+            one for one in await list_members(it.deployment.registry) if one.worker_id == "decode-0"
+        ]
+
+        def asked(name: str, token_ids: list[int]) -> decode_pb2.GenerateRequest:
+            return decode_pb2.GenerateRequest(
+                request_id="r",
+                transfer_id=name,
+                incarnation=decode.incarnation,
+                token_ids=token_ids,
+                sampling=sampling_pb2.SamplingParams(max_tokens=4),
+                remote_prefill=True,
+                first_token=first_token_pb2.FIRST_TOKEN_POLICY_PREFILL,
+                ticket_key_id=router.key_id,
+            )
+
+        channel = open_channel(decode.endpoint, Credentials(role=Role.ROUTER))
+        watch: Any = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(
+            worker_pb2.WatchStatusRequest(ticket_public_key=router.key.public.public_key)
+        )
+        await watch.read()
+        before = await it.ask(greedy(prompt_of(60, 1), 8, LOCAL), 90)
+        call = LinkedCall(channel, asked("x1", prompt_of(60, 2)), 60)
+        assert (await anext(call)).kind == "reserved"
+        for token_id in (vocabulary, 2**32 - 1):
+            wrong = decode_pb2.SetFirstTokenRequest(
+                transfer_id="x1", incarnation=decode.incarnation, token_id=token_id
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await decode_pb2_grpc.DecodeServiceStub(channel).SetFirstToken(wrong)
+            assert isinstance(error_from_rpc(refused.value), ProtocolViolation)
+            with pytest.raises(InvalidRequest):
+                await anext(LinkedCall(channel, asked(f"y{token_id}", [5, token_id, 6]), 60))
+        call.cancel()
+        after = await it.ask(greedy(prompt_of(60, 1), 8, LOCAL), 90)
+        assert_same(after, before)
+        watch.cancel()
+        await channel.close()

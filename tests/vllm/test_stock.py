@@ -240,6 +240,14 @@ async def test_wrong_parameters_do_not_end_the_engine(stock: Stock) -> None:
     assert reply.token_ids == stock.expected(prompt)
 
 
+async def test_ranks_that_report_wrong_ids_end_no_engine(stock: Stock) -> None:
+    """They do so in each step of every test here."""
+    reply = await stock.through_proxy(ODD_PROMPTS[7])
+    assert reply.token_ids == stock.expected(ODD_PROMPTS[7])
+    for server in (stock.first, stock.second):
+        assert "the end of transfers that vLLM does not await" in server.log.read_text()
+
+
 async def test_a_closed_connection_frees_all_blocks(stock: Stock) -> None:
     for delay_s in (0.0, 0.02, 0.1):
         request = asyncio.create_task(

@@ -19,7 +19,8 @@ class Result:
     left_blocks: list[int] = field(default_factory=list)
 
 
-def _report_wrong_ids() -> None:
+def report_wrong_ids() -> None:
+    """In each step, ranks of this process and of its forks also report an unknown request and all earlier ones."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorTransferResults,
     )
@@ -43,7 +44,7 @@ def _report_wrong_ids() -> None:
 
 async def answers(model: str) -> Result:
     """Engines are forked from this process, and report as it does."""
-    _report_wrong_ids()
+    report_wrong_ids()
     result = Result()
     async with running_pair(prefill={"model": model}, decode={"model": model}) as pair:
         for seed in range(_PROMPTS):

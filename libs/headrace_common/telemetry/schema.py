@@ -239,8 +239,8 @@ ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
 # Worker of a metric. A process may have several workers.
 ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
-# "same", "different", "quarantined" (the second difference of a pair), or "dropped": no block was cached any more, or
-# the worker got a request.
+# "same", "different", "quarantined" (the second difference of a worker), "overwritten" (of a reused block, or of one
+# that had arrived otherwise), or "dropped": no block was cached any more, or the worker got a request.
 ATTRIBUTE_CANARY_OUTCOME: Final = "headrace.canary.outcome"
 # First layer that differs; empty for none.
 ATTRIBUTE_CANARY_LAYER: Final = "headrace.canary.layer"

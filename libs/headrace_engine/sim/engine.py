@@ -153,6 +153,7 @@ class SimEngine(Engine):
         )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
+        self.vocabulary_size = self.model.vocabulary
         if config.sends:
             self._open_senders()
         self._scheduler = Scheduler(

@@ -1,8 +1,9 @@
 """Functions that depend on vLLM's internals rather than on its connector interface or its documented API.
 
 cache_groups.py, continuation.py, drafts.py, grammar_costs.py, parallel.py, rank/hidden_states.py,
-scheduler/budget_scheduler.py and service/first_token_sampler.py depend on them as well. tests/vllm/test_contract.py checks all that these modules and
-connector.py use against the installed version. Importing this module imports neither vllm nor torch.
+scheduler/budget_scheduler.py and service/first_token_sampler.py depend on them as well. tests/vllm/test_contract.py
+checks all that these modules and connector.py use against the installed version. Importing this module imports neither
+vllm nor torch.
 """
 
 from __future__ import annotations
@@ -228,6 +229,18 @@ def caches_block(
         return False
     cached = kv_cache_manager.block_pool.blocks[block_id].block_hash
     return cached is not None and bool(get_block_hash(cached) == request.block_hashes[number])
+
+
+def cached_block(
+    kv_cache_manager: KVCacheManager, request: Request, number: int, group_index: int
+) -> int | None:
+    """A block of a group that is cached with the tokens of a request's whole block `number`, and those before them."""
+    if number >= len(request.block_hashes):
+        return None
+    found = kv_cache_manager.block_pool.get_cached_block(
+        request.block_hashes[number], [group_index]
+    )
+    return int(found[0].block_id) if found else None
 
 
 def tier_event(change: BlockChange) -> KVCacheEvent:

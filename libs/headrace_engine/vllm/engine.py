@@ -42,6 +42,7 @@ from headrace_engine.vllm.compat import (
     max_model_len,
     pass_tokens,
     reset_prefix_cache,
+    vocabulary_size,
 )
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
@@ -159,6 +160,7 @@ class VllmEngine(Engine):
         await self._adapters.start(self._llm)
         self.adapters = self._adapters.identities
         self.max_model_len = max_model_len(self._llm)
+        self.vocabulary_size = vocabulary_size(self._llm.vllm_config)
         self.prefix_events = PrefixEventPublisher(
             self._config.ref,
             self.descriptor.layout.block_tokens,

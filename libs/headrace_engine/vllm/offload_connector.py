@@ -74,8 +74,8 @@ class HeadraceOffloadingConnector(MultiConnector):
         self._holds = BlockHolds()
         self._ended: list[str] = []
         self._missing_reports: dict[int, int] = {}
-        # On a rank: requests that load from both, with the loads that have not ended.
-        self._missing_loads: dict[str, int] = {}
+        # On a rank: requests that load from both, with the connectors that have not ended their load.
+        self._missing_loads: dict[str, set[int]] = {}
         self._failed: set[str] = set()
 
     @property
@@ -88,7 +88,8 @@ class HeadraceOffloadingConnector(MultiConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, JoinedMetadata)
-        self._missing_loads.update(dict.fromkeys(connector_metadata.loads_of_both, 2))
+        for request_id in connector_metadata.loads_of_both:
+            self._missing_loads[request_id] = {_OURS, _OFFLOADING}
         super().bind_connector_metadata(connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -96,15 +97,15 @@ class HeadraceOffloadingConnector(MultiConnector):
         # vLLM's offloading never delays the end of a request.
         sent: set[str] = set()
         received: set[str] = set()
-        for connector in self._connectors:
+        for number, connector in enumerate(self._connectors):
             one = connector.get_transfer_results(finished_req_ids)
             sent |= one.finished_sending
             self._failed |= one.failed_recving
             for request_id in one.finished_recving:
-                missing = self._missing_loads.pop(request_id, 1) - 1
-                if missing:
-                    self._missing_loads[request_id] = missing
-                else:
+                missing = self._missing_loads.get(request_id, set())
+                missing.discard(number)
+                if not missing:
+                    self._missing_loads.pop(request_id, None)
                     received.add(request_id)
         failed = self._failed & received
         self._failed -= failed

@@ -12,6 +12,7 @@ from headrace_common.identity import new_transfer_id
 from headrace_frontend.promises import kept_of
 from headrace_frontend.request.validation import decode_request
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_kv.layout import WorkerRef
 
 
 class RunningAttempt:
@@ -21,8 +22,9 @@ class RunningAttempt:
     ignored.
     """
 
-    def __init__(self, request: AdmittedRequest, incarnation: str, *, remote: bool) -> None:
-        """`incarnation` is that of the decode worker. `remote`: whether a prefill worker computes the prompt."""
+    def __init__(self, request: AdmittedRequest, decode_worker: WorkerRef, *, remote: bool) -> None:
+        """`remote`: whether a prefill worker computes the prompt."""
+        self.decode_worker = decode_worker
         self.ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self.response = request.response
         self._prepared = request.prepared
@@ -31,9 +33,10 @@ class RunningAttempt:
             request.prepared,
             new_transfer_id(),
             self._given,
-            incarnation=incarnation,
+            incarnation=decode_worker.incarnation,
             remote_prefill=remote,
         )
+        self._vocabulary_size = request.prepared.codec.vocabulary_size
         self._reserved: decode_pb2.Reserved | None = None
         self._generates = False
         """Whether the decode worker has computed a token from the KV cache."""
@@ -47,6 +50,12 @@ class RunningAttempt:
         """New tokens. False when there is no room for more before `_drained`."""
         if self.ended.done():
             return True
+        if token_ids and max(token_ids) >= self._vocabulary_size:
+            raise ProtocolViolation(
+                f"decode worker {self.decode_worker} sent token {max(token_ids)}, and the vocabulary has "
+                f"{self._vocabulary_size}",
+                metadata={"worker_id": self.decode_worker.worker_id},
+            )
         if not self._generates:
             self._begin(len(token_ids))
         response = self.response

@@ -6,7 +6,8 @@ Runs on one event loop; nothing here blocks.
 from __future__ import annotations
 
 import logging
-from collections import ChainMap, Counter
+import time
+from collections import ChainMap, Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,7 @@ _log = logging.getLogger(__name__)
 _REFUSED_TICKETS_MAX = 64
 _UNKNOWN_OPENS_MAX = 1_024
 """Opens of transfers that are not reserved, of one stream, without another in between."""
+_LEFT_MAX = 256
 _CLASSES_OF_ENDINGS = (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, TransferTimeout)
 
 
@@ -117,6 +119,8 @@ class Receiver:
             timers=timers,
         )
         self._peers: set[PrefillPeer] = set()
+        # Workers with streams that have ended, and when the lease of the last one has.
+        self._left: OrderedDict[WorkerRef, float] = OrderedDict()
         # The ranks that have opened a transfer without blocks yet, with their tickets.
         self._expected: dict[str, dict[PrefillPeer, bytes]] = {}
         self._draining = False
@@ -152,6 +156,14 @@ class Receiver:
     def rejected_senders(self) -> Mapping[WorkerRef, str]:
         """Prefill workers that may not write here any more, and why."""
         return dict(ChainMap(*(dict(tracker.rejected) for tracker in self._trackers)))
+
+    def lease_holders(self, since_s: float) -> frozenset[WorkerRef]:
+        """The workers with a write lease now, or at a time after `since_s` by time.monotonic.
+
+        Of those that have left, the last 256 are known.
+        """
+        left = {ref for ref, end_s in self._left.items() if end_s >= since_s}
+        return frozenset(left.union(peer.ref for peer in self._peers))
 
     def add_tracker(self, tracker: CorruptSenderTracker) -> None:
         """Refuses the senders that `tracker` rejects too."""
@@ -266,6 +278,10 @@ class Receiver:
     def disconnect(self, peer: PrefillPeer) -> None:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
+        self._left[peer.ref] = time.monotonic() + self._policy.total_s
+        self._left.move_to_end(peer.ref)
+        if len(self._left) > _LEFT_MAX:
+            self._left.popitem(last=False)
         self._refused_tickets.pop(peer, None)
         self._unknown_opens.pop(peer, None)
         for opened in self._expected.values():

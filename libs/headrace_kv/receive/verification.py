@@ -9,10 +9,13 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
+
+import numpy as np
 
 from headrace_common.errors import (
     Draining,
@@ -23,15 +26,17 @@ from headrace_common.errors import (
 )
 from headrace_common.tasks import call_when_done
 from headrace_kv.checksum import DigestMode, destination_digest, digest_share, is_digested
-from headrace_kv.copy_plan import CopyPlanner
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
 from headrace_kv.receive.local_broadcast import ResumeTransfer
-from headrace_kv.shard_map import Edge, Key
+from headrace_kv.shard_map import Edge, Key, heads_held
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TRACKED_LIMIT = 1024
 FAULT_WINDOW_S: Final = 3_600.0
@@ -156,8 +161,18 @@ class DigestChecks:
 
         Raises Draining once closed.
         """
+        return self._submit(partial(self._find_corrupt, reservation, ranges, seed))
+
+    def digest_blocks(self, block_ids: Sequence[int]) -> Future[list[tuple[int, ...]]]:
+        """What each whole block of the first group holds, on all ranks. Equal bytes give equal values.
+
+        Raises Draining once closed.
+        """
+        return self._submit(lambda: [self._digest_block(one) for one in block_ids])
+
+    def _submit(self, job: Callable[[], T]) -> Future[T]:
         try:
-            return self._thread.submit(self._find_corrupt, reservation, ranges, seed)
+            return self._thread.submit(job)
         except RuntimeError as error:
             raise Draining("the decode worker checks nothing any more") from error
 
@@ -172,16 +187,30 @@ class DigestChecks:
 
     def _digest(self, reservation: Reservation, landed: LayerLanded, seed: int) -> int:
         edge, rank = landed.edge, landed.edge.destination_rank
-        planner = self._planners.get(rank)
-        if planner is None:
-            planner = self._planners[rank] = CopyPlanner(self._ranks[rank], self._ranks[rank])
         head = edge.destination_head
         own = Edge(rank, rank, head, head, edge.head_count)
         index = self._layout.group_index(landed.layer)
         span = reserved_span(self._layout, reservation, index, landed.start_token, landed.end_token)
-        return destination_digest(
-            self._memory_of(rank), planner.plan(own, landed.layer, span), seed
-        )
+        runs = self._planner(rank).plan(own, landed.layer, span)
+        return destination_digest(self._memory_of(rank), runs, seed)
+
+    def _digest_block(self, block_id: int) -> tuple[int, ...]:
+        group, ranks = self._layout.groups[0], self._layout.tensor_parallel_size
+        blocks = np.array([block_id], dtype=np.int64)
+        span = BlockSpan(0, group.block_tokens, blocks, 0, blocks, 0)
+        found = []
+        for rank in self._ranks:
+            heads = len(heads_held(rank % ranks, ranks, group.head_count))
+            for layer in set(group.layers).intersection(self._layout.layers_of(rank)):
+                runs = self._planner(rank).plan(Edge(rank, rank, 0, 0, heads), layer, span)
+                found.append(destination_digest(self._memory_of(rank), runs, 0))
+        return tuple(found)
+
+    def _planner(self, rank: int) -> CopyPlanner:
+        planner = self._planners.get(rank)
+        if planner is None:
+            planner = self._planners[rank] = CopyPlanner(self._ranks[rank], self._ranks[rank])
+        return planner
 
 
 class RangeChecks:

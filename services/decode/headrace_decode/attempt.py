@@ -22,6 +22,7 @@ from headrace_common.errors import (
     HeadraceError,
     InternalError,
     InvalidRequest,
+    ProtocolViolation,
 )
 from headrace_common.tickets import TicketKey
 from headrace_decode.proto import kept_to_proto
@@ -97,6 +98,8 @@ class DecodeAttempt:
     span: Span
     on_transfer_free: Callable[[IncomingTransfer], None]
     """Called when the transfer's blocks are free."""
+    on_arrived: Callable[[DecodeAttempt], None]
+    """Called when its KV has arrived."""
     on_end: Callable[[DecodeAttempt], None]
     """Called once. It must call `close`."""
     signer: TicketKey | None = None
@@ -183,7 +186,7 @@ class DecodeAttempt:
         """Gives the engine the answer's first token, which a prefill worker has chosen.
 
         Raises DuplicateTransfer the second time. Raises InvalidRequest for a token that ends the
-        answer, or before the reservation.
+        answer, or before the reservation, and ProtocolViolation for one beyond the vocabulary.
         """
         work = self.work
         if self.reservation is None:
@@ -192,6 +195,10 @@ class DecodeAttempt:
             raise DuplicateTransfer(
                 f"transfer {work.transfer_id} has its first token already",
                 metadata={"transfer_id": work.transfer_id},
+            )
+        if token_id >= self.engine.vocabulary_size:
+            raise ProtocolViolation(
+                f"prefill chose token {token_id}, and the vocabulary has {self.engine.vocabulary_size}"
             )
         room = min(work.sampling.max_tokens, self.engine.max_model_len - len(work.token_ids))
         if token_id in work.sampling.stop_token_ids or room < 2:
@@ -221,7 +228,12 @@ class DecodeAttempt:
                 signer=self.signer,
             )
             self._waiter = TransferWaiter(
-                transfer, self.engine, self.timestamps, self._fail, forwards_state=by_state
+                transfer,
+                self.engine,
+                self.timestamps,
+                self._fail,
+                forwards_state=by_state,
+                on_arrived=lambda: self.on_arrived(self),
             )
         else:
             self.receiver.cancel(reservation.transfer_id, Cancelled.reason, "no token is missing")

@@ -30,6 +30,7 @@ from headrace_decode.proto import keep_terms, kept_to_proto, work_from_proto
 from headrace_decode.spans import record_attempt, record_transfer, start_attributes
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Engine
+from headrace_engine.proto import require_vocabulary
 from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
 
@@ -63,6 +64,7 @@ class Attempts:
         self._awaiting: dict[str, DecodeAttempt] = {}
         self._closing = BackgroundTasks()
         self._on_room: Callable[[], None] = lambda: None
+        self._on_arrived: Callable[[DecodeAttempt], None] = lambda attempt: None
         self._on_closed: Callable[[DecodeAttempt], None] = lambda attempt: None
         self.draining = False
         """Whether new attempts are refused, or will be soon."""
@@ -78,9 +80,16 @@ class Attempts:
         """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
         self._on_room = on_room
 
-    def notify_closed(self, on_closed: Callable[[DecodeAttempt], None]) -> None:
-        """From now on calls `on_closed` with every attempt that has given back its resources."""
-        self._on_closed = on_closed
+    def notify(
+        self,
+        on_arrived: Callable[[DecodeAttempt], None],
+        on_closed: Callable[[DecodeAttempt], None],
+    ) -> None:
+        """From now on calls `on_arrived` with every attempt that has its KV.
+
+        Calls `on_closed` with every one that has given back its resources.
+        """
+        self._on_arrived, self._on_closed = on_arrived, on_closed
 
     @property
     def idle(self) -> bool:
@@ -132,6 +141,7 @@ class Attempts:
         if work.from_hidden_state and not self._engine.hidden_format:
             what = f"the engine of {self._ref.worker_id} samples no token from hidden states"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
+        require_vocabulary(work.token_ids, work.images, self._engine.vocabulary_size)
         self._seen.check(work.transfer_id)
         deadline.check("admission")
         self._admission.admit(
@@ -158,6 +168,7 @@ class Attempts:
             timestamps=timestamps,
             span=span,
             on_transfer_free=partial(record_transfer, self._telemetry, span),
+            on_arrived=self._on_arrived,
             on_end=self._end,
             signer=signer,
         )

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final, NamedTuple
 
 from opentelemetry.trace import Span
 
-from headrace_common.tasks import end_task
+from headrace_common.errors import Draining
+from headrace_common.tasks import BackgroundTasks, end_task
 from headrace_decode.attempt import DecodeAttempt
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock
+from headrace_kv.checksum import is_digested
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import Reservation
-from headrace_kv.receive.verification import CorruptSenderTracker
+from headrace_kv.prefix.images import whole_images_end
+from headrace_kv.receive.verification import CorruptSenderTracker, DigestChecks
 
 LEARNED_COMPARISONS: Final = 8
 _MARGIN: Final = 4.0
@@ -101,7 +106,10 @@ _LOG = logging.getLogger(__name__)
 _DIFFERENCES_MAX: Final = 2
 BLOCKS_MAX: Final = 8
 """Of one prompt, drawn at random. Each of them is a step of the engine."""
+REUSED_BLOCKS_MAX: Final = 2
+"""The same, of the blocks that were cached before."""
 _PAIRS_MAX: Final = 1024
+_SUSPECTS_MAX: Final = 8
 _RESETS_MAX: Final = 20
 _RESET_PAUSE_S: Final = 0.1
 _SETTLE_S: Final = 0.05
@@ -109,36 +117,61 @@ _SETTLE_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class _Rest:
+    """Received blocks, by their numbers in the prompt, and what they held when they had arrived."""
+
+    numbers: tuple[int, ...]
+    digests: Future[list[tuple[int, ...]]]
+    arrived_s: float
+    """By time.monotonic."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A request that has ended. `span` is that of its attempt."""
+    """A request that has ended. `span` is that of its attempt. `numbers` are those of received blocks to compare.
+
+    With `changed`, all of them were written over after they had arrived, which was at `arrived_s`.
+    """
 
     work: DecodeWork
     reservation: Reservation
     prefill: WorkerRef
     span: Span
+    numbers: tuple[int, ...]
+    changed: bool = False
+    arrived_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The result for one request. No blocks were compared if none were cached any more, or the worker became busy.
 
-    `quarantined`: the worker accepts no more KV from `prefill`.
+    `prefill` has sent the blocks. With `overwritten`, it is the only worker that could have written into them since
+    then, or None. `quarantined`: no more KV is accepted from it.
     """
 
     transfer_id: str
-    prefill: WorkerRef
+    prefill: WorkerRef | None
     span: Span
     start_unix_ns: int
     end_unix_ns: int
     block_count: int
     difference: Difference | None = None
+    overwritten: bool = False
     quarantined: bool = False
+
+    @property
+    def prefill_id(self) -> str:
+        """Empty without `prefill`."""
+        return "" if self.prefill is None else self.prefill.worker_id
 
     @property
     def outcome(self) -> str:
         """For metrics."""
         if self.quarantined:
             return "quarantined"
+        if self.overwritten:
+            return "overwritten"
         if self.difference is not None:
             return "different"
         return "same" if self.block_count else "dropped"
@@ -155,7 +188,8 @@ class _Pair:
 class Canary:
     """Rejects a prefill worker for a while after two requests with KV that this worker computes differently.
 
-    One event loop owns it. Call `attempt_closed` for every attempt.
+    One event loop owns it. Call `attempt_arrived` and `attempt_closed` for every attempt. With `checks`, a sender
+    does not count as the cause where its blocks were written over after they had arrived.
     """
 
     def __init__(
@@ -164,6 +198,7 @@ class Canary:
         interval_requests: int,
         *,
         on_compared: Callable[[Comparison], None],
+        checks: DigestChecks | None = None,
         random: Random | None = None,
     ) -> None:
         """Compares one of `interval_requests` of each prefill worker, and each of its first ones until its tolerance is
@@ -174,50 +209,119 @@ class Canary:
         self._interval_requests = interval_requests
         self._block_tokens, self._dtype = group.block_tokens, group.parts[0].dtype
         self._on_compared = on_compared
+        self._checks = checks
         self._random = random or Random()
         self._is_idle: Callable[[], bool] = lambda: True
+        self._lease_holders: Callable[[float], Collection[WorkerRef]] = lambda since_s: ()
         self.corrupt_senders = CorruptSenderTracker(_DIFFERENCES_MAX)
         self._pairs: OrderedDict[WorkerRef, _Pair] = OrderedDict()
+        self._resting: dict[str, _Rest] = {}
         # The latest request of each prefill worker that is due.
         self._due: dict[WorkerRef, _Candidate] = {}
         self._task: asyncio.Task[None] | None = None
+        self._rechecks = BackgroundTasks()
 
-    def watch(self, is_idle: Callable[[], bool]) -> None:
-        """Sets how it finds out whether the worker has requests."""
-        self._is_idle = is_idle
+    def watch(
+        self, is_idle: Callable[[], bool], lease_holders: Callable[[float], Collection[WorkerRef]]
+    ) -> None:
+        """Sets how it finds out whether the worker has requests. `lease_holders`: see Receiver."""
+        self._is_idle, self._lease_holders = is_idle, lease_holders
+
+    def attempt_arrived(self, attempt: DecodeAttempt) -> None:
+        """The KV of an attempt has arrived. Digests of some blocks are taken in the share that `checks` has."""
+        checks, summary, reservation = self._checks, attempt.summary, attempt.reservation
+        if checks is None or summary is None or reservation is None:
+            return
+        name = attempt.work.transfer_id
+        if is_digested(checks.share, name, 0) or self._is_due(summary.prefill, 1):
+            numbers = self._draw_received(attempt.work, reservation)
+            digests = checks.digest_blocks(self._block_ids(reservation, numbers))
+            self._resting[name] = _Rest(numbers, digests, time.monotonic())
 
     def attempt_closed(self, attempt: DecodeAttempt) -> None:
-        """An attempt has given back its resources. Prompts with images would have to be encoded: they do not count."""
-        summary, reservation = attempt.summary, attempt.reservation
-        if summary is not None and reservation is not None and not attempt.work.images:
-            self._handed_over(_Candidate(attempt.work, reservation, summary.prefill, attempt.span))
+        """An attempt has given back its resources."""
+        summary, reservation, work = attempt.summary, attempt.reservation, attempt.work
+        rest = self._resting.pop(work.transfer_id, None)
+        if summary is not None and reservation is not None:
+            numbers = self._draw_received(work, reservation) if rest is None else rest.numbers
+            candidate = _Candidate(work, reservation, summary.prefill, attempt.span, numbers)
+            if rest is None:
+                self._handed_over(candidate, rested=False)
+            else:
+                self._rechecks.start(self._check_again(candidate, rest))
+        self._start()
+
+    def _start(self) -> None:
         if self._due and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._compare_due(), name="canary")
 
     async def close(self) -> None:
         """Ends a comparison that runs."""
         self._due.clear()
+        await self._rechecks.wait()
         await end_task(self._task)
 
-    def _handed_over(self, candidate: _Candidate) -> None:
-        prefill = candidate.prefill
-        if prefill in self.corrupt_senders.rejected or not self._whole_blocks(
-            candidate.reservation
-        ):
-            return
+    def _pair(self, prefill: WorkerRef) -> _Pair:
         pair = self._pairs.setdefault(prefill, _Pair(PairTolerance(self._dtype)))
         self._pairs.move_to_end(prefill)
         if len(self._pairs) > _PAIRS_MAX:
             self._due.pop(self._pairs.popitem(last=False)[0], None)
-        pair.requests += 1
+        return pair
+
+    def _is_due(self, prefill: WorkerRef, more: int = 0) -> bool:
+        """Whether its latest request is due, after so many more."""
+        pair = self._pair(prefill)
         each = not pair.tolerance.learned or self.corrupt_senders.was_rejected(prefill)
-        if each or pair.requests >= self._interval_requests:
+        return each or pair.requests + more >= self._interval_requests
+
+    def _handed_over(self, candidate: _Candidate, *, rested: bool) -> None:
+        """`rested`: the blocks hold what has arrived."""
+        prefill = candidate.prefill
+        if prefill in self.corrupt_senders.rejected or not candidate.numbers:
+            return
+        self._pair(prefill).requests += 1
+        if self._is_due(prefill) and (rested or self._checks is None):
             self._due[prefill] = candidate
 
-    def _whole_blocks(self, reservation: Reservation) -> range:
-        """The numbers of the prompt's blocks that were received as a whole."""
+    async def _check_again(self, candidate: _Candidate, rest: _Rest) -> None:
+        """Blocks that have changed are compared at once: a request may use them next."""
+        assert self._checks is not None
+        ids = self._block_ids(candidate.reservation, rest.numbers)
+        try:
+            before = await asyncio.wrap_future(rest.digests)
+            now = await asyncio.wrap_future(self._checks.digest_blocks(ids))
+            changed = tuple(
+                one for one, *two in zip(rest.numbers, before, now, strict=True) if two[0] != two[1]
+            )
+            if changed:
+                suspicious = replace(
+                    candidate, numbers=changed, changed=True, arrived_s=rest.arrived_s
+                )
+                await self._compare(suspicious)
+            else:
+                self._handed_over(candidate, rested=True)
+                self._start()
+        except Draining:
+            return
+        except Exception:  # noqa: BLE001 - the next one may work
+            _LOG.exception("the KV of %s could not be checked", candidate.work.transfer_id)
+
+    def _block_ids(self, reservation: Reservation, numbers: Iterable[int]) -> list[int]:
+        first = reservation.start_token // self._block_tokens
+        return [reservation.block_ids[number - first] for number in numbers]
+
+    def _draw_received(self, work: DecodeWork, reservation: Reservation) -> tuple[int, ...]:
+        """The numbers of some of the prompt's blocks that were received as a whole."""
         size = self._block_tokens
-        return range(-(-reservation.start_token // size), reservation.end_token // size)
+        received = range(-(-reservation.start_token // size), reservation.end_token // size)
+        return self._draw(work, received, BLOCKS_MAX)
+
+    def _draw(self, work: DecodeWork, numbers: range, most: int) -> tuple[int, ...]:
+        """Some blocks, without those that end within an image: a prompt cannot."""
+        ends = {one: (one + 1) * self._block_tokens for one in numbers} if work.images else {}
+        usable = [one for one, end in ends.items() if whole_images_end(end, work.images) == end]
+        found = usable if work.images else numbers
+        return tuple(sorted(self._random.sample(found, min(most, len(found)))))
 
     async def _compare_due(self) -> None:
         await asyncio.sleep(_SETTLE_S)
@@ -230,50 +334,65 @@ class Canary:
 
     async def _compare(self, candidate: _Candidate) -> None:
         start_ns = time.time_ns()
-        pair = self._pairs[candidate.prefill]
+        pair = self._pair(candidate.prefill)
         blocks = await self._errors(candidate)
-        found = [one for errors in blocks if (one := pair.tolerance.difference(errors))]
-        first = min(found, default=None)
+        found = [
+            (one, number)
+            for number, errors in blocks.items()
+            if (one := pair.tolerance.difference(errors))
+        ]
+        difference, number = min(found, default=(None, -1))
+        received = number in candidate.numbers
+        overwritten = difference is not None and (candidate.changed or not received)
+        prefill: WorkerRef | None = candidate.prefill
         if blocks:
             pair.requests = 0
-        if first is not None:
-            self._record(candidate, first)
+        if difference is not None:
+            if overwritten:
+                prefill = self._record_overwritten(candidate, difference)
+            else:
+                self._record(candidate, difference)
             await self._empty_cache()
-        else:
-            for errors in blocks:
-                pair.tolerance.learn(errors)
+        elif not candidate.changed:
+            for number in candidate.numbers:
+                pair.tolerance.learn(blocks.get(number, {}))
             if blocks:
                 self.corrupt_senders.record_intact(candidate.prefill)
         self._on_compared(
             Comparison(
                 transfer_id=candidate.work.transfer_id,
-                prefill=candidate.prefill,
+                prefill=prefill,
                 span=candidate.span,
                 start_unix_ns=start_ns,
                 end_unix_ns=time.time_ns(),
                 block_count=len(blocks),
-                difference=first,
-                quarantined=candidate.prefill in self.corrupt_senders.rejected,
+                difference=difference,
+                overwritten=overwritten,
+                quarantined=prefill in self.corrupt_senders.rejected,
             )
         )
 
-    async def _errors(self, candidate: _Candidate) -> list[BlockErrors]:
-        """Those of the blocks that could be compared. Ends early when the worker gets a request."""
-        found: list[BlockErrors] = []
+    async def _errors(self, candidate: _Candidate) -> dict[int, BlockErrors]:
+        """Those of the blocks that could be compared, by number. Ends early when the worker gets a request."""
+        found: dict[int, BlockErrors] = {}
         work, reservation = candidate.work, candidate.reservation
-        received = self._whole_blocks(reservation)
-        for number in sorted(self._random.sample(received, min(BLOCKS_MAX, len(received)))):
-            if not self._is_idle():
+        ids: dict[int, int | None] = dict(
+            zip(candidate.numbers, self._block_ids(reservation, candidate.numbers), strict=True)
+        )
+        if not candidate.changed:
+            reused = range(reservation.start_token // self._block_tokens)
+            ids |= dict.fromkeys(self._draw(work, reused, REUSED_BLOCKS_MAX))
+        for number, block_id in sorted(ids.items()):
+            if not (candidate.changed or self._is_idle()):
                 break
+            end = (number + 1) * self._block_tokens
+            images = tuple(one for one in work.images if one.start_token < end)
             block = ReceivedBlock(
-                reservation.block_ids[number - reservation.start_token // self._block_tokens],
-                work.token_ids[: (number + 1) * self._block_tokens],
-                work.cache_salt,
-                work.adapter,
+                block_id, work.token_ids[:end], work.cache_salt, work.adapter, images
             )
             errors = await self._engine.compare_block(block)
             if errors is not None:
-                found.append(errors)
+                found[number] = errors
         return found
 
     async def _empty_cache(self) -> None:
@@ -295,3 +414,23 @@ class Canary:
         )
         detail = f"its KV is not what this worker computes: {difference}"
         self.corrupt_senders.record(prefill, detail)
+
+    def _record_overwritten(
+        self, candidate: _Candidate, difference: Difference
+    ) -> WorkerRef | None:
+        """Counts against a worker only if no other one had a write lease meanwhile. Returns that worker."""
+        suspects = sorted(self._lease_holders(candidate.arrived_s), key=str)
+        named = ", ".join(map(str, suspects[:_SUSPECTS_MAX])) or "none"
+        what = "received blocks" if candidate.changed else "cached blocks"
+        _LOG.error(
+            "%s of the prompt of transfer %s were written over, or never held what this worker computes: %s. Workers "
+            "with a write lease since then: %s",
+            what,
+            candidate.work.transfer_id,
+            difference,
+            named if len(suspects) <= _SUSPECTS_MAX else f"{named} and others",
+        )
+        if len(suspects) != 1:
+            return None
+        self.corrupt_senders.record(suspects[0], f"it wrote over {what} of others: {difference}")
+        return suspects[0]

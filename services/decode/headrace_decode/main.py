@@ -113,8 +113,8 @@ class DecodeServer(RoleServer):
         )
         self._service = DecodeService(self._attempts, config.default_deadline_s)
         if canary is not None:
-            canary.watch(self._is_idle)
-            self._attempts.notify_closed(canary.attempt_closed)
+            canary.watch(self._is_idle, receiver.lease_holders)
+            self._attempts.notify(canary.attempt_arrived, canary.attempt_closed)
         self._prefixes = PrefixServicer(
             engine, self._attempts, self.receiving.tickets, host.prefill_endpoint
         )
@@ -146,14 +146,16 @@ class DecodeServer(RoleServer):
             difference = comparison.difference
             host.metrics.blocks_compared(
                 hosted.ref.worker_id,
-                comparison.prefill.worker_id,
+                comparison.prefill_id,
                 comparison.outcome,
                 *(() if difference is None else (difference.layer, difference.head)),
             )
             if comparison.quarantined:
                 self.status_signal.notify()
 
-        return Canary(hosted.engine, interval_requests, on_compared=on_compared)
+        return Canary(
+            hosted.engine, interval_requests, on_compared=on_compared, checks=self._checks
+        )
 
     def _new_door(
         self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], capacity: Capacity

@@ -33,6 +33,8 @@ class TransferWaiter:
     """Gets the transfer's error."""
     forwards_state: bool
     """Whether the engine gets its hidden state too."""
+    on_arrived: Callable[[], None]
+    """Called when the engine is informed, while nothing else has changed the blocks."""
     summary: TransferSummary | None = field(default=None, init=False)
     _stopped: bool = field(default=False, init=False)
     _forwarding: asyncio.Task[None] | None = field(default=None, init=False)
@@ -69,6 +71,7 @@ class TransferWaiter:
             return
         self.summary = arrival.result()
         self.timestamps.kv_arrived()
+        self.on_arrived()
         self.engine.transfer_event(Arrived(self.transfer.transfer_id))
 
     async def stop(self) -> None:

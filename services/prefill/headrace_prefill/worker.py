@@ -34,6 +34,7 @@ from headrace_engine.proto import (
     images_from_proto,
     logprobs_to_proto,
     requested_adapter,
+    require_vocabulary,
     sampling_from_proto,
 )
 from headrace_engine.steps import Stall
@@ -122,6 +123,7 @@ class PrefillWorker:
         try:
             deadline = self._deadline(task)
             work = _work_from_proto(task, deadline, self._engine.adapters)
+            require_vocabulary(work.token_ids, work.images, self._engine.vocabulary_size)
             if self._prefixes is not None:
                 fetch = self._prefixes.offer(work.target, work.images)
             outcome = await self._prefill(

@@ -44,6 +44,7 @@ class ScriptedEngine(Engine):
         )
         self.descriptor = KvDescriptor(LAYOUT, (memory,))
         self.max_model_len = 256
+        self.vocabulary_size = 32_000
         self.script: asyncio.Queue[Step] = asyncio.Queue()
         self.scripts: dict[str, asyncio.Queue[Step]] = {}
         self.works: list[DecodeWork] = []

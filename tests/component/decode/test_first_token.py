@@ -95,6 +95,16 @@ async def test_a_token_that_ends_the_answer_is_rejected(
     assert served.engine.first_tokens == []
 
 
+async def test_a_token_beyond_the_vocabulary_is_rejected_and_the_request_goes_on(
+    served: Served,
+) -> None:
+    await served.reserve(first_token=PREFILL)
+    for token_id in (served.engine.vocabulary_size, 2**32 - 1):
+        assert isinstance(await refusal(served, token_id), ProtocolViolation)
+    await set_first_token(served)
+    assert served.engine.first_tokens == [("x1", 7)]
+
+
 async def test_a_token_before_the_reservation_is_refused(served: Served) -> None:
     waiting = anext(aiter(served.generate(request(first_token=PREFILL))))
     await until(lambda: bool(served.engine.works), what="the request")

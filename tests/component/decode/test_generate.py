@@ -102,6 +102,7 @@ async def test_an_empty_reservation_waits_for_nothing(served: Served) -> None:
         ({"incarnation": ""}, "STALE_INCARNATION"),
         ({"token_ids": []}, "INVALID_FIELD"),
         ({"token_ids": [1] * 256}, "INVALID_FIELD"),
+        ({"token_ids": [1, 32_000, 3]}, "INVALID_FIELD"),
         ({"sampling": sampling_pb2.SamplingParams()}, "INVALID_FIELD"),
     ],
 )

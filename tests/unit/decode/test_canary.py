@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -14,9 +16,17 @@ from opentelemetry import trace
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.canary import BLOCKS_MAX, LEARNED_COMPARISONS, Canary, Comparison
-from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock, Sampling
+from headrace_engine.interface import (
+    BlockErrors,
+    DecodeWork,
+    Engine,
+    PromptImage,
+    ReceivedBlock,
+    Sampling,
+)
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.messages import Reservation
+from headrace_kv.receive.verification import DigestChecks
 from tests.virtually import virtually
 
 BLOCK = 4
@@ -31,6 +41,8 @@ class Bench:
 
     interval_requests: int = 1
     answer: BlockErrors | Exception | None = field(default_factory=lambda: HONEST)
+    answers: dict[int | None, BlockErrors] = field(default_factory=dict)
+    """Those of single blocks."""
     answer_s: float = 0.0
     idle: bool = True
     asked: list[ReceivedBlock] = field(default_factory=list)
@@ -38,6 +50,11 @@ class Bench:
     ended_count: int = 0
     resets: int = 0
     resets_refused: int = 0
+    share: float = 0.0
+    """Of transfers with digests."""
+    memory: dict[int, int] = field(default_factory=dict)
+    """What blocks hold, 0 unless set."""
+    lease_holders: tuple[WorkerRef, ...] = (PREFILL, OTHER)
 
     def __post_init__(self) -> None:
         layout = KvLayout.attention(
@@ -57,27 +74,48 @@ class Bench:
             cast("Engine", engine),
             self.interval_requests,
             on_compared=self.results.append,
+            checks=cast("DigestChecks", self) if self.share else None,
             random=Random(3),
         )
-        self.canary.watch(lambda: self.idle)
+        self.canary.watch(lambda: self.idle, lambda since_s: self.lease_holders)
+
+    def digest_blocks(self, block_ids: Sequence[int]) -> Future[list[tuple[int, ...]]]:
+        digests: Future[list[tuple[int, ...]]] = Future()
+        digests.set_result([(self.memory.get(one, 0),) for one in block_ids])
+        return digests
 
     async def compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
         self.asked.append(block)
         await asyncio.sleep(self.answer_s)
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        return self.answers.get(block.block_id, self.answer)
 
     async def reset_prefix_cache(self) -> bool:
         self.resets += 1
         return self.resets > self.resets_refused
 
     def end(
-        self, prefill: WorkerRef | None = PREFILL, *, start: int = 0, end: int = 2 * BLOCK + 1
+        self,
+        prefill: WorkerRef | None = PREFILL,
+        *,
+        start: int = 0,
+        end: int = 2 * BLOCK + 1,
+        images: tuple[PromptImage, ...] = (),
+        overwritten: int = 0,
     ) -> None:
-        """An attempt has ended. Without `prefill` nothing was handed over to it."""
+        """An attempt has ended. Without `prefill` nothing was handed over to it.
+
+        A block, unless 0, was written over between the arrival and the end.
+        """
         self.ended_count += 1
-        work = DecodeWork(f"x{self.ended_count}", tuple(range(end + 1)), Sampling(), remote_kv=True)
+        work = DecodeWork(
+            f"x{self.ended_count}",
+            tuple(range(end + 1)),
+            Sampling(),
+            remote_kv=True,
+            images=images,
+        )
         blocks = tuple(range(100, 100 + -(-(end - start) // BLOCK)))
         reservation = Reservation(work.transfer_id, blocks, start, end)
         attempt = SimpleNamespace(
@@ -86,6 +124,9 @@ class Bench:
             summary=None if prefill is None else SimpleNamespace(prefill=prefill),
             span=trace.INVALID_SPAN,
         )
+        self.canary.attempt_arrived(cast("DecodeAttempt", attempt))
+        if overwritten:
+            self.memory[overwritten] = self.memory.get(overwritten, 0) + 1
         self.canary.attempt_closed(cast("DecodeAttempt", attempt))
 
     async def end_idle(self, count: int, prefill: WorkerRef = PREFILL) -> None:
@@ -120,11 +161,12 @@ async def test_one_of_so_many_requests_is_compared_once_the_tolerance_is_learned
 
 
 @virtually
-async def test_only_whole_received_blocks_are_compared_with_the_tokens_up_to_their_end() -> None:
+async def test_only_whole_blocks_are_compared_with_the_tokens_up_to_their_end() -> None:
     bench = Bench()
     bench.end(start=4, end=15)
     await asyncio.sleep(1.0)
     assert [(one.block_id, one.token_ids) for one in bench.asked] == [
+        (None, tuple(range(4))),
         (100, tuple(range(8))),
         (101, tuple(range(12))),
     ]
@@ -223,3 +265,59 @@ async def test_the_prefix_cache_is_emptied_once_no_request_holds_it(
     await asyncio.sleep(10.0)
     assert busy.resets < 1000
     assert "reset-cache" in caplog.text
+
+
+@virtually
+async def test_no_block_that_ends_within_an_image_is_compared() -> None:
+    bench = Bench()
+    image = PromptImage(b"x", bytes(16), start_token=BLOCK + 1, token_count=BLOCK)
+    bench.end(end=3 * BLOCK, images=(image,))
+    await asyncio.sleep(1.0)
+    assert [(len(one.token_ids), one.images) for one in bench.asked] == [
+        (BLOCK, ()),
+        (3 * BLOCK, (image,)),
+    ]
+
+
+@virtually
+async def test_blocks_that_are_written_over_after_their_arrival_do_not_count_against_their_sender(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(share=1.0)
+    await bench.end_idle(LEARNING)
+    bench.asked.clear()
+    bench.answer, bench.idle = WRONG, False
+    for _ in range(3):
+        bench.end(overwritten=101)
+        await asyncio.sleep(1.0)
+    assert [one.block_id for one in bench.asked] == [101] * 3
+    assert bench.outcomes[LEARNING:] == ["overwritten"] * 3
+    assert not bench.canary.corrupt_senders.rejected
+    assert f"with a write lease since then: {PREFILL}, {OTHER}" in caplog.text
+    assert bench.resets == 3
+    # Only one worker could have written.
+    bench.lease_holders = (OTHER,)
+    for _ in range(2):
+        bench.end(overwritten=101)
+        await asyncio.sleep(1.0)
+    assert [one.prefill for one in bench.results[-2:]] == [OTHER, OTHER]
+    assert list(bench.canary.corrupt_senders.rejected) == [OTHER]
+
+
+@virtually
+async def test_a_block_that_was_evicted_after_the_end_is_no_difference() -> None:
+    bench = Bench(share=1.0, answer=None)
+    bench.end(overwritten=101)
+    await asyncio.sleep(1.0)
+    assert bench.outcomes == ["dropped"]
+
+
+@virtually
+async def test_a_cached_block_of_a_prompt_does_not_count_against_the_sender_of_the_others() -> None:
+    bench = Bench()
+    bench.answers = {None: WRONG}
+    for _ in range(3):
+        bench.end(start=2 * BLOCK, end=4 * BLOCK)
+        await asyncio.sleep(1.0)
+    assert bench.outcomes == ["overwritten"] * 3
+    assert not bench.canary.corrupt_senders.rejected

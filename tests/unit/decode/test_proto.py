@@ -19,7 +19,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_decode.proto import keep_terms, kept_to_proto, tokens_to_proto, work_from_proto
 from headrace_engine.interface import DecodeTokens, PromptImage, Sampling, TokenLogprobs
-from headrace_engine.proto import sampling_from_proto
+from headrace_engine.proto import require_vocabulary, sampling_from_proto
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.promises import KeepTerms, Kept
 
@@ -204,3 +204,11 @@ def test_images_lie_before_the_last_token_of_the_prompt() -> None:
     with pytest.raises(InvalidRequest) as refused:
         work_from_proto(empty)
     assert set(refused.value.violations) == {"images[0].data", "images[0].content_hash"}
+
+
+def test_only_placeholders_of_images_may_lie_beyond_the_vocabulary() -> None:
+    image = PromptImage(b"x", bytes(16), start_token=1, token_count=2)
+    require_vocabulary((9, 10, 10, 9), (image,), 10)
+    with pytest.raises(InvalidRequest) as refused:
+        require_vocabulary((9, 10, 10, 11), (image,), 10)
+    assert set(refused.value.violations) == {"token_ids[3]"}

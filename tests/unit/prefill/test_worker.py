@@ -36,6 +36,7 @@ class ScriptedEngine:
 
     adapters = (Adapter("poet", "aa"),)
     step_times = NO_STEPS
+    vocabulary_size = 32_000
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
@@ -246,3 +247,13 @@ async def test_wrong_fields_are_refused_by_name(
     done = await worker_of(good, telemetry).run(task(**changes))  # type: ignore[arg-type]
     assert done.reason == "INVALID_FIELD"
     assert field in done.detail
+
+
+async def test_a_token_beyond_the_vocabulary_fails_its_task_before_the_engine_gets_it(
+    telemetry: Telemetry,
+) -> None:
+    async def never(work: PrefillWork) -> PrefillOutcome:
+        raise AssertionError(work)
+
+    done = await worker_of(never, telemetry).run(task(token_ids=[1, 2**32 - 1]))
+    assert (done.reason, "token_ids[1]" in done.detail) == ("INVALID_FIELD", True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_plan import BlockComparison
 from headrace_engine.connector.transfers import ScheduledRequest
-from headrace_engine.vllm.compat import caches_block
+from headrace_engine.vllm.compat import cached_block, caches_block
 from headrace_engine.vllm.settings import COMPARISON_KEY
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ _COMPUTED_BLOCKS_MAX = 2
 @dataclass(frozen=True, slots=True)
 class _Compared:
     comparison_id: str
-    received_block: int
+    received_block: int | None
+    """None where no block is cached with the tokens."""
     request: Request
 
 
@@ -51,7 +52,11 @@ class ComparisonPlanner:
         """The scheduler has a new request, which may be of another kind."""
         extra = getattr(request.sampling_params, "extra_args", None) or {}
         if COMPARISON_KEY in extra:
+            assert self._manager is not None
             comparison_id, received_block = extra[COMPARISON_KEY]
+            if received_block is None:
+                number = request.num_prompt_tokens // self._group.block_tokens - 1
+                received_block = cached_block(self._manager, request, number, self._group.index)
             self._waiting[request.request_id] = _Compared(comparison_id, received_block, request)
 
     def may_run(self, request_id: str, cached_tokens: int) -> bool:
@@ -89,11 +94,14 @@ class ComparisonPlanner:
         assert self._manager is not None
         computed = self._manager.get_block_ids(compared.request.request_id)
         computed_block = computed[self._group.index][number]
-        if computed_block == compared.received_block or not caches_block(
-            self._manager, compared.received_block, compared.request, number
+        received_block = compared.received_block
+        if (
+            received_block is None
+            or computed_block == received_block
+            or not caches_block(self._manager, received_block, compared.request, number)
         ):
             return None
-        return BlockComparison(compared.comparison_id, compared.received_block, computed_block)
+        return BlockComparison(compared.comparison_id, received_block, computed_block)
 
     def _drop(self, request_id: str) -> None:
         self._dropped.add(request_id)

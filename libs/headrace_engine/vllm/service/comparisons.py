@@ -80,7 +80,7 @@ class BlockComparisons:
             params = sampling_params(
                 _GREEDY, None, compares=(name, block.block_id), priority=Priority.LOW
             )
-            prompt = await engine_prompt(llm, block.token_ids, block.cache_salt)
+            prompt = await engine_prompt(llm, block.token_ids, block.cache_salt, block.images)
             outputs = llm.generate(prompt, params, name, lora_request=lora_request)
             computing: asyncio.Task[None] | None = None
 

@@ -40,7 +40,7 @@ def sampling_params(
     priority: Priority = Priority.NORMAL,
     bounds: TokenBounds = NO_BOUNDS,
     keep: KeepTerms | None = None,
-    compares: tuple[str, int] | None = None,
+    compares: tuple[str, int | None] | None = None,
     tenant_salt: str = "",
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.

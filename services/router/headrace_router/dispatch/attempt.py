@@ -74,8 +74,7 @@ class Attempt(RunningAttempt):
         `ticket_key_id` is that of the key that signs the handoff tickets. `prompt` counts the prompt on the worker that
         should compute it. None leaves that to the queue.
         """
-        self.decode_worker = decision.worker.ref
-        super().__init__(request, self.decode_worker.incarnation, remote=decision.remote)
+        super().__init__(request, decision.worker.ref, remote=decision.remote)
         self._record = record
         self._queue = queue
         self._deadline = request.deadline
@@ -228,6 +227,12 @@ class Attempt(RunningAttempt):
         if reserved is None or reserved.admitted or self._calling is not None:
             return
         first, prepared = queued.first_token.result(), self._prepared
+        size = prepared.codec.vocabulary_size
+        if first.token_id >= size:
+            self._prefill_failed = True
+            raise ProtocolViolation(
+                f"prefill worker {queued.worker} sent token {first.token_id}, and the vocabulary has {size}"
+            )
         self.response.begins_by(BY_PREFILL)
         self.response.add_tokens(
             [first.token_id], [first.logprobs] if first.HasField("logprobs") else []

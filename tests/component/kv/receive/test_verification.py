@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 
 from headrace_common.errors import KvCorrupt, ProtocolViolation, TransferFailed
 from headrace_kv.checksum import DigestMode, is_digested
-from headrace_kv.layout import KvDescriptor
+from headrace_kv.layout import KvDescriptor, RankMemory, Region
 from headrace_kv.receive.transfer import TransferState
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send import writes
+from headrace_kv.shard_map import place_regions
 from tests.component.kv.harness import (
     make_layout,
     running,
@@ -83,3 +85,34 @@ async def test_a_missing_digest_fails_the_transfer(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ProtocolViolation, match="no digest of layer 0"):
             await rig.send().wait()
         await until(lambda: bool(rig.released))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_digests_of_blocks_show_any_changed_byte_of_them(ranks: int) -> None:
+    layout = make_layout(ranks, layers=3)
+    regions = [place_regions(layout, rank, (6,)).regions for rank in range(ranks)]
+    size = max(region.end_bytes for found in regions for region in found)
+    arenas = [np.zeros(size, np.uint8) for _ in range(ranks)]
+    memories = tuple(
+        RankMemory(rank, "t", "s", arena.ctypes.data, size, regions[rank])
+        for rank, arena in enumerate(arenas)
+    )
+    found = DigestChecks(KvDescriptor(layout, memories), "on")
+    try:
+        before = found.digest_blocks((2, 3)).result(5)
+        for arena in arenas:
+            for address in range(0, size, 64):
+                arena[address] += 1
+                changed = [
+                    one != two
+                    for one, two in zip(before, found.digest_blocks((2, 3)).result(5), strict=True)
+                ]
+                arena[address] -= 1
+                assert changed == [block == _block_at(regions[0], address) for block in (2, 3)]
+    finally:
+        found.close()
+
+
+def _block_at(regions: Sequence[Region], address: int) -> int:
+    region = next(one for one in regions if one.offset_bytes <= address < one.end_bytes)
+    return (address - region.offset_bytes) // region.block_stride_bytes

@@ -188,6 +188,16 @@ async def test_a_prefill_worker_that_sends_no_first_token_fails_the_attempt(rig:
     assert responses[-1].timing.attempts > 1
 
 
+async def test_a_first_token_beyond_the_vocabulary_fails_the_attempt(rig: Rig) -> None:
+    decode = await rig.add_decode(first_remote_then_local)
+    await rig.add_prefill(send_first_token(32_000, stall))
+    responses = await rig.ask(first_token=PREFILL)
+    assert text_of(responses) == "local"
+    assert not decode.first_tokens
+    trace = await rig.trace_of(responses[0].trace_id)
+    assert any("prefill worker p0" in str(span) for span in trace.spans)
+
+
 async def test_the_trace_shows_that_the_second_token_waited_for_the_transfer(rig: Rig) -> None:
     await rig.add_decode(reply("aris", after_first_token=True))
     await rig.add_prefill(send_first_token("P"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -231,3 +233,40 @@ async def test_invalid_generated_tokens_are_rejected(rig: Rig) -> None:
     error = await rig.error_of(generated=inference_pb2.TokenIds(ids=[10**6]))
     assert isinstance(error, InvalidRequest)
     assert set(error.violations) == {"generated.ids[0]"}
+
+
+async def test_a_worker_that_sends_a_token_beyond_the_vocabulary_loses_this_request_only(
+    rig: Rig,
+) -> None:
+    both_asked, lied = asyncio.Event(), asyncio.Event()
+
+    async def lie_once(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        if bytes(request.token_ids) == b"other":
+            yield decode_pb2.Reserved()
+            await lied.wait()
+            yield decode_pb2.Tokens(token_ids=TOKENS)
+            yield decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH)
+            return
+        yield decode_pb2.Reserved()
+        yield decode_pb2.Tokens(token_ids=TOKENS[:5])
+        await both_asked.wait()
+        yield decode_pb2.Tokens(token_ids=[2**32 - 1, *TOKENS[5:]])
+        await forever()
+
+    lying = await rig.add_decode(lie_once)
+    asking = [
+        asyncio.create_task(rig.ask(text, sampling=sampling())) for text in ("a prompt", "other")
+    ]
+    await until(lambda: len(lying.requests) == 2)
+    honest = await rig.add_decode(recite(99))
+    both_asked.set()
+    responses = await asking[0]
+    lied.set()
+    other = await asking[1]
+    assert text_of(responses) == text_of(other) == TEXT
+    assert [one[-1].timing.attempts for one in (responses, other)] == [2, 1]
+    assert [request.generated_token_count for request in honest.requests] == [5]
+    trace = await rig.trace_of(responses[0].trace_id)
+    assert any("decode worker d0" in str(span) for span in trace.spans)

@@ -172,6 +172,16 @@ def test_a_lost_stream_holds_the_blocks_for_the_quarantine() -> None:
     assert stage.released == ["x1"]
 
 
+def test_the_workers_with_a_lease_are_known_until_it_has_ended() -> None:
+    stage = Stage()
+    other = stage.connect("prefill-1").ref
+    assert stage.receiver.lease_holders(time.monotonic()) == {stage.peer.ref, other}
+    stage.receiver.disconnect(stage.peer)
+    assert stage.receiver.lease_holders(time.monotonic()) == {stage.peer.ref, other}
+    ended_s = time.monotonic() + WRITE_LEASE_S + 2 * WRITE_QUARANTINE_S
+    assert stage.receiver.lease_holders(ended_s) == {other}
+
+
 def test_blocks_are_released_as_soon_as_the_last_writer_has_quiesced() -> None:
     stage = Stage()
     stage.cancel()

@@ -32,14 +32,20 @@ GROUP = LayerGroup(
 class Rig:
     """A planner with one request for block 2 of a prompt, over blocks that a test chooses."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cached: bool = True) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        cached: bool = True,
+        received: int | None = RECEIVED,
+    ) -> None:
         self.cached = cached
         self.block_ids = [3, 4, 9]
         self.dropped: list[str] = []
         monkeypatch.setattr(comparisons, "caches_block", self.caches_block)
         self.planner = ComparisonPlanner(GROUP, self.dropped.append)
         self.planner.bind(cast("Any", SimpleNamespace(get_block_ids=lambda _: (self.block_ids,))))
-        for name, extra in (("plain", None), ("r", {COMPARISON_KEY: ["c1", RECEIVED]})):
+        for name, extra in (("plain", None), ("r", {COMPARISON_KEY: ["c1", received]})):
             self.planner.request_added(
                 cast(
                     "Any",
@@ -99,6 +105,18 @@ def test_a_block_that_cannot_be_compared_is_dropped(
     before = 2 * BLOCK + (3 if why == "in part" else 0)
     assert rig.step(before, 3 * BLOCK - before) == []
     assert rig.dropped == ["c1"]
+
+
+@pytest.mark.parametrize("found", [RECEIVED, None])
+def test_without_a_block_any_cached_one_is_compared(
+    monkeypatch: pytest.MonkeyPatch, found: int | None
+) -> None:
+    monkeypatch.setattr(comparisons, "cached_block", lambda *place: place[2:] == (2, 0) and found)
+    rig = Rig(monkeypatch, received=None)
+    assert rig.step(2 * BLOCK, BLOCK) == (
+        [] if found is None else [BlockComparison("c1", RECEIVED, 9)]
+    )
+    assert rig.dropped == (["c1"] if found is None else [])
 
 
 def test_a_request_that_ends_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
