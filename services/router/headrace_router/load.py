@@ -1,15 +1,89 @@
-"""LoadService: what waits on this router, and sums over its answered requests, for planners."""
+"""LoadService: what waits on this router and sums over its answered requests, and records of them for operators."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import aclosing
+from typing import Any, Final
 
 import grpc.aio
 
 from headrace.inference.v1 import load_pb2, load_pb2_grpc
+from headrace_common.durations import timestamp_from_unix_ns
+from headrace_common.errors import QueueFull
 from headrace_frontend.admission.admission import Admission
+from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.running.record import RequestRecord
+from headrace_kv.prefix.hashing import PrefixHasher
 from headrace_router.prefill_queue.queue import PrefillQueue
+
+RECORDINGS_MAX: Final = 4
+RECORDS_MAX: Final = 4_096
+"""Calls of RecordLoad at a time, and records that wait for each reader."""
+_BLOCK_TOKENS: Final = 512
+
+
+class _Recording:
+    """One call of RecordLoad. Its key hashes no other prompt."""
+
+    def __init__(self) -> None:
+        # None ends the call.
+        self.records: asyncio.Queue[load_pb2.RecordLoadResponse | None] = asyncio.Queue()
+        self._begin_unix_ns = time.time_ns()
+        self._hasher = PrefixHasher(secrets.randbits(64), _BLOCK_TOKENS)
+        self._lost = 0
+
+    def add(self, record: RequestRecord, response: ResponseStream) -> None:
+        """A request has been answered."""
+        if record.usage is None or record.arrival_unix_ns < self._begin_unix_ns:
+            return
+        if self.records.qsize() >= RECORDS_MAX:
+            self._lost += 1
+            return
+        request = response.request
+        root = self._hasher.root_of(request.cache_salt)
+        self.records.put_nowait(
+            load_pb2.RecordLoadResponse(
+                arrival_time=timestamp_from_unix_ns(record.arrival_unix_ns),
+                prompt_tokens=record.prompt_tokens,
+                answer_tokens=record.usage.completion_tokens,
+                prefix_hashes=self._hasher.hashes(request.prefix_ids, root),
+                priority=record.priority,
+                lost_records=self._lost,
+            )
+        )
+
+
+class LoadRecorder:
+    """Passes the answered requests to those that record the load. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._recordings: set[_Recording] = set()
+
+    def add(self, record: RequestRecord, response: ResponseStream) -> None:
+        """A request has ended."""
+        for recording in self._recordings:
+            recording.add(record, response)
+
+    def end(self) -> None:
+        """Ends the calls."""
+        for recording in self._recordings:
+            recording.records.put_nowait(None)
+
+    async def record(self) -> AsyncGenerator[load_pb2.RecordLoadResponse]:
+        """The requests that arrive from now on, as they end, until `end`. Raises QueueFull."""
+        if len(self._recordings) >= RECORDINGS_MAX:
+            raise QueueFull(f"{RECORDINGS_MAX} operators record the load: wait until one has ended")
+        recording = _Recording()
+        self._recordings.add(recording)
+        try:
+            while (record := await recording.records.get()) is not None:
+                yield record
+        finally:
+            self._recordings.discard(recording)
 
 
 class RequestTotals:
@@ -53,7 +127,9 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         queue: PrefillQueue,
         admission: Admission,
         totals: RequestTotals,
+        recorder: LoadRecorder,
     ) -> None:
+        self._recorder = recorder
         self._models = sorted(models)
         self._queue = queue
         self._admission = admission
@@ -66,6 +142,16 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
     ) -> load_pb2.GetLoadResponse:
         """The load of every served model, by name."""
         return load_pb2.GetLoadResponse(models=map(self._load_of, self._models))
+
+    async def RecordLoad(
+        self,
+        request: load_pb2.RecordLoadRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[load_pb2.RecordLoadResponse]:
+        """Records of answered requests, until the call is cancelled."""
+        async with aclosing(self._recorder.record()) as records:
+            async for record in records:
+                yield record
 
     def _load_of(self, model: str) -> load_pb2.ModelLoad:
         depths = self._queue.depths(model)

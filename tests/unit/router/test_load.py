@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from headrace.inference.v1 import load_pb2
 from headrace_frontend.admission.admission import Admission
-from headrace_router.load import LoadReader, RequestTotals
+from headrace_router.load import LoadReader, LoadRecorder, RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 
 MS = 1_000_000
@@ -54,7 +54,11 @@ async def test_every_served_model_has_an_entry_of_its_own() -> None:
     )
     admission = SimpleNamespace(waiting_for_slot=lambda model: 10 * depths[model])
     reader = LoadReader(
-        ["other", "m"], cast("PrefillQueue", queue), cast("Admission", admission), totals()
+        ["other", "m"],
+        cast("PrefillQueue", queue),
+        cast("Admission", admission),
+        totals(),
+        LoadRecorder(),
     )
     answer = await reader.GetLoad(load_pb2.GetLoadRequest(), cast("Any", None))
     found = [
