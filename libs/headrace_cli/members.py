@@ -23,7 +23,7 @@ from headrace_cli.client import (
 from headrace_cli.output import Column, fitted_table, message_object, notice_console, print_json
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import HeadraceError, LayoutMismatch
-from headrace_common.registry.duties import WorkerRoles, role_by_policy
+from headrace_common.registry.duties import role_by_policy
 from headrace_kv.compatibility import PairFault, pair_faults_of
 
 NO_ANSWER: Final = "no answer"
@@ -44,14 +44,15 @@ class Row:
     state: str = ""
     status: worker_pb2.WatchStatusResponse | None = None
     hashing: worker_pb2.KvHashing = field(default_factory=worker_pb2.KvHashing)
-    policy_role: str = ""
-    """The role that the policy leaves a worker of both roles. Empty without one."""
+    policy_role: registry_pb2.WorkerRole.ValueType = registry_pb2.WORKER_ROLE_BOTH
+    """What the policy leaves of the roles."""
 
     @property
     def role(self) -> str:
         """Its role in lower case, and the one that the policy leaves it."""
         role = _Role.Name(self.member.role).removeprefix("ROLE_").lower()
-        return f"{role}, {self.policy_role} by policy" if self.policy_role else role
+        left = registry_pb2.WorkerRole.Name(self.policy_role).removeprefix("WORKER_ROLE_").lower()
+        return role if left == "both" else f"{role}, {left} by policy"
 
 
 async def member_rows(registry: str) -> list[Row]:
@@ -62,15 +63,7 @@ async def member_rows(registry: str) -> list[Row]:
     if all(member.role != _Role.ROLE_BOTH for member in members):
         return rows
     roles = (await read_policy(registry)).policy.worker_roles
-    return [replace(row, policy_role=policy_role(row.member, roles)) for row in rows]
-
-
-def policy_role(member: registry_pb2.Member, worker_roles: WorkerRoles) -> str:
-    """The role that the policy leaves a worker of both roles. Empty without one."""
-    role = role_by_policy(member, worker_roles)
-    if role == registry_pb2.WORKER_ROLE_BOTH:
-        return ""
-    return registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
+    return [replace(row, policy_role=role_by_policy(row.member, roles)) for row in rows]
 
 
 async def _row(member: registry_pb2.Member) -> Row:
@@ -194,7 +187,7 @@ def _member_object(row: Row) -> dict[str, Any]:
     tensor_parallel_size = row.member.layout.tensor_parallel_size
     return message_object(member) | {
         "tensor_parallel_size": tensor_parallel_size,
-        "role_by_policy": row.policy_role,
+        "role_by_policy": registry_pb2.WorkerRole.Name(row.policy_role),
         "state": row.state,
         "status": None if row.status is None else message_object(row.status),
     }

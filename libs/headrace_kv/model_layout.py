@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Final
 
 from headrace_common.errors import ConfigError
-from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup, KvLayout, Part
+from headrace_kv.layout import STATE, TOKENS, CacheGroup, KvLayout, Part
 
 _BLOCK_TOKENS: Final = 16
-_LAYERS_MAX: Final = 10_000
-DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-_FULL: Final = ("full_attention", "attention")
-_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The fields of a config.json. Its language model's, where it has several. Errors name the field."""
+    """The fields of a config.json: its language model's, where it has several. Errors name the field."""
 
     fields: Mapping[str, Any]
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ModelConfig:
         """That of a whole config.json."""
-        text = content.get("text_config")
-        if not isinstance(text, dict):
-            return cls(content)
-        outer = {name: content[name] for name in _OUTER if name in content}
-        return cls({**outer, **text})
+        return cls({**content, **(content.get("text_config") or {})})
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """The first of these fields that is there: a whole number from 1. Raises ConfigError."""
-        for name in names:
-            value = self.fields.get(name)
-            if value is None or (value == 0 and default is not None):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 40:
-                raise ConfigError(f"config.json: {name} is {value!r}, not a whole number from 1")
-            return value
-        if default is None:
-            raise ConfigError(f"config.json has no {names[0]}: name the config.json of a decoder")
-        return default
+        """The first of these fields that has a value: a whole number from 1. Raises ConfigError."""
+        values = [(name, self.fields[name]) for name in names if self.fields.get(name)]
+        if not values and default is not None:
+            return default
+        name, value = values[0] if values else (names[0], None)
+        if type(value) is not int or not 0 < value < 1 << 40:
+            raise ConfigError(f"config.json: {name} is {value}; it must be a whole number from 1")
+        return value
 
     @property
     def name(self) -> str:
@@ -68,8 +57,7 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        default = max(1, self.count("hidden_size") // self.heads)
-        return self.count("head_dim", default=default)
+        return self.count("head_dim", default=self.count("hidden_size") // self.heads)
 
     @property
     def is_latent(self) -> bool:
@@ -77,63 +65,44 @@ class ModelConfig:
         return bool(self.fields.get("kv_lora_rank"))
 
     @property
-    def layer_types(self) -> tuple[str, ...]:
-        """The kind of each layer. Raises ConfigError for one whose cache is not known."""
-        count = self.count("num_hidden_layers")
-        if count > _LAYERS_MAX:
-            raise ConfigError(f"config.json: num_hidden_layers is more than {_LAYERS_MAX}")
-        stated = self.fields.get("layer_types")
-        if stated is None and self.fields.get("sliding_window_pattern"):
-            period = self.count("sliding_window_pattern")
-            stated = [_WINDOWED[0] if (layer + 1) % period else _FULL[0] for layer in range(count)]
-        if stated is None:
-            return (self._kind_of_all(),) * count
-        known = (*_FULL, *_WINDOWED, *_STATES)
-        if not isinstance(stated, list) or len(stated) != count:
-            raise ConfigError(f"config.json: layer_types must list {count} layers")
-        unknown = sorted({str(one) for one in stated} - set(known))
-        if unknown:
-            raise ConfigError(
-                f"config.json: layer_types has {unknown[0]}; known are {', '.join(known)}"
-            )
-        return tuple(stated)
-
-    def _kind_of_all(self) -> str:
-        if self.name in _STATES:
-            return self.name
-        foreign = sorted(_FOREIGN & self.fields.keys())
-        if foreign:
-            raise ConfigError(f"config.json: layers by {foreign[0]} are not known: add layer_types")
+    def layer_types(self) -> Sequence[str]:
+        """The kind of each layer. Raises ConfigError where it is not known."""
+        count, stated = self.count("num_hidden_layers"), self.fields.get("layer_types")
         slides = self.fields.get("sliding_window") and self.fields.get("use_sliding_window", True)
-        if slides and self.name not in _ALL_SLIDE:
-            raise ConfigError("config.json: sliding_window without layer_types: add these")
-        return "sliding_attention" if slides else "full_attention"
+        if stated:
+            kinds = stated
+        elif self.fields.get("sliding_window_pattern"):
+            every = self.count("sliding_window_pattern")
+            kinds = [_FULL if (layer + 1) % every == 0 else _WINDOW for layer in range(count)]
+        elif self.name in _STATES or not (slides or _UNKNOWN & self.fields.keys()):
+            kinds = [self.name if self.name in _STATES else _FULL] * count
+        else:
+            kinds = [_WINDOW if self.name in _ALL_SLIDE else ""] * count
+        known = (_FULL, _WINDOW, _CHUNK, *_STATES)
+        if len(kinds) != count or not set(kinds) <= set(known):
+            raise ConfigError(
+                f"config.json: layer_types must name the kind of each layer, of {', '.join(known)}"
+            )
+        return tuple(kinds)
 
 
-_OUTER: Final = ("dtype", "torch_dtype", "quantization_config")
-_FOREIGN: Final = {
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "attn_layer_indices",
+_FULL, _WINDOW, _CHUNK = "full_attention", "sliding_attention", "chunked_attention"
+_ALL_SLIDE: Final = ("mistral", "mixtral", "phi3")
+_UNKNOWN: Final = {
+    *("hybrid_override_pattern", "layers_block_type", "attn_layer_indices"),
     "attention_chunk_size",
 }
-_ALL_SLIDE: Final = ("mistral", "mixtral", "phi3")
 
 
-def kv_layout(config: ModelConfig, *, tensor_parallel_size: int = 1, dtype: str = "") -> KvLayout:
-    """The layout of a model's workers in blocks of 16 tokens. `dtype`: of the KV, that of the model if empty.
-
-    Raises ConfigError for a model with a cache that is not known.
-    """
-    dtype = dtype or config.dtype
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"KV of type {dtype} is not known; known are {', '.join(DTYPE_BYTES)}")
+def kv_layout(config: ModelConfig, tensor_parallel_size: int = 1) -> KvLayout:
+    """The layout of a model's workers, with KV of its own type. Raises ConfigError where its cache is not known."""
+    if config.dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise ConfigError(f"config.json: dtype is {config.dtype}; known are {known}")
     kinds = config.layer_types
     groups = [
-        _group(config, kind, [layer for _, layer in numbered], DTYPE_BYTES[dtype], dtype)
-        for kind, numbered in groupby(
-            sorted((kind, layer) for layer, kind in enumerate(kinds)), key=lambda one: one[0]
-        )
+        _group(config, kind, tuple(layer for layer, one in enumerate(kinds) if one == kind))
+        for kind in sorted(set(kinds))
     ]
     groups.sort(key=lambda group: (group.kind == STATE, group.is_windowed))
     return KvLayout(config.name, tensor_parallel_size, tuple(groups))
@@ -148,21 +117,18 @@ def prompt_bytes(layout: KvLayout, tokens: int) -> int:
     )
 
 
-def _group(
-    config: ModelConfig, kind: str, layers: list[int], element_bytes: int, dtype: str
-) -> CacheGroup:
+def _group(config: ModelConfig, kind: str, layers: tuple[int, ...]) -> CacheGroup:
+    size = DTYPE_BYTES[config.dtype]
     if kind in _STATES:
-        part = Part("state", dtype, element_bytes * _STATES[kind](config))
-        return CacheGroup(kind, tuple(layers), STATE, 1, 0, (part,))
+        part = Part("state", config.dtype, size * _STATES[kind](config))
+        return CacheGroup(kind, layers, STATE, 1, 0, (part,))
+    elements = 2 * config.head_dim
     if config.is_latent:
         elements = config.count("kv_lora_rank") + config.count("qk_rope_head_dim")
-    else:
-        elements = 2 * config.head_dim
-    part = Part("kv", dtype, element_bytes * elements, TOKEN_OUTER)
-    window = config.count("sliding_window") if kind == "sliding_attention" else 0
-    chunk = config.count("attention_chunk_size") if kind == "chunked_attention" else 0
-    heads = config.kv_heads
-    return CacheGroup(kind, tuple(layers), TOKENS, heads, _BLOCK_TOKENS, (part,), window, chunk)
+    parts = (Part("kv", config.dtype, size * elements),)
+    window = config.count("sliding_window") if kind == _WINDOW else 0
+    chunk = config.count("attention_chunk_size") if kind == _CHUNK else 0
+    return CacheGroup(kind, layers, TOKENS, config.kv_heads, _BLOCK_TOKENS, parts, window, chunk)
 
 
 def _convolution(config: ModelConfig) -> int:

@@ -6,18 +6,16 @@ tokens after that. Parts that a device can overlap are added, so steps are rathe
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from headrace_common.errors import ConfigError
 from headrace_common.time_model.model import HandoverTimes, StepTimes
-from headrace_kv.layout import STATE, KvLayout
 from headrace_kv.model_layout import DTYPE_BYTES, ModelConfig, kv_layout, prompt_bytes
-from headrace_planner.settings import WorkerProfile
+from headrace_planner.settings import WorkerProfile, read_json
 
 STEP_TOKENS: Final = 8_192
 SEQUENCES: Final = 256
@@ -52,15 +50,11 @@ class Accelerator(BaseModel):
     machine_devices: Annotated[int, Field(ge=1, le=1_024)] = 8
 
 
+_FIGURES: Final = (
+    *("memory_gb", "memory_tb_per_s", "bf16_tflop_per_s", "fp8_tflop_per_s", "link_gb_per_s"),
+)
 ACCELERATORS: Final = {
-    name: Accelerator(
-        name=name,
-        memory_gb=numbers[0],
-        memory_tb_per_s=numbers[1],
-        bf16_tflop_per_s=numbers[2],
-        fp8_tflop_per_s=numbers[3],
-        link_gb_per_s=numbers[4],
-    )
+    name: Accelerator.model_validate({"name": name, **dict(zip(_FIGURES, numbers, strict=True))})
     for name, numbers in {
         "H100": (80, 3.35, 989, 1_979, 450),
         "H200": (141, 4.8, 989, 1_979, 450),
@@ -74,88 +68,54 @@ ACCELERATORS: Final = {
 
 def accelerator_of(text: str) -> Accelerator:
     """That of this name, in any case, or of a JSON file. Raises ConfigError with the names."""
-    if found := ACCELERATORS.get(text.upper()):
-        return found
-    try:
-        return Accelerator.model_validate_json(Path(text).read_bytes())
-    except OSError:
+    if not Path(text).is_file() and text.upper() not in ACCELERATORS:
         names = ", ".join(ACCELERATORS)
-        raise ConfigError(
-            f"accelerator {text} is not known: name a JSON file, or {names}"
-        ) from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "all"
-        raise ConfigError(f"{text}: {where}: {first['msg']}") from None
+        raise ConfigError(f"--accelerator {text} is not known: name a JSON file, or {names}")
+    return ACCELERATORS.get(text.upper()) or read_json(Path(text), Accelerator)
 
 
 def read_model(path: Path) -> ModelConfig:
     """The config.json of a file or a folder. Raises ConfigError."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}; name a config.json or its folder"
-        ) from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{file} is not JSON: name a model's config.json") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} is no object: name a model's config.json")
-    return ModelConfig.of(content)
+    content = read_json(path / "config.json" if path.is_dir() else path, RootModel[dict[str, Any]])
+    return ModelConfig.of(content.root)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """What computing a token takes: the parameters that it uses, and operations for each token before it.
+    """The parameters that a token uses, the bytes of all, and operations for each token before it."""
 
-    `window_tokens`: the sum over layers with a window of the tokens that they attend to.
-    """
-
-    parameters: float
     active_parameters: float
     weight_bytes: float
     pair_operations: float
-    window_operations: float
 
 
 def work_of(config: ModelConfig) -> ModelWork:
-    """The work of a model, without its embeddings. Raises ConfigError for a quantization that is not known."""
+    """The work of a model, without attention within windows. Raises ConfigError for a quantization not known."""
     hidden, heads = config.count("hidden_size"), config.heads
+    query = value = config.head_dim
+    attention = 2 * hidden * query * (heads + config.kv_heads)
     if config.is_latent:
-        query, value = (
-            config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim"),
+        plain, rope = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
+        query, value, latent = (
+            plain + rope,
             config.count("v_head_dim"),
+            config.count("kv_lora_rank"),
         )
-        rank, latent = config.count("q_lora_rank", default=0), config.count("kv_lora_rank")
-        queries = rank * (hidden + heads * query) if rank else hidden * heads * query
-        attention = queries + heads * value * hidden
-        attention += hidden * (latent + config.count("qk_rope_head_dim"))
-        attention += latent * heads * (config.count("qk_nope_head_dim") + value)
-    else:
-        query = value = config.head_dim
-        attention = 2 * hidden * query * (heads + config.kv_heads)
-    pair = 2 * heads * (query + value)
+        rank = config.count("q_lora_rank", default=0)
+        attention = rank * (hidden + heads * query) if rank else hidden * heads * query
+        attention += heads * value * hidden + hidden * (latent + rope)
+        attention += latent * heads * (plain + value)
     embedding = hidden * config.count("vocab_size")
     total = active = float(embedding)
-    windows = pairs = 0.0
+    pairs = 0.0
     for number, kind in enumerate(config.layer_types):
         layer, used = _mlp(config, number, hidden)
-        # Layers with states have about as many parameters as attention with as many heads for keys as for values.
-        mixing = attention if kind.endswith("attention") else 4 * hidden * hidden
+        # Layers with states have about as many parameters as attention with a key and a value for each head.
+        mixing = attention if kind.endswith("_attention") else 4 * hidden * hidden
         total, active = total + mixing + layer, active + mixing + used
-        if kind == "full_attention":
-            pairs += pair
-        elif kind in _REACH:
-            windows += pair * config.count(_REACH[kind])
+        pairs += 2 * heads * (query + value) if kind == "full_attention" else 0
     stored = total + (0 if config.fields.get("tie_word_embeddings") else embedding)
-    return ModelWork(stored, active, stored * _weight_bytes(config), pairs, windows)
-
-
-_REACH: Final = {
-    "sliding_attention": "sliding_window",
-    "chunked_attention": "attention_chunk_size",
-}
+    return ModelWork(active, stored * _weight_bytes(config), pairs)
 
 
 def _mlp(config: ModelConfig, layer: int, hidden: int) -> tuple[float, float]:
@@ -167,28 +127,25 @@ def _mlp(config: ModelConfig, layer: int, hidden: int) -> tuple[float, float]:
     width = config.count("moe_intermediate_size", "intermediate_size")
     shared = width * config.count("n_shared_experts", default=0)
     shared += config.count("shared_expert_intermediate_size", default=0)
-    router = float(hidden * experts)
     used = config.count("num_experts_per_tok", default=1)
-    return (
-        3.0 * hidden * (width * experts + shared) + router,
-        3.0 * hidden * (width * used + shared) + router,
-    )
+    all_bytes, used_bytes = (3.0 * hidden * (width * one + shared) for one in (experts, used))
+    return all_bytes + hidden * experts, used_bytes + hidden * experts
 
 
 def _weight_bytes(config: ModelConfig) -> float:
-    """Of one parameter."""
+    """Of one parameter, with scales."""
     quantization = config.fields.get("quantization_config")
-    if not isinstance(quantization, dict):
+    if not quantization:
         return DTYPE_BYTES.get(config.dtype, 2)
     method, bits = quantization.get("quant_method"), quantization.get("bits")
-    if method == "fp8":
-        return 1.0
-    if method == "mxfp4":
-        return 0.6
-    if isinstance(bits, int) and 2 <= bits <= 8:
-        # With scales.
-        return 1.1 * bits / 8
-    raise ConfigError(f"config.json: the bytes of quantization_config {method!r} are not known")
+    if method in _QUANTIZED_BYTES:
+        return _QUANTIZED_BYTES[method]
+    if not bits:
+        raise ConfigError(f"config.json: the bytes of quantization_config {method} are not known")
+    return 1.1 * float(bits) / 8
+
+
+_QUANTIZED_BYTES: Final = {"fp8": 1.0, "mxfp4": 0.6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,41 +170,35 @@ def tensor_parallel_sizes(config: ModelConfig, device: Accelerator, devices: int
 
 
 def computed_profile(
-    config: ModelConfig,
-    device: Accelerator,
-    ranks: int,
-    network_gbit_per_s: float,
-    load: LoadSize,
+    config: ModelConfig, device: Accelerator, ranks: int, network_gbit_per_s: float, load: LoadSize
 ) -> WorkerProfile | None:
     """The profile of a worker with so many devices. None where weights and the longest request do not fit."""
-    work, layout = work_of(config), kv_layout(config, tensor_parallel_size=ranks)
-    room = MEMORY_SHARE * 1e9 * device.memory_gb - work.weight_bytes / ranks - _ACTIVATION_BYTES
+    work, layout, layers = work_of(config), kv_layout(config, ranks), len(config.layer_types)
+    memory_bytes = MEMORY_SHARE * 1e9 * device.memory_gb
+    room = memory_bytes - work.weight_bytes / ranks - _ACTIVATION_BYTES
     tokens = max(1, round(load.prompt_tokens + load.answer_tokens))
     copies = max(1, ranks // config.kv_heads)
-    request = held_bytes(layout, tokens)
-    kv_tokens = int(room * ranks / copies / request * tokens) if room > 0 else 0
+    kv_tokens = int(room * ranks / copies / prompt_bytes(layout, tokens) * tokens)
     if kv_tokens < load.longest_tokens:
         return None
     memory = 1e12 * device.memory_tb_per_s * _MEMORY_RATE_SHARE * ranks
-    rate = device.bf16_tflop_per_s
-    if _weight_bytes(config) == 1:
-        rate = device.fp8_tflop_per_s or rate
+    is_fp8 = device.fp8_tflop_per_s and _weight_bytes(config) == 1
+    rate = device.fp8_tflop_per_s if is_fp8 else device.bf16_tflop_per_s
     compute = 1e12 * rate * _COMPUTE_RATE_SHARE * ranks
-    # Each layer adds the ranks' parts twice, a ring for each token.
-    layers = len(config.layer_types)
-    added = 4.0 * (ranks - 1) / ranks * layers * config.count("hidden_size") * 2
-    added_s = added / (1e9 * device.link_gb_per_s * _MEMORY_RATE_SHARE)
-    token_s = (2 * work.active_parameters + work.window_operations) / compute + added_s
-    sent = prompt_bytes(layout, max(1, round(load.prompt_tokens)))
-    sent_s = sent_s_per_byte(network_gbit_per_s)
-    computed_s = token_s * load.prompt_tokens
+    # In each layer, the ranks add their parts twice, in a ring: 2 bytes of each channel of a token.
+    added = 2 * layers * 2 * (ranks - 1) / ranks * 2 * config.count("hidden_size")
+    token_s = 2 * work.active_parameters / compute
+    token_s += added / (1e9 * device.link_gb_per_s * _MEMORY_RATE_SHARE)
+    fixed_s = work.weight_bytes / memory + _STEP_OVERHEAD_S
+    fixed_s += 2 * layers * _ALL_REDUCE_S if ranks > 1 else 0.0
+    prompt = max(1, round(load.prompt_tokens))
+    sent = prompt_bytes(layout, prompt)
+    sent_s = sent * sent_s_per_byte(network_gbit_per_s)
     # Layers are sent while later ones are computed.
-    exposed_s = max(sent * sent_s / layers, sent * sent_s - computed_s)
+    exposed_s = max(sent_s / layers, sent_s - token_s * prompt)
     return WorkerProfile(
         steps=StepTimes(
-            fixed_s=work.weight_bytes / memory
-            + _STEP_OVERHEAD_S
-            + (2 * layers * _ALL_REDUCE_S if ranks > 1 else 0.0),
+            fixed_s=fixed_s,
             s_per_prompt_token=token_s,
             s_per_attended_token=work.pair_operations / compute,
             s_per_answer=token_s,
@@ -257,30 +208,13 @@ def computed_profile(
         ),
         handovers=HandoverTimes(_HANDOVER_S, exposed_s / sent, _COUNT),
         kv_tokens=kv_tokens,
-        kv_bytes_per_token=max(1, round(sent / load.prompt_tokens)),
+        kv_bytes_per_token=max(1, round(sent / prompt)),
         max_num_seqs=SEQUENCES,
         max_num_batched_tokens=STEP_TOKENS,
-        measured=f"computed from published peak rates: {config.name} on {ranks} {device.name}; no measurement",
+        measured=f"computed from published peak rates, not measured: {config.name} on {ranks} {device.name}",
     )
 
 
 def sent_s_per_byte(network_gbit_per_s: float) -> float:
     """Seconds that a byte of KV takes on the network."""
     return 8.0 / (1e9 * network_gbit_per_s * _NETWORK_RATE_SHARE)
-
-
-def held_bytes(layout: KvLayout, tokens: int) -> float:
-    """The bytes that a request with so many tokens holds: one copy."""
-    return sum(
-        len(group.layers)
-        * group.bytes_between(
-            0,
-            group.window_blocks(tokens) * group.block_tokens
-            if group.is_windowed
-            else 1
-            if group.kind == STATE
-            else tokens,
-            group.head_count,
-        )
-        for group in layout.groups
-    )

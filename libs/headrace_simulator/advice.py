@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -129,34 +129,23 @@ class Search:
 
 def reason(best: Outcome, outcomes: Iterable[Outcome]) -> str:
     """Why, in a sentence or two."""
-    others = list(outcomes)
-    plain = [one for one in others if one.fleet.is_plain]
-    equal = [one for one in plain if one.fleet.devices == best.fleet.devices]
+    plain = [one for one in outcomes if one.fleet.is_plain]
     if not best.is_good:
-        short = "first tokens" if _late_first(best) else "tokens"
-        return f"No way keeps the bounds with these devices: even with {best.fleet.label}, {short} come too late."
+        return f"No way keeps the bounds with these devices: {_what_is_late(best)}."
     if best.fleet.is_plain:
-        apart = [one.share for one in others if one.fleet.devices == best.fleet.devices]
-        return (
-            "Do not disaggregate: plain engines keep the bounds with as few devices as any other way "
-            f"({best.share:.0%} of the requests; the best way with as many devices {max(apart):.0%})."
-        )
-    good = min((one.fleet.devices for one in plain if one.is_good), default=0)
-    more = (
-        f" They need {good} devices." if good else " They do not with any number of these devices."
-    )
+        return "Do not disaggregate: plain engines keep the bounds with as few devices as any other way."
+    needed = min((one.fleet.devices for one in plain if one.is_good), default=0)
+    more = f"need {needed} devices" if needed else "do not with more devices either"
+    equal = [one for one in plain if one.fleet.devices == best.fleet.devices]
     if not equal:
-        return f"Plain engines do not keep the bounds with {best.fleet.devices} devices.{more}"
-    closest = max(equal, key=lambda one: one.share)
-    why = "prompts wait for others" if _late_first(closest) else "prompts delay running answers"
-    return (
-        f"With as many devices, plain engines keep both bounds for {closest.share:.0%} of the requests in place of "
-        f"{best.share:.0%}: {why}.{more}"
-    )
+        return f"Plain engines do not keep the bounds with as many devices. They {more}."
+    near = max(equal, key=lambda one: one.share)
+    return f"With as many devices, plain engines keep them for {near.share:.0%}: {_what_is_late(near)}. They {more}."
 
 
-def _late_first(one: Outcome) -> bool:
-    return bool(one.result["ttft_attainment"] < one.result["itl_attainment"])
+def _what_is_late(one: Outcome) -> str:
+    late_first = one.result["ttft_attainment"] < one.result["itl_attainment"]
+    return "prompts wait for others" if late_first else "prompts delay running answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,25 +158,16 @@ class Spread:
     @classmethod
     def of(cls, option: str, text: str) -> Spread:
         """From "MEAN" or "MEAN,DEVIATION". Raises ConfigError."""
-        try:
-            mean, deviation = map(float, (text + ",0").split(",")[:2])
-        except ValueError:
-            mean = deviation = math.nan
-        if (
-            not 1 <= mean <= TOKENS_MAX / 10
-            or not 0 <= deviation <= 10 * mean
-            or text.count(",") > 1
-        ):
-            raise ConfigError(
-                f"{option} {text}: give MEAN or MEAN,DEVIATION in tokens, as 4000,2000"
-            )
-        return cls(mean, deviation)
+        parts = text.split(",")
+        if len(parts) > 2 or not all(one.isdecimal() for one in parts) or not int(parts[0]):
+            raise ConfigError(f"{option} {text}: give MEAN,DEVIATION in tokens, such as 4000,2000")
+        return cls(*map(int, parts))
 
     def draw(self, numbers: random.Random) -> int:
         """One length."""
         variance = math.log1p((self.deviation / self.mean) ** 2)
         drawn = numbers.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
-        return max(1, min(TOKENS_MAX, round(drawn)))
+        return max(1, round(min(TOKENS_MAX, drawn)))
 
 
 def made_load(
@@ -208,20 +188,12 @@ def made_load(
 
 def busiest(trace: Sequence[TraceRequest], rate: float = 0.0) -> list[TraceRequest]:
     """At most REQUESTS_MAX requests in a row that arrive fastest, from 0 s on; faster or slower with a `rate`."""
-    count = min(len(trace), REQUESTS_MAX)
-    starts = range(len(trace) - count + 1)
-    start = min(starts, key=lambda one: trace[one + count - 1].arrival_s - trace[one].arrival_s)
-    found = trace[start : start + count]
-    zero_s, span_s = found[0].arrival_s, found[-1].arrival_s - found[0].arrival_s
-    factor = (count - 1) / rate / span_s if rate and span_s else 1.0
+    last = min(len(trace), REQUESTS_MAX) - 1
+    starts = range(len(trace) - last)
+    start = min(starts, key=lambda one: trace[one + last].arrival_s - trace[one].arrival_s)
+    zero_s, span_s = trace[start].arrival_s, trace[start + last].arrival_s - trace[start].arrival_s
+    factor = last / rate / span_s if rate and span_s else 1.0
     return [
-        TraceRequest(
-            number,
-            factor * (one.arrival_s - zero_s),
-            one.prompt_tokens,
-            one.answer_tokens,
-            one.hash_ids,
-            one.priority,
-        )
-        for number, one in enumerate(found)
+        replace(one, number=number, arrival_s=factor * (one.arrival_s - zero_s))
+        for number, one in enumerate(trace[start : start + last + 1])
     ]

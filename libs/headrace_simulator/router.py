@@ -46,10 +46,8 @@ _TENANT: Final = ""
 _REQUESTS_MAX: Final = 1_000_000
 # No request has a deadline in a simulation.
 _REMAINING_S: Final = 1e9
-# The defaults of vllm-router's cache_aware.
 _CACHED_SHARE: Final = 0.3
-_AHEAD_MAX: Final = 64
-_AHEAD_RATIO_MAX: Final = 1.5
+"""The default of vllm-router's cache_aware."""
 _AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS, Way.PLAIN)
 
 
@@ -104,11 +102,7 @@ class CacheOrLoad(RoundRobin):
         if cached is None:
             return idlest
         best = max(rows, key=lambda row: (cached[row], -requests[row]))
-        if cached[best] <= _CACHED_SHARE * request.prompt_tokens:
-            return idlest
-        ahead = requests[best] - requests[idlest]
-        is_uneven = ahead > _AHEAD_MAX and requests[best] > _AHEAD_RATIO_MAX * requests[idlest]
-        return idlest if is_uneven else best
+        return best if cached[best] > _CACHED_SHARE * request.prompt_tokens else idlest
 
 
 class SimulatedRouter:
@@ -282,8 +276,8 @@ class SimulatedRouter:
             remaining_s=_REMAINING_S,
             failed=refused,
             targets=TokenTargets(
-                self._settings.ttft_target_s,
-                self._settings.tpot_target_s,
+                self._settings.ttft_s if self._settings.have_targets else None,
+                self._settings.itl_s if self._settings.have_targets else None,
                 elapsed_s=self._loop.time() - job.arrival_s,
                 answer_tokens=self._lengths.expected(MODEL, job.answer_tokens),
             ),

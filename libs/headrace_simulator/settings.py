@@ -81,14 +81,9 @@ class SimulationSettings(_Settings):
     scaling: ScalingSettings = ScalingSettings()
 
     @property
-    def ttft_target_s(self) -> float | None:
-        """The bound that requests carry, if they do."""
-        return self.ttft_s if self.bounded and self.way is not Way.PLAIN else None
-
-    @property
-    def tpot_target_s(self) -> float | None:
-        """Likewise."""
-        return self.itl_s if self.bounded and self.way is not Way.PLAIN else None
+    def have_targets(self) -> bool:
+        """Whether requests carry the goals."""
+        return self.bounded and self.way is not Way.PLAIN
 
     @property
     def workers(self) -> WorkerCounts:

@@ -24,6 +24,7 @@ from headrace_common.extras import require_extra
 from headrace_kv.model_layout import ModelConfig, kv_layout, prompt_bytes
 from headrace_planner.settings import WorkerProfile, read_profile
 from headrace_simulator.accelerators import (
+    ACCELERATORS,
     MEMORY_SHARE,
     SEQUENCES,
     STEP_TOKENS,
@@ -49,19 +50,17 @@ from headrace_simulator.advice import (
 from headrace_simulator.settings import SimulationSpec
 from headrace_simulator.trace import TraceRequest, read_trace
 
-_COLUMNS: Final = (
-    Column("Workers"),
-    Column("TP", right=True),
-    Column("Devices", right=True),
-    Column("TTFT p50", right=True),
-    Column("p90", right=True),
-    Column("TPOT p50", right=True),
-    Column("p90", right=True),
-    Column("Kept TTFT", rank=2, right=True),
-    Column("Kept TPOT", rank=1, right=True),
-    Column("Kept both", right=True),
-    Column("Goodput/s", rank=3, right=True),
+_SPREAD: Final = "MEAN,DEVIATION"
+_FLAGS: Final = {
+    "max_num_batched_tokens": STEP_TOKENS,
+    "max_num_seqs": SEQUENCES,
+    "gpu_memory_utilization": MEMORY_SHARE,
+}
+_TITLES: Final = (
+    *("TP", "Devices", "TTFT p50", "p90", "TPOT p50", "p90", "Kept TTFT", "Kept TPOT", "Kept both"),
+    "Goodput/s",
 )
+_COLUMNS: Final = (Column("Workers"), *(Column(title, right=True) for title in _TITLES))
 
 
 def register(app: typer.Typer) -> None:
@@ -74,49 +73,23 @@ def register(app: typer.Typer) -> None:
 
 
 def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
-    model: Annotated[
-        Path, typer.Option(metavar="FILE", help="A model's config.json, or the folder with it.")
-    ],
-    accelerator: Annotated[
-        str, typer.Option(help="H100, H200, B200, A100, L40S, or a JSON file with such figures.")
-    ],
-    devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most devices of all workers.")],
-    ttft: Annotated[float, typer.Option(min=1e-3, help="Bound of the first token, in seconds.")],
-    tpot: Annotated[
-        float, typer.Option(min=1e-4, help="Bound of the mean time per later token, in seconds.")
-    ],
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Load, as `headrace record` or Mooncake writes it."),
-    ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(metavar="MEAN,DEVIATION", help="Without a trace: lengths of prompts.")
-    ] = "",
-    answer_tokens: Annotated[
-        str, typer.Option(metavar="MEAN,DEVIATION", help="Without a trace: lengths of answers.")
-    ] = "",
-    rate: Annotated[
-        float, typer.Option(min=0, help="Requests a second. A trace has its own by default.")
-    ] = 0.0,
-    hit_share: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share of a prompt that others begin with.")
-    ] = 0.0,
-    network: Annotated[
-        float,
-        typer.Option("--network-gbit", min=0.001, help="Bandwidth of a worker, in Gbit/s."),
-    ] = 100.0,
+    model: Annotated[Path, typer.Option(metavar="FILE", help="config.json, or its folder.")],
+    accelerator: Annotated[str, typer.Option(help=f"{', '.join(ACCELERATORS)}, or a JSON file.")],
+    devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most devices.")],
+    ttft: Annotated[float, typer.Option(min=1e-3, help="Bound of TTFT, in seconds.")],
+    tpot: Annotated[float, typer.Option(min=1e-4, help="Bound of TPOT, in seconds.")],
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded load.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
+    answer_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
+    hit_share: Annotated[float, typer.Option(min=0, max=0.99, help="Of prompts, cached.")] = 0.0,
+    rate: Annotated[float, typer.Option(min=0, help="Requests a second; 0 as in the trace.")] = 0.0,
+    network_gbit: Annotated[float, typer.Option(min=0.001, help="Gbit/s of a worker.")] = 100.0,
     profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Measured profile, which replaces the computed one; needs --tensor-parallel-size.",
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Measured, in place of the computed one.")
     ] = None,
     ranks: Annotated[
         int,
-        typer.Option(
-            "--tensor-parallel-size", min=0, help="Devices of a worker. Default: all are tried."
-        ),
+        typer.Option("--tensor-parallel-size", min=0, help="Devices of a worker; 0 tries all."),
     ] = 0,
     as_json: Json = False,
 ) -> None:
@@ -125,7 +98,16 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
         require_extra("headrace advise", "router")
         config, device = read_model(model), accelerator_of(accelerator)
         load = _load(trace, prompt_tokens, answer_tokens, rate, hit_share)
-        profiles = _profiles(config, device, devices, network, load, profile, ranks)
+        profiles = _profiles(config, device, devices, network_gbit, load)
+        if ranks and ranks not in profiles:
+            sizes = ", ".join(map(str, profiles))
+            raise ConfigError(f"--tensor-parallel-size {ranks} does not start; these do: {sizes}")
+        if ranks:
+            profiles = {ranks: profiles[ranks]}
+        if measured := read_profile(profile):
+            if not ranks:
+                raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
+            profiles[ranks] = measured
         with TemporaryDirectory() as folder:
             path = Path(folder) / "load.jsonl"
             path.write_text("".join(one.line() for one in load), encoding="utf-8")
@@ -139,7 +121,7 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
         found = sorted(search.outcomes.values(), key=lambda one: one.rank)
         start = _start(best.fleet, model, ttft, tpot)
         why = reason(best, found)
-        facts = _facts(config, network, load, profiles[best.fleet.ranks])
+        facts = _facts(config, network_gbit, load, profiles[best.fleet.ranks])
         if as_json:
             ways = [{**asdict(one.fleet), **one.result} for one in found]
             chosen = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
@@ -152,63 +134,42 @@ def _load(
     trace: Path | None, prompt_tokens: str, answer_tokens: str, rate: float, hit_share: float
 ) -> list[TraceRequest]:
     if trace is not None:
-        if prompt_tokens or answer_tokens or hit_share:
-            raise ConfigError("--trace has lengths and hits: give it without options for these")
         with trace.open(encoding="utf-8") as lines:
             return busiest(read_trace(lines), rate)
     if not (prompt_tokens and answer_tokens and rate):
         raise ConfigError("give --trace FILE, or --prompt-tokens, --answer-tokens and --rate")
-    return made_load(
-        Spread.of("--prompt-tokens", prompt_tokens),
-        Spread.of("--answer-tokens", answer_tokens),
-        rate,
-        hit_share,
-    )
+    prompts = Spread.of("--prompt-tokens", prompt_tokens)
+    return made_load(prompts, Spread.of("--answer-tokens", answer_tokens), rate, hit_share)
 
 
 def _profiles(
     config: ModelConfig,
     device: Accelerator,
     devices: int,
-    network: float,
+    network_gbit: float,
     load: Sequence[TraceRequest],
-    measured: Path | None,
-    ranks: int,
 ) -> dict[int, WorkerProfile]:
     """Those of workers that start, by their devices. Raises ConfigError where there are none."""
-    count = len(load)
     size = LoadSize(
-        sum(one.prompt_tokens for one in load) / count,
-        sum(one.answer_tokens for one in load) / count,
+        sum(one.prompt_tokens for one in load) / len(load),
+        sum(one.answer_tokens for one in load) / len(load),
         max(one.prompt_tokens + one.answer_tokens for one in load),
     )
+    longest = f"a request of the load has {size.longest_tokens} tokens"
     context = config.count("max_position_embeddings", default=size.longest_tokens)
     if size.longest_tokens > context:
-        raise ConfigError(
-            f"a request of the load has {size.longest_tokens} tokens, and the model {context} of context"
-        )
-    possible = tensor_parallel_sizes(config, device, devices)
-    if ranks and ranks not in possible:
-        sizes = ", ".join(map(str, possible))
-        raise ConfigError(
-            f"--tensor-parallel-size {ranks}: its heads and {devices} devices allow {sizes}"
-        )
-    if measured is not None and not ranks:
-        raise ConfigError("give --tensor-parallel-size with --profile: the devices of that worker")
-    found: dict[int, WorkerProfile] = {}
-    for one in [ranks] if ranks else possible:
-        computed = computed_profile(config, device, one, network, size)
-        if computed is not None:
-            found[one] = computed
+        raise ConfigError(f"{longest}, and the model {context} of context")
+    possible = {
+        ranks: computed_profile(config, device, ranks, network_gbit, size)
+        for ranks in tensor_parallel_sizes(config, device, devices)
+    }
+    found = {ranks: one for ranks, one in possible.items() if one is not None}
     if not found:
         gigabytes = 1e-9 * work_of(config).weight_bytes
         raise ConfigError(
-            f"the model does not start on these devices: its weights have {gigabytes:.0f} GB, and a request "
-            f"{size.longest_tokens} tokens. A worker may use {MEMORY_SHARE:.0%} of {device.memory_gb:g} GB on each of "
-            f"at most {possible[-1]} devices"
+            f"the model does not start on up to {max(possible)} {device.name}: its weights have {gigabytes:.0f} GB, "
+            f"and {longest}; give more devices, or larger ones"
         )
-    if measured is not None and (own := read_profile(measured)) is not None:
-        found[ranks] = own
     return found
 
 
@@ -229,35 +190,25 @@ def _facts(
 def _start(best: Fleet, model: Path, ttft: float, tpot: float) -> list[str]:
     """Commands and Helm values that start the fleet."""
     folder = model if model.is_dir() else model.parent
-    settings = {
-        "max_num_batched_tokens": STEP_TOKENS,
-        "max_num_seqs": SEQUENCES,
-        "gpu_memory_utilization": MEMORY_SHARE,
-    }
     if best.is_plain:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in _FLAGS.items())
         serve = f"vllm serve {folder} --tensor-parallel-size {best.ranks} {flags}"
-        times = f"   # {best.both} times, behind a balancer" if best.both > 1 else ""
-        return [f"{serve}{times}"]
-    counts = (
-        {"worker": best.both} if best.both else {"prefill": best.prefill, "decode": best.decode}
+        return [f"{serve}   # {best.both} behind a balancer"]
+    counts = {"prefill": best.prefill, "decode": best.decode, "worker": best.both}
+    used = [one for one, count in counts.items() if count]
+    options = [f"--{one}s {best.both}" if best.both else f"--{one} {counts[one]}" for one in used]
+    sets = [f"--set {one}.{name}={value}" for one in used for name, value in _FLAGS.items()]
+    settings = ", ".join(
+        f"{name}: {value}" for name, value in {"tensor_parallel_size": best.ranks, **_FLAGS}.items()
     )
-    options = [
-        f"--{'workers' if one == 'worker' else one} {count}" for one, count in counts.items()
-    ]
-    sets = [f"--set {one}.{name}={value}" for one in counts for name, value in settings.items()]
-    up = f"headrace up --model {folder} {' '.join(options)} --tensor-parallel-size {best.ranks}"
-    helm = [
-        f"{role}: {{replicas: {counts.get(role, 0)}, settings: {{tensor_parallel_size: {best.ranks}, "
-        + ", ".join(f"{name}: {value}" for name, value in settings.items())
-        + f"}}, resources: {{limits: {{nvidia.com/gpu: {best.ranks}}}}}}}"
-        for role in counts
-    ]
-    helm += [f"{role}: {{replicas: 0}}" for role in ("prefill", "decode") if best.both]
+    resources = f"resources: {{limits: {{nvidia.com/gpu: {best.ranks}}}}}"
     return [
-        f"{up} {' '.join(sets)}",
+        f"headrace up --model {folder} --tensor-parallel-size {best.ranks} {' '.join(options + sets)}",
         f"headrace policy set ttft_target={ttft:g}s tpot_target={tpot:g}s",
-        *helm,
+        *(
+            f"{one}: {{replicas: {count}, {resources}, settings: {{{settings}}}}}"
+            for one, count in counts.items()
+        ),
     ]
 
 

@@ -19,8 +19,6 @@ from headrace_common.errors import ConfigError
 from headrace_simulator.trace import REQUESTS_MAX, TraceRequest
 
 _DAY_S: Final = 86_400.0
-_HASH_BITS: Final = 2
-"""Those of a hash that ids of a trace have no room for."""
 _CLASSES: Final = {one.label: one for one in Priority}
 
 
@@ -66,18 +64,20 @@ async def record(
 
 def trace_of(records: Sequence[load_pb2.RecordLoadResponse]) -> list[TraceRequest]:
     """The requests by arrival. The first arrives at 0 s."""
-    arrivals = [unix_ns_from_timestamp(one.arrival_time) for one in records]
-    order = sorted(range(len(records)), key=arrivals.__getitem__)
+    arrived = sorted(
+        (unix_ns_from_timestamp(one.arrival_time), place) for place, one in enumerate(records)
+    )
     return [
         TraceRequest(
             number,
-            1e-9 * (arrivals[index] - arrivals[order[0]]),
-            records[index].prompt_tokens,
-            max(1, records[index].answer_tokens),
-            tuple(one >> _HASH_BITS for one in records[index].prefix_hashes),
-            _CLASSES.get(records[index].priority, Priority.NORMAL),
+            1e-9 * (arrival_ns - arrived[0][0]),
+            records[place].prompt_tokens,
+            max(1, records[place].answer_tokens),
+            # Ids of a trace have 62 bits.
+            tuple(one >> 2 for one in records[place].prefix_hashes),
+            _CLASSES.get(records[place].priority, Priority.NORMAL),
         )
-        for number, index in enumerate(order)
+        for number, (arrival_ns, place) in enumerate(arrived)
     ]
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -48,16 +47,8 @@ CONVERSATION: Final = "conversation"
 LAST: Final = "last"
 SLOWEST: Final = "slowest"
 FAILED: Final = "failed"
-_TRACE_COLUMNS: Final = (
-    Column("started (UTC)", rank=1),
-    Column("request"),
-    Column("status"),
-    Column("model", rank=2),
-    Column("TTFT", right=True),
-    Column("prompt", rank=3, right=True),
-    Column("answer", rank=4, right=True),
-    Column("verdict", rank=5),
-)
+_TRACE_TITLES: Final = "started (UTC),request,status,model,TTFT,prompt,answer,verdict"
+_TRACE_COLUMNS: Final = [*map(Column, _TRACE_TITLES.split(","))]
 _TURN_TITLES: Final = "request prompt cached sent computed answer kept workers why"
 _TURN_COLUMNS: Final = [*map(Column, _TURN_TITLES.split())]
 SEARCHED_MAX: Final = 256
@@ -69,8 +60,8 @@ class TraceOrder(StrEnum):
 
     TIME = "time"
     TTFT = "ttft"
-    TOKENS = "tokens"
-    STATUS = "status"
+    PROMPT = "prompt"
+    ANSWER = "answer"
 
 
 def register(app: typer.Typer) -> None:
@@ -243,38 +234,23 @@ def write_otlp(trace: trace_pb2.Trace, path: Path) -> None:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class ListedTrace:
-    """A row of the list. `ttft_ns` is None without a first token."""
-
-    trace_id: str
-    request_id: str
-    start_time: str
-    status: str
-    model: str
-    ttft_ns: int | None
-    prompt_tokens: int
-    answer_tokens: int
-    verdict: str
-
-
 def show_list(traces: Iterable[trace_pb2.Trace], order: TraceOrder, *, as_json: bool) -> None:
     """Prints one row for each trace."""
-    listed = sorted(map(listed_trace, traces), key=_LIST_ORDERS[order], reverse=True)
+    listed = list(map(listed_trace, traces))
+    names = {"ttft": "ttft_ns", "prompt": "prompt_tokens", "answer": "completion_tokens"}
+    if order in names:
+        listed.sort(key=lambda one: one[names[order]] or 0, reverse=True)
     if as_json:
-        print_json({"traces": list(map(asdict, listed))})
+        print_json({"traces": listed})
         return
     rows = [
         [
             # The time of day, to the millisecond.
-            one.start_time[11:23],
-            one.request_id,
-            one.status,
-            one.model,
-            "-" if one.ttft_ns is None else format_ms(one.ttft_ns),
-            str(one.prompt_tokens),
-            str(one.answer_tokens),
-            one.verdict,
+            f"{one['start_time'][11:]:.12}",
+            *(one[name] for name in ("request_id", "status", "model")),
+            "-" if one["ttft_ns"] is None else format_ms(one["ttft_ns"]),
+            *map(str, (one["prompt_tokens"], one["completion_tokens"])),
+            one["verdict"],
         ]
         for one in listed
     ]
@@ -282,31 +258,22 @@ def show_list(traces: Iterable[trace_pb2.Trace], order: TraceOrder, *, as_json: 
     console.print(fitted_table(console, _TRACE_COLUMNS, rows)[0])
 
 
-def listed_trace(trace: trace_pb2.Trace) -> ListedTrace:
-    """The row of a trace. Its status is "ok", "running", or the reason of the error."""
+def listed_trace(trace: trace_pb2.Trace) -> dict[str, Any]:
+    """What the list has of a trace. The status is "ok", "running", or the reason of the error."""
     view = read_trace(trace)
     roots = [span for span in trace.spans if span.name == schema.SPAN_REQUEST]
     attributes = roots[-1].attributes if roots else {}
-    status = attributes.get(schema.ATTRIBUTE_ERROR_REASON, "failed") if view.error else "ok"
-    return ListedTrace(
-        trace.trace_id,
-        trace.request_id,
-        trace.start_time.ToDatetime().isoformat(timespec="milliseconds"),
-        status if roots else "running",
-        attributes.get(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, ""),
-        view.ttft_ns if view.answered else None,
-        view.prompt_tokens,
-        view.completion_tokens,
-        verdict(view),
-    )
-
-
-_LIST_ORDERS: Final[Mapping[TraceOrder, Callable[[ListedTrace], object]]] = {
-    TraceOrder.TIME: attrgetter("start_time"),
-    TraceOrder.TTFT: lambda one: -1 if one.ttft_ns is None else one.ttft_ns,
-    TraceOrder.TOKENS: lambda one: one.prompt_tokens + one.answer_tokens,
-    TraceOrder.STATUS: attrgetter("status"),
-}
+    failure = attributes.get(schema.ATTRIBUTE_ERROR_REASON, "failed") if view.error else "ok"
+    document = message_object(trace)
+    del document["spans"]
+    return document | {
+        "status": failure if roots else "running",
+        "model": attributes.get(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, ""),
+        "ttft_ns": view.ttft_ns if view.answered else None,
+        "prompt_tokens": view.prompt_tokens,
+        "completion_tokens": view.completion_tokens,
+        "verdict": verdict(view),
+    }
 
 
 def trace_object(trace: trace_pb2.Trace) -> dict[str, Any]:

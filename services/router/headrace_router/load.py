@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc.aio
@@ -26,35 +26,37 @@ RECORDS_MAX: Final = 4_096
 _BLOCK_TOKENS: Final = 512
 
 
+@dataclass(eq=False, slots=True)
 class _Recording:
-    """One call of RecordLoad. Its key hashes no other prompt."""
+    """One call of RecordLoad. Its key hashes no other prompt. None in the queue ends it."""
 
-    def __init__(self) -> None:
-        # None ends the call.
-        self.records: asyncio.Queue[load_pb2.RecordLoadResponse | None] = asyncio.Queue()
-        self._begin_unix_ns = time.time_ns()
-        self._hasher = PrefixHasher(secrets.randbits(64), _BLOCK_TOKENS)
-        self._lost = 0
+    begin_unix_ns: int = field(default_factory=time.time_ns)
+    hasher: PrefixHasher = field(
+        default_factory=lambda: PrefixHasher(secrets.randbits(64), _BLOCK_TOKENS)
+    )
+    records: asyncio.Queue[load_pb2.RecordLoadResponse | None] = field(
+        default_factory=asyncio.Queue
+    )
+    lost: int = 0
 
     def add(self, record: RequestRecord, response: ResponseStream) -> None:
         """A request has been answered."""
-        if record.usage is None or record.arrival_unix_ns < self._begin_unix_ns:
+        if record.usage is None or record.arrival_unix_ns < self.begin_unix_ns:
             return
         if self.records.qsize() >= RECORDS_MAX:
-            self._lost += 1
+            self.lost += 1
             return
         request = response.request
-        root = self._hasher.root_of(request.cache_salt)
-        self.records.put_nowait(
-            load_pb2.RecordLoadResponse(
-                arrival_time=timestamp_from_unix_ns(record.arrival_unix_ns),
-                prompt_tokens=record.prompt_tokens,
-                answer_tokens=record.usage.completion_tokens,
-                prefix_hashes=self._hasher.hashes(request.prefix_ids, root),
-                priority=record.priority,
-                lost_records=self._lost,
-            )
+        root = self.hasher.root_of(request.cache_salt)
+        answer = load_pb2.RecordLoadResponse(
+            arrival_time=timestamp_from_unix_ns(record.arrival_unix_ns),
+            prompt_tokens=record.prompt_tokens,
+            answer_tokens=record.usage.completion_tokens,
+            prefix_hashes=self.hasher.hashes(request.prefix_ids, root),
+            priority=record.priority,
+            lost_records=self.lost,
         )
+        self.records.put_nowait(answer)
 
 
 class LoadRecorder:
@@ -73,7 +75,7 @@ class LoadRecorder:
         for recording in self._recordings:
             recording.records.put_nowait(None)
 
-    async def record(self) -> AsyncGenerator[load_pb2.RecordLoadResponse]:
+    async def record(self) -> AsyncIterator[load_pb2.RecordLoadResponse]:
         """The requests that arrive from now on, as they end, until `end`. Raises QueueFull."""
         if len(self._recordings) >= RECORDINGS_MAX:
             raise QueueFull(f"{RECORDINGS_MAX} operators record the load: wait until one has ended")
@@ -143,15 +145,11 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         """The load of every served model, by name."""
         return load_pb2.GetLoadResponse(models=map(self._load_of, self._models))
 
-    async def RecordLoad(
-        self,
-        request: load_pb2.RecordLoadRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+    def RecordLoad(
+        self, request: load_pb2.RecordLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[load_pb2.RecordLoadResponse]:
         """Records of answered requests, until the call is cancelled."""
-        async with aclosing(self._recorder.record()) as records:
-            async for record in records:
-                yield record
+        return self._recorder.record()
 
     def _load_of(self, model: str) -> load_pb2.ModelLoad:
         depths = self._queue.depths(model)
