@@ -2,8 +2,8 @@
 
     python -m bench.simulation.paced [--ways pools-3-1,both] [--rates 2.75,3.5] [--seeds 1-10] [--seconds 60]
 
-`both` is replayed for each pair of bounds, which its requests carry. A late one is refused, as by a router. Shares are
-means over the seeds, with half of their 95 % interval. Pools make the first token where the prompt is computed.
+`both` is replayed for each pair of bounds, which its requests carry. A late one is refused, as by a router. `plain` has
+vLLM engines. Shares are means over the seeds, with half of their 95 % interval.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -26,10 +25,12 @@ from headrace_common.time_model.model import HandoverTimes, StepTimes
 from headrace_planner.settings import WorkerProfile
 from headrace_simulator.job import RequestOutcome
 from headrace_simulator.replay import simulate
-from headrace_simulator.settings import SimulationSettings
+from headrace_simulator.settings import SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest
 
 _STEP_TOKENS: Final = 2_048
+_BETWEEN_STEPS_S: Final = 3e-3
+"""What vLLM's engines take between two steps on two processors: tokens of decode workers at 2 requests/s show it."""
 _HASH_SEED: Final = "PYTHONHASHSEED"
 
 
@@ -38,7 +39,7 @@ def profile_of(pace: Pace) -> WorkerProfile:
     token_s = 1e-6 * pace.token_us
     return WorkerProfile(
         steps=StepTimes(
-            fixed_s=1e-3 * pace.step_ms,
+            fixed_s=1e-3 * pace.step_ms + _BETWEEN_STEPS_S,
             s_per_prompt_token=token_s,
             s_per_attended_token=token_s / pace.curve_tokens,
             s_per_context_token=1e-6 * pace.read_us,
@@ -68,7 +69,8 @@ def replayed(
     settings = SimulationSettings(
         prefill_workers=int(prefill),
         decode_workers=int(decode),
-        both_workers=4 if kind == "both" else 0,
+        both_workers=0 if kind == "pools" else 4,
+        way=Way.PLAIN if kind == "plain" else Way.KV_AWARE,
         ttft_s=1e-3 * objective.ttft_ms,
         itl_s=1e-3 * objective.tpot_ms,
         bounded=factors is not None,
@@ -76,8 +78,6 @@ def replayed(
     )
     outcomes: list[RequestOutcome] = []
     simulate(settings, profile_of(pace), trace, on_ended=outcomes.append)
-    if kind == "pools":
-        outcomes = [replace(one, ttft_s=one.prompt_s) for one in outcomes]
     return outcomes
 
 

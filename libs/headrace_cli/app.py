@@ -9,6 +9,7 @@ import typer
 from typer.models import CommandInfo, TyperInfo
 
 from headrace_cli.commands import (
+    advise,
     chat,
     credentials,
     doctor,
@@ -17,6 +18,7 @@ from headrace_cli.commands import (
     planner,
     policy,
     profile,
+    record,
     route,
     simulate,
     status,
@@ -40,7 +42,7 @@ COMMANDS: Final = {
     "Requests": (chat, route, trace, explain),
     "Operation": (workers, status, policy, doctor),
     "Credentials": (credentials,),
-    "Numbers of workers": (profile, simulate, planner),
+    "Numbers of workers": (advise, record, profile, simulate, planner),
     "Stock vLLM": (pair,),
 }
 

@@ -18,6 +18,8 @@ import headrace_client
 from headrace.inference.v1 import (
     inference_pb2,
     inference_pb2_grpc,
+    load_pb2,
+    load_pb2_grpc,
     trace_pb2,
     trace_pb2_grpc,
 )
@@ -30,7 +32,14 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, HeadraceError, NoDecodeWorker, NotFound, WorkerGone
+from headrace_common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HeadraceError,
+    NoDecodeWorker,
+    NotFound,
+    WorkerGone,
+)
 from headrace_common.registry.duties import all_members
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.field_bounds import require_bounds
@@ -169,6 +178,7 @@ class RouterClient:
         self.endpoint = endpoint
         self._client = headrace_client.Client(channel, api_key=api_key, hint=_HINT, name=endpoint)
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._load = load_pb2_grpc.LoadServiceStub(channel)
         self._traces = trace_pb2_grpc.TraceServiceStub(channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
@@ -223,6 +233,17 @@ class RouterClient:
                 return found
             await asyncio.sleep(TRACE_POLL_S)
 
+    async def load(self, seconds: float) -> AsyncIterator[load_pb2.RecordLoadResponse]:
+        """Records of the requests that arrive and end within so many seconds."""
+        try:
+            with rpc_errors(f"the router on {self.endpoint}"):
+                async for record in self._load.RecordLoad(
+                    load_pb2.RecordLoadRequest(), timeout=seconds
+                ):
+                    yield record
+        except DeadlineExceeded:
+            return
+
     async def traces(self, count: int) -> list[trace_pb2.Trace]:
         """The newest traces, without their spans."""
         with rpc_errors(f"the router on {self.endpoint}"):
@@ -270,6 +291,20 @@ async def list_members(registry: str) -> list[registry_pb2.Member]:
     async with started_channel(registry) as channel:
         with rpc_errors(f"the registry on {registry}"):
             return await all_members(registry_pb2_grpc.RegistryServiceStub(channel), CALL_TIMEOUT_S)
+
+
+async def read_policy(registry: str) -> registry_pb2.GetPolicyResponse:
+    """The policy in force and its revision."""
+    async with started_channel(registry) as channel:
+        return await policy_by(registry_pb2_grpc.RegistryServiceStub(channel), registry)
+
+
+async def policy_by(
+    stub: registry_pb2_grpc.RegistryServiceAsyncStub, registry: str
+) -> registry_pb2.GetPolicyResponse:
+    """As read_policy, over an open channel."""
+    with rpc_errors(f"the registry on {registry}"):
+        return await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
 
 
 async def worker_status(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -14,10 +14,16 @@ from rich.text import Text
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import list_members, open_router_internally, worker_status
+from headrace_cli.client import (
+    list_members,
+    open_router_internally,
+    read_policy,
+    worker_status,
+)
 from headrace_cli.output import Column, fitted_table, message_object, notice_console, print_json
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import HeadraceError, LayoutMismatch
+from headrace_common.registry.duties import role_by_policy
 from headrace_kv.compatibility import PairFault, pair_faults_of
 
 NO_ANSWER: Final = "no answer"
@@ -38,18 +44,26 @@ class Row:
     state: str = ""
     status: worker_pb2.WatchStatusResponse | None = None
     hashing: worker_pb2.KvHashing = field(default_factory=worker_pb2.KvHashing)
+    policy_role: registry_pb2.WorkerRole.ValueType = registry_pb2.WORKER_ROLE_BOTH
+    """What the policy leaves of the roles."""
 
     @property
     def role(self) -> str:
-        """Its role in lower case."""
-        return _Role.Name(self.member.role).removeprefix("ROLE_").lower()
+        """Its role in lower case, and the one that the policy leaves it."""
+        role = _Role.Name(self.member.role).removeprefix("ROLE_").lower()
+        left = registry_pb2.WorkerRole.Name(self.policy_role).removeprefix("WORKER_ROLE_").lower()
+        return role if left == "both" else f"{role}, {left} by policy"
 
 
 async def member_rows(registry: str) -> list[Row]:
     """One row for each member, by role and id."""
     members = await list_members(registry)
     members.sort(key=lambda member: (member.role, member.worker_id))
-    return await asyncio.gather(*map(_row, members))
+    rows = await asyncio.gather(*map(_row, members))
+    if all(member.role != _Role.ROLE_BOTH for member in members):
+        return rows
+    roles = (await read_policy(registry)).policy.worker_roles
+    return [replace(row, policy_role=role_by_policy(row.member, roles)) for row in rows]
 
 
 async def _row(member: registry_pb2.Member) -> Row:
@@ -173,6 +187,7 @@ def _member_object(row: Row) -> dict[str, Any]:
     tensor_parallel_size = row.member.layout.tensor_parallel_size
     return message_object(member) | {
         "tensor_parallel_size": tensor_parallel_size,
+        "role_by_policy": registry_pb2.WorkerRole.Name(row.policy_role),
         "state": row.state,
         "status": None if row.status is None else message_object(row.status),
     }

@@ -252,13 +252,16 @@ def read_settings(path: Path | None) -> PlannerSettings:
 
 def read_profile(path: Path | None) -> WorkerProfile | None:
     """The profile of a file, or None. Raises ConfigError that names every wrong field."""
-    if path is None:
-        return None
+    return None if path is None else read_json(path, WorkerProfile)
+
+
+def read_json(path: Path, model: type[_Model]) -> _Model:
+    """The content of a JSON file. Raises ConfigError that names every wrong field."""
     try:
         content = json.loads(_text_of(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no valid JSON: {error}") from None
-    return _validated(WorkerProfile, path, content)
+    return _validated(model, path, content)
 
 
 def _text_of(path: Path) -> str:

@@ -124,7 +124,7 @@ class SimulatedEngine:
 
     def _begin(self) -> None:
         for job in self._joining:
-            self._run(job, self._step_count)
+            self._run(job, self._step_count - job.has_first_token)
         self._joining.clear()
         self._steps = None
         if not self._running and not self._prompts:
@@ -143,8 +143,15 @@ class SimulatedEngine:
         self._running += 1
         self._context_base += job.prompt_tokens - before
         number = job.request.number
-        heapq.heappush(self._marks, (before + 1, number, _FIRST, job))
+        if job.has_first_token:
+            self._keep_pace(job, before)
+        else:
+            heapq.heappush(self._marks, (before + 1, number, _FIRST, job))
         heapq.heappush(self._marks, (before + job.answer_tokens, number, _LAST, job))
+
+    def _keep_pace(self, job: Job, before: int) -> None:
+        if self._tpot_s:
+            self._paces[job] = AnswerPace(self._tpot_s, self._loop.time(), 1), before
 
     def _end(self) -> None:
         steps = self._steps
@@ -168,9 +175,7 @@ class SimulatedEngine:
             step_count, _, kind, job = heapq.heappop(self._marks)
             if kind == _FIRST:
                 job.made_first_token(now_s)
-                if self._tpot_s:
-                    pace = AnswerPace(self._tpot_s, now_s, 1)
-                    self._paces[job] = pace, self._step_count - 1
+                self._keep_pace(job, self._step_count - 1)
                 continue
             self._running -= 1
             self._context_base -= job.prompt_tokens - (step_count - job.answer_tokens)

@@ -64,6 +64,11 @@ class Job:
         """Unique, since a simulated request has one attempt."""
         return f"t{self.request.number}"
 
+    @property
+    def has_first_token(self) -> bool:
+        """Whether the first token of the answer was generated."""
+        return self.first_token_s > 0
+
     def prefilled(self, cached_tokens: int) -> None:
         """A worker has computed the prompt, without the cached tokens."""
         self.cached_tokens = cached_tokens

@@ -46,7 +46,9 @@ _TENANT: Final = ""
 _REQUESTS_MAX: Final = 1_000_000
 # No request has a deadline in a simulation.
 _REMAINING_S: Final = 1e9
-_AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS)
+_CACHED_SHARE: Final = 0.3
+"""The default of vllm-router's cache_aware."""
+_AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS, Way.PLAIN)
 
 
 def layout_of(profile: WorkerProfile) -> KvLayout:
@@ -70,17 +72,37 @@ class RoundRobin(Placement):
 
     def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
         table = candidates.decode
-        refs = [
-            worker.ref
-            for worker, draining in zip(table.workers, table.draining, strict=True)
+        rows = [
+            row
+            for row, (worker, draining) in enumerate(
+                zip(table.workers, table.draining, strict=True)
+            )
             if worker.ref not in request.failed and not draining
         ]
-        if not refs:
+        if not rows:
             raise NoDecodeWorker("every decode worker refused")
-        others = frozenset(worker.ref for worker in table.workers) - {
-            refs[next(self._turns) % len(refs)]
-        }
+        chosen = self._choose_row(rows, request, candidates)
+        others = frozenset(one.ref for row, one in enumerate(table.workers) if row != chosen)
         return self._inner.choose(replace(request, failed=request.failed | others), candidates)
+
+    def _choose_row(
+        self, rows: list[int], request: PlacementRequest, candidates: Candidates
+    ) -> int:
+        return rows[next(self._turns) % len(rows)]
+
+
+class CacheOrLoad(RoundRobin):
+    """As balancers of plain engines: the one with most of the prompt cached, or else with the fewest requests."""
+
+    def _choose_row(
+        self, rows: list[int], request: PlacementRequest, candidates: Candidates
+    ) -> int:
+        cached, requests = candidates.cached_tokens, candidates.decode.requests
+        idlest = min(rows, key=lambda row: requests[row])
+        if cached is None:
+            return idlest
+        best = max(rows, key=lambda row: (cached[row], -requests[row]))
+        return best if cached[best] > _CACHED_SHARE * request.prompt_tokens else idlest
 
 
 class SimulatedRouter:
@@ -102,7 +124,12 @@ class SimulatedRouter:
         self._lengths = AnswerLengths()
         self._is_aware = settings.way in _AWARE
         aware = KvAware(Random(settings.seed))
-        self._placement = wrap(RoundRobin(aware) if settings.way is Way.ROUND_ROBIN else aware)
+        balancers = {Way.ROUND_ROBIN: RoundRobin, Way.PLAIN: CacheOrLoad}
+        balancer = balancers.get(settings.way)
+        self._placement = wrap(balancer(aware) if balancer is not None else aware)
+        self._prefill_placement = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
+        if settings.way is Way.PLAIN:
+            self._prefill_placement = inference_pb2.PREFILL_PLACEMENT_LOCAL
         self._policy = RoutePolicy(local_prefill_max_tokens=settings.local_prefill_max_tokens)
         self._cached = CachedPrompts(lambda: _HASH_KEY, TierPrices(self.queue.compute_s_per_token))
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
@@ -175,6 +202,8 @@ class SimulatedRouter:
             worker.release(job)
             raise
         if decision.remote:
+            # Where the prompt is computed, by the default of the first-token policy.
+            job.made_first_token(self._loop.time())
             tokens = job.prompt_tokens - 1 - cached_tokens
             await asyncio.sleep(self._profile.handover_s(tokens) if tokens else 0.0)
             worker.generate(job)
@@ -242,16 +271,17 @@ class SimulatedRouter:
         return PlacementRequest(
             model=MODEL,
             prompt_tokens=job.prompt_tokens,
-            prefill_placement=inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
+            prefill_placement=self._prefill_placement,
             policy=self._policy,
             remaining_s=_REMAINING_S,
             failed=refused,
             targets=TokenTargets(
-                self._settings.ttft_s if self._settings.bounded else None,
-                self._settings.itl_s if self._settings.bounded else None,
+                self._settings.ttft_s if self._settings.have_targets else None,
+                self._settings.itl_s if self._settings.have_targets else None,
                 elapsed_s=self._loop.time() - job.arrival_s,
                 answer_tokens=self._lengths.expected(MODEL, job.answer_tokens),
             ),
+            early_first=True,
         )
 
     def _candidates(self, job: Job) -> Candidates:

@@ -31,6 +31,8 @@ class Way(StrEnum):
     """The decode worker with the lowest cost, and prefill workers that have the prefix."""
     KV_AWARE_TIERS = "KV-aware, tiers"
     """The same, and workers keep evicted blocks in main memory."""
+    PLAIN = "plain engines"
+    """Of workers of both roles, the one with most of the prompt cached, or else with the fewest requests, does both."""
 
 
 class Scaling(StrEnum):
@@ -77,6 +79,11 @@ class SimulationSettings(_Settings):
     early_refusal: bool = False
     seed: NonNegativeCount = 0
     scaling: ScalingSettings = ScalingSettings()
+
+    @property
+    def have_targets(self) -> bool:
+        """Whether requests carry the goals."""
+        return self.bounded and self.way is not Way.PLAIN
 
     @property
     def workers(self) -> WorkerCounts:

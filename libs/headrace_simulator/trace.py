@@ -38,6 +38,18 @@ class TraceRequest:
     hash_ids: tuple[int, ...] = ()
     priority: Priority = Priority.NORMAL
 
+    def line(self) -> str:
+        """The request as a line of a trace, with its class where that is not normal."""
+        entry: dict[str, Any] = {
+            "timestamp": round(1e3 * self.arrival_s, 3),
+            "input_length": self.prompt_tokens,
+            "output_length": self.answer_tokens,
+            "hash_ids": self.hash_ids,
+        }
+        if self.priority is not Priority.NORMAL:
+            entry["priority"] = self.priority.label
+        return json.dumps(entry, separators=(",", ":")) + "\n"
+
     def token_words(self) -> bytes:
         """Stand-ins for the token ids of all whole blocks, as little-endian u32. Blocks with equal ids are equal.
 

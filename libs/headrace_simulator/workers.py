@@ -251,9 +251,13 @@ class SimulatedWorker:
             self._engine.add_prompt(prompt)
 
     def generate(self, job: Job) -> None:
-        """The KV cache of the prompt has come: generates the answer."""
+        """The KV cache of the prompt has come: generates what is left of the answer."""
         self.cache.use(job.hashes)
-        self._engine.add_answer(job)
+        if job.has_first_token and job.answer_tokens == 1:
+            job.made_last_token(job.first_token_s)
+            self.release(job)
+        else:
+            self._engine.add_answer(job)
 
     def release(self, job: Job) -> None:
         """Frees the blocks of a request."""

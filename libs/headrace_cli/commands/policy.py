@@ -18,6 +18,8 @@ from headrace_cli.client import (
     CALL_TIMEOUT_S,
     WAIT_S,
     Wait,
+    policy_by,
+    read_policy,
     registry_of,
     rpc_errors,
     started_channel,
@@ -77,12 +79,6 @@ async def change_policy(
     _show(await set_policy(await registry_of(router, registry), changes), as_json=as_json)
 
 
-async def read_policy(registry: str) -> registry_pb2.GetPolicyResponse:
-    """The policy in force and its revision."""
-    async with started_channel(registry) as channel:
-        return await _get(registry_pb2_grpc.RegistryServiceStub(channel), registry)
-
-
 async def set_policy(registry: str, changes: Sequence[str]) -> registry_pb2.GetPolicyResponse:
     """Changes the named fields, keeps the others, and returns the new policy.
 
@@ -91,14 +87,14 @@ async def set_policy(registry: str, changes: Sequence[str]) -> registry_pb2.GetP
     """
     async with started_channel(registry) as channel:
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
-        current = await _get(stub, registry)
+        current = await policy_by(stub, registry)
         policy = current.policy
         for change in changes:
             apply_change(policy, change)
         request = registry_pb2.SetPolicyRequest(policy=policy, expected_revision=current.revision)
         with rpc_errors(f"the registry on {registry}"):
             await stub.SetPolicy(request, timeout=CALL_TIMEOUT_S)
-        return await _get(stub, registry)
+        return await policy_by(stub, registry)
 
 
 def _show(response: registry_pb2.GetPolicyResponse, *, as_json: bool) -> None:
@@ -163,13 +159,6 @@ def policy_table(policy: registry_pb2.Policy) -> Table:
             value = _short_name(kind, str(value)).removeprefix("unspecified")
         table.add_row(name, "-" if value in (None, "") else str(value))
     return table
-
-
-async def _get(
-    stub: registry_pb2_grpc.RegistryServiceAsyncStub, registry: str
-) -> registry_pb2.GetPolicyResponse:
-    with rpc_errors(f"the registry on {registry}"):
-        return await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
 
 
 def _value_of(field: FieldDescriptor) -> FieldDescriptor:

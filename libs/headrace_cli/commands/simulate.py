@@ -96,7 +96,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     way: Annotated[
         list[Way] | None,
         typer.Option(
-            "--placement", help="Placement to replay; may be repeated. Default: all four."
+            "--placement",
+            case_sensitive=False,
+            help="Placement to replay; may be repeated. Default: all, with --workers also plain engines.",
         ),
     ] = None,
     host_tokens: Annotated[
@@ -145,13 +147,17 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
                     worker_start_s=worker_start,
                 ),
             )
-            for one in way or list(Way)
+            for one in way or [one for one in Way if workers or one is not Way.PLAIN]
         )
         spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
         results = run_spec(spec)
         if as_json:
             print_json({"trace": str(trace), "runs": results})
         else:
+            goals = runs[0]
+            answer_console().print(
+                f"Goals: TTFT {goals.ttft_s:g} s and ITL {goals.itl_s:g} s at most (--ttft, --itl)."
+            )
             _show(results)
 
 
@@ -186,11 +192,11 @@ def _show(runs: Sequence[Mapping[str, Any]]) -> None:
     rows = [
         (
             run["way"],
-            _time(run["ttft"], "p50"),
-            _time(run["ttft"], "p99"),
-            _time(run["itl"], "p50"),
-            _time(run["itl"], "p99"),
-            _time(run["e2e"], "p99"),
+            time_text(run["ttft"], "p50"),
+            time_text(run["ttft"], "p99"),
+            time_text(run["itl"], "p50"),
+            time_text(run["itl"], "p99"),
+            time_text(run["e2e"], "p99"),
             f"{run['attainment']:.1%}",
             f"{run['goodput']:.3g}",
             f"{run['cached_share']:.1%}",
@@ -216,9 +222,9 @@ def _show_classes(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
             run["way"],
             one["priority"],
             str(one["requests"]),
-            _time(one["ttft"], "p50"),
-            _time(one["ttft"], "p99"),
-            _time(one["itl"], "p50"),
+            time_text(one["ttft"], "p50"),
+            time_text(one["ttft"], "p99"),
+            time_text(one["itl"], "p50"),
             f"{one['attainment']:.1%}",
             f"{one['goodput']:.3g}",
         )
@@ -230,6 +236,6 @@ def _show_classes(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
         console.print(table)
 
 
-def _time(times: Mapping[str, Any], percentile: str) -> str:
+def time_text(times: Mapping[str, Any], percentile: str) -> str:
     seconds = times["percentiles"][percentile]
     return f"{1e3 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -33,11 +34,12 @@ from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.telemetry import schema
 from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
 from headrace_common.trace_view.conversation import Turn, turns_of
 from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
-from headrace_common.trace_view.verdict import verdict
+from headrace_common.trace_view.verdict import format_ms, verdict
 
 PIPED_WIDTH: Final = 80
 COMPARE: Final = "compare"
@@ -45,11 +47,21 @@ CONVERSATION: Final = "conversation"
 LAST: Final = "last"
 SLOWEST: Final = "slowest"
 FAILED: Final = "failed"
-_TRACE_COLUMNS: Final = [*map(Column, ("started (UTC)", "trace", "request", "complete"))]
+_TRACE_TITLES: Final = "started (UTC),request,status,model,TTFT,prompt,answer,verdict"
+_TRACE_COLUMNS: Final = [*map(Column, _TRACE_TITLES.split(","))]
 _TURN_TITLES: Final = "request prompt cached sent computed answer kept workers why"
 _TURN_COLUMNS: Final = [*map(Column, _TURN_TITLES.split())]
 SEARCHED_MAX: Final = 256
 """Traces, newest first, among which the slowest or the last failed one is searched."""
+
+
+class TraceOrder(StrEnum):
+    """What a list is sorted by."""
+
+    TIME = "time"
+    TTFT = "ttft"
+    PROMPT = "prompt"
+    ANSWER = "answer"
 
 
 def register(app: typer.Typer) -> None:
@@ -62,7 +74,7 @@ def register(app: typer.Typer) -> None:
 
 
 @run_command
-async def trace(
+async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     which: Annotated[
         list[str] | None,
         typer.Argument(
@@ -86,6 +98,9 @@ async def trace(
             "--list", metavar="N", min=0, max=PAGE_SIZE_MAX, help="List the newest N instead."
         ),
     ] = 0,
+    sort: Annotated[
+        TraceOrder, typer.Option("--sort", help="Order of the list, the largest first.")
+    ] = TraceOrder.TIME,
     spans_wait: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0, help="Time that the last spans have to arrive."),
@@ -99,7 +114,8 @@ async def trace(
     found = await find_internal(internal, registry, router)
     async with open_router_internally(found) as client:
         if list_count:
-            show_list(await client.traces(list_count), as_json=as_json)
+            listed = [one async for one in newest_traces(client, list_count)]
+            show_list(listed, sort, as_json=as_json)
         elif names[0] == CONVERSATION and len(names) > 1:
             show_turns(await conversation_turns(client, names[1]), as_json=as_json)
         elif len(names) > 1:
@@ -156,9 +172,11 @@ async def chosen_trace(client: RouterClient, name: str, wait_s: float) -> trace_
     return best
 
 
-async def newest_traces(client: RouterClient) -> AsyncIterator[trace_pb2.Trace]:
-    """The newest SEARCHED_MAX, newest first."""
-    for summary in await client.traces(SEARCHED_MAX):
+async def newest_traces(
+    client: RouterClient, count: int = SEARCHED_MAX
+) -> AsyncIterator[trace_pb2.Trace]:
+    """The newest ones, newest first."""
+    for summary in await client.traces(count):
         # The router may have dropped it meanwhile.
         with suppress(NotFound):
             yield await client.trace(summary.trace_id, 0.0)
@@ -216,22 +234,46 @@ def write_otlp(trace: trace_pb2.Trace, path: Path) -> None:
         ) from error
 
 
-def show_list(traces: Iterable[trace_pb2.Trace], *, as_json: bool) -> None:
+def show_list(traces: Iterable[trace_pb2.Trace], order: TraceOrder, *, as_json: bool) -> None:
     """Prints one row for each trace."""
+    listed = list(map(listed_trace, traces))
+    names = {"ttft": "ttft_ns", "prompt": "prompt_tokens", "answer": "completion_tokens"}
+    if order in names:
+        listed.sort(key=lambda one: one[names[order]] or 0, reverse=True)
     if as_json:
-        print_json({"traces": list(map(message_object, traces))})
+        print_json({"traces": listed})
         return
     rows = [
         [
-            trace.start_time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
-            trace.trace_id,
-            trace.request_id,
-            "yes" if trace.complete else "no",
+            # The time of day, to the millisecond.
+            f"{one['start_time'][11:]:.12}",
+            *(one[name] for name in ("request_id", "status", "model")),
+            "-" if one["ttft_ns"] is None else format_ms(one["ttft_ns"]),
+            *map(str, (one["prompt_tokens"], one["completion_tokens"])),
+            one["verdict"],
         ]
-        for trace in traces
+        for one in listed
     ]
     console = answer_console()
     console.print(fitted_table(console, _TRACE_COLUMNS, rows)[0])
+
+
+def listed_trace(trace: trace_pb2.Trace) -> dict[str, Any]:
+    """What the list has of a trace. The status is "ok", "running", or the reason of the error."""
+    view = read_trace(trace)
+    roots = [span for span in trace.spans if span.name == schema.SPAN_REQUEST]
+    attributes = roots[-1].attributes if roots else {}
+    failure = attributes.get(schema.ATTRIBUTE_ERROR_REASON, "failed") if view.error else "ok"
+    document = message_object(trace)
+    del document["spans"]
+    return document | {
+        "status": failure if roots else "running",
+        "model": attributes.get(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, ""),
+        "ttft_ns": view.ttft_ns if view.answered else None,
+        "prompt_tokens": view.prompt_tokens,
+        "completion_tokens": view.completion_tokens,
+        "verdict": verdict(view),
+    }
 
 
 def trace_object(trace: trace_pb2.Trace) -> dict[str, Any]:

@@ -56,7 +56,10 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         ),
         # Routers ask each other for the conversations of their clients.
         "headrace.inference.v1.ConversationService": {"FindConversation": (_ROUTER,)},
-        "headrace.inference.v1.LoadService": {"GetLoad": (_OPERATOR, _PLANNER)},
+        "headrace.inference.v1.LoadService": {
+            "GetLoad": (_OPERATOR, _PLANNER),
+            "RecordLoad": (_OPERATOR,),
+        },
         "headrace.inference.v1.TraceService": {
             "GetTrace": (_OPERATOR,),
             "ListTraces": (_OPERATOR,),

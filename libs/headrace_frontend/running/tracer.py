@@ -25,7 +25,7 @@ class RequestTracer:
     slow_s: float = 0.0
     """A request is slow when its first token comes after this time, unless that is 0."""
     on_start: Callable[[RequestRecord], None] = lambda _: None
-    on_latency: Callable[[ResponseStream, Breakdown], None] = lambda _, __: None
+    on_answer: Callable[[RequestRecord, ResponseStream, Breakdown], None] = lambda _, __, ___: None
     """Called for each response that has started, when its request has ended."""
     on_end: Callable[[RequestRecord, bool], None] = lambda _, __: None
     """Called at last, with whether the request was slow or has failed."""
@@ -73,7 +73,7 @@ class RequestTracer:
         record.close()
         breakdown = record.break_down()
         if response is not None and response.started:
-            self.on_latency(response, breakdown)
+            self.on_answer(record, response, breakdown)
         kept = 0 < self.slow_s < 1e-6 * breakdown.first.total_us or bool(record.error)
         self.on_end(record, kept)
         if (kept or record.sampled) and self.telemetry.exports:

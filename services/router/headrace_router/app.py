@@ -13,12 +13,14 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.roles import STATUS_AUDIENCE
 from headrace_common.errors import Draining
+from headrace_common.latency.breakdown import Breakdown
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
 from headrace_frontend.openai.intake import ClientParts
+from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.tracer import RequestTracer
@@ -30,7 +32,7 @@ from headrace_router.conversations import OtherRouters
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal import EarlyRefusal
-from headrace_router.load import LoadReader
+from headrace_router.load import LoadReader, LoadRecorder
 from headrace_router.metrics import RouterMetrics
 from headrace_router.picker.picker import EndpointPicker
 from headrace_router.placement import KvAware, Placement
@@ -118,12 +120,13 @@ class Router:
             telemetry.metrics, self.queue, self.admission, self.prefixes, self.workers, codecs
         )
         self.traces = TraceStore(TraceLimits(TRACE_COUNT), self.metrics.count_dropped_spans)
+        self._recorder = LoadRecorder()
         self._clocks = WorkerClocks()
         self._tracer = RequestTracer(
             telemetry,
             slow_s=config.slow_trace_s,
             on_start=self._request_started,
-            on_latency=self.metrics.count_latency,
+            on_answer=self._request_answered,
             on_end=self._request_ended,
         )
         refusal = EarlyRefusal(
@@ -195,6 +198,11 @@ class Router:
         for follow in self._followers:
             follow(members)
 
+    def drain(self) -> None:
+        """Rejects new requests from now on, and ends the records of the load."""
+        self.runner.drain()
+        self._recorder.end()
+
     async def close(self) -> None:
         """Ends every stream to workers."""
         self.parts.preparer.close()
@@ -205,6 +213,12 @@ class Router:
     def _request_started(self, record: RequestRecord) -> None:
         if record.stored:
             self.traces.start_trace(record.trace_id, record.request_id, record.arrival_unix_ns)
+
+    def _request_answered(
+        self, record: RequestRecord, response: ResponseStream, breakdown: Breakdown
+    ) -> None:
+        self.metrics.count_latency(response, breakdown)
+        self._recorder.add(record, response)
 
     def _request_ended(self, record: RequestRecord, kept: bool) -> None:
         regret = regret_of(record)
@@ -266,7 +280,9 @@ class Router:
         return RouterServices(
             inference=inference,
             queue=QueueService(self.queue, own_prompts.hand_over, self.runner.reject_when_draining),
-            load=LoadReader(self._codecs, self.queue, self.admission, self.metrics.answered),
+            load=LoadReader(
+                self._codecs, self.queue, self.admission, self.metrics.answered, self._recorder
+            ),
             traces=self.traces,
             adapters=adapters,
             parts=self.parts,

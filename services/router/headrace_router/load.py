@@ -1,15 +1,91 @@
-"""LoadService: what waits on this router, and sums over its answered requests, for planners."""
+"""LoadService: what waits on this router and sums over its answered requests, and records of them for operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import grpc.aio
 
 from headrace.inference.v1 import load_pb2, load_pb2_grpc
+from headrace_common.durations import timestamp_from_unix_ns
+from headrace_common.errors import QueueFull
 from headrace_frontend.admission.admission import Admission
+from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.running.record import RequestRecord
+from headrace_kv.prefix.hashing import PrefixHasher
 from headrace_router.prefill_queue.queue import PrefillQueue
+
+RECORDINGS_MAX: Final = 4
+RECORDS_MAX: Final = 4_096
+"""Calls of RecordLoad at a time, and records that wait for each reader."""
+_BLOCK_TOKENS: Final = 512
+
+
+@dataclass(eq=False, slots=True)
+class _Recording:
+    """One call of RecordLoad. Its key hashes no other prompt. None in the queue ends it."""
+
+    begin_unix_ns: int = field(default_factory=time.time_ns)
+    hasher: PrefixHasher = field(
+        default_factory=lambda: PrefixHasher(secrets.randbits(64), _BLOCK_TOKENS)
+    )
+    records: asyncio.Queue[load_pb2.RecordLoadResponse | None] = field(
+        default_factory=asyncio.Queue
+    )
+    lost: int = 0
+
+    def add(self, record: RequestRecord, response: ResponseStream) -> None:
+        """A request has been answered."""
+        if record.usage is None or record.arrival_unix_ns < self.begin_unix_ns:
+            return
+        if self.records.qsize() >= RECORDS_MAX:
+            self.lost += 1
+            return
+        request = response.request
+        root = self.hasher.root_of(request.cache_salt)
+        answer = load_pb2.RecordLoadResponse(
+            arrival_time=timestamp_from_unix_ns(record.arrival_unix_ns),
+            prompt_tokens=record.prompt_tokens,
+            answer_tokens=record.usage.completion_tokens,
+            prefix_hashes=self.hasher.hashes(request.prefix_ids, root),
+            priority=record.priority,
+            lost_records=self.lost,
+        )
+        self.records.put_nowait(answer)
+
+
+class LoadRecorder:
+    """Passes the answered requests to those that record the load. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._recordings: set[_Recording] = set()
+
+    def add(self, record: RequestRecord, response: ResponseStream) -> None:
+        """A request has ended."""
+        for recording in self._recordings:
+            recording.add(record, response)
+
+    def end(self) -> None:
+        """Ends the calls."""
+        for recording in self._recordings:
+            recording.records.put_nowait(None)
+
+    async def record(self) -> AsyncIterator[load_pb2.RecordLoadResponse]:
+        """The requests that arrive from now on, as they end, until `end`. Raises QueueFull."""
+        if len(self._recordings) >= RECORDINGS_MAX:
+            raise QueueFull(f"{RECORDINGS_MAX} operators record the load: wait until one has ended")
+        recording = _Recording()
+        self._recordings.add(recording)
+        try:
+            while (record := await recording.records.get()) is not None:
+                yield record
+        finally:
+            self._recordings.discard(recording)
 
 
 class LoadReader(load_pb2_grpc.LoadServiceServicer):
@@ -21,8 +97,10 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         queue: PrefillQueue,
         admission: Admission,
         answered: Callable[[str], load_pb2.RequestTotals],
+        recorder: LoadRecorder,
     ) -> None:
         """`answered`: see RouterMetrics."""
+        self._recorder = recorder
         self._models = sorted(models)
         self._queue = queue
         self._admission = admission
@@ -35,6 +113,12 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
     ) -> load_pb2.GetLoadResponse:
         """The load of every served model, by name."""
         return load_pb2.GetLoadResponse(models=map(self._load_of, self._models))
+
+    def RecordLoad(
+        self, request: load_pb2.RecordLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[load_pb2.RecordLoadResponse]:
+        """Records of answered requests, until the call is cancelled."""
+        return self._recorder.record()
 
     def _load_of(self, model: str) -> load_pb2.ModelLoad:
         depths = self._queue.depths(model)

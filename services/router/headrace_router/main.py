@@ -139,7 +139,7 @@ async def serve_router(config: RouterConfig) -> None:
 async def _drain(
     router: Router, membership: Membership, http: HttpServer | None, deadline: Deadline
 ) -> None:
-    router.runner.drain()
+    router.drain()
     await membership.stop()
     if http is not None:
         await http.drain(deadline)

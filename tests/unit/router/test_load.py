@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from headrace.inference.v1 import load_pb2
 from headrace_frontend.admission.admission import Admission
-from headrace_router.load import LoadReader
+from headrace_router.load import LoadReader, LoadRecorder
 from headrace_router.prefill_queue.queue import PrefillQueue
 
 
@@ -24,6 +24,7 @@ async def test_every_served_model_has_an_entry_of_its_own() -> None:
         cast("PrefillQueue", queue),
         cast("Admission", admission),
         lambda model: answered.get(model, load_pb2.RequestTotals()),
+        LoadRecorder(),
     )
     answer = await reader.GetLoad(load_pb2.GetLoadRequest(), cast("Any", None))
     found = [

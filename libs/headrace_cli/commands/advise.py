@@ -1,0 +1,247 @@
+"""`headrace advise`: whether to disaggregate, how many workers of which role, and what that gains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Final
+
+import typer
+
+from headrace_cli.commands.simulate import run_spec, time_text
+from headrace_cli.output import (
+    Column,
+    Json,
+    answer_console,
+    failures_as_exit,
+    fitted_table,
+    print_json,
+)
+from headrace_common.errors import ConfigError
+from headrace_common.extras import require_extra
+from headrace_kv.model_layout import ModelConfig, kv_layout, prompt_bytes
+from headrace_planner.settings import WorkerProfile, read_profile
+from headrace_simulator.accelerators import (
+    ACCELERATORS,
+    MEMORY_SHARE,
+    SEQUENCES,
+    STEP_TOKENS,
+    Accelerator,
+    LoadSize,
+    accelerator_of,
+    computed_profile,
+    read_model,
+    sent_s_per_byte,
+    tensor_parallel_sizes,
+    work_of,
+)
+from headrace_simulator.advice import (
+    GOOD_SHARE,
+    Fleet,
+    Outcome,
+    Search,
+    Spread,
+    busiest,
+    made_load,
+    reason,
+)
+from headrace_simulator.settings import SimulationSpec
+from headrace_simulator.trace import TraceRequest, read_trace
+
+_SPREAD: Final = "MEAN,DEVIATION"
+_FLAGS: Final = {
+    "max_num_batched_tokens": STEP_TOKENS,
+    "max_num_seqs": SEQUENCES,
+    "gpu_memory_utilization": MEMORY_SHARE,
+}
+_TITLES: Final = (
+    *("TP", "Devices", "TTFT p50", "p90", "TPOT p50", "p90", "Kept TTFT", "Kept TPOT", "Kept both"),
+    "Goodput/s",
+)
+_COLUMNS: Final = (Column("Workers"), *(Column(title, right=True) for title in _TITLES))
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace advise`."""
+    app.command(
+        epilog="Examples:  headrace advise --model models/NAME --accelerator H100 --devices 8 "
+        "--prompt-tokens 4000,2000 --answer-tokens 300,150 --rate 4 --ttft 2 --tpot 0.05   |   "
+        "headrace advise --model config.json --accelerator H200 --devices 16 --trace load.jsonl --ttft 2 --tpot 0.05"
+    )(advise)
+
+
+def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
+    model: Annotated[Path, typer.Option(metavar="FILE", help="config.json, or its folder.")],
+    accelerator: Annotated[str, typer.Option(help=f"{', '.join(ACCELERATORS)}, or a JSON file.")],
+    devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most devices.")],
+    ttft: Annotated[float, typer.Option(min=1e-3, help="Bound of TTFT, in seconds.")],
+    tpot: Annotated[float, typer.Option(min=1e-4, help="Bound of TPOT, in seconds.")],
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded load.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
+    answer_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
+    hit_share: Annotated[float, typer.Option(min=0, max=0.99, help="Of prompts, cached.")] = 0.0,
+    rate: Annotated[float, typer.Option(min=0, help="Requests a second; 0 as in the trace.")] = 0.0,
+    network_gbit: Annotated[float, typer.Option(min=0.001, help="Gbit/s of a worker.")] = 100.0,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured, in place of the computed one.")
+    ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", min=0, help="Devices of a worker; 0 tries all."),
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Simulates the ways to use some devices for a load, and names the cheapest that keeps the bounds."""
+    with failures_as_exit():
+        require_extra("headrace advise", "router")
+        config, device = read_model(model), accelerator_of(accelerator)
+        load = _load(trace, prompt_tokens, answer_tokens, rate, hit_share)
+        profiles = _profiles(config, device, devices, network_gbit, load)
+        if ranks and ranks not in profiles:
+            sizes = ", ".join(map(str, profiles))
+            raise ConfigError(f"--tensor-parallel-size {ranks} does not start; these do: {sizes}")
+        if ranks:
+            profiles = {ranks: profiles[ranks]}
+        if measured := read_profile(profile):
+            if not ranks:
+                raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
+            profiles[ranks] = measured
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "load.jsonl"
+            path.write_text("".join(one.line() for one in load), encoding="utf-8")
+
+            def simulated(size: int, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
+                runs = tuple(one.settings(ttft, tpot) for one in fleets)
+                return run_spec(SimulationSpec(trace=str(path), profile=profiles[size], runs=runs))
+
+            search = Search(simulated)
+            best = search.run({size: devices // size for size in profiles})
+        found = sorted(search.outcomes.values(), key=lambda one: one.rank)
+        start = _start(best.fleet, model, ttft, tpot)
+        why = reason(best, found)
+        facts = _facts(config, network_gbit, load, profiles[best.fleet.ranks])
+        if as_json:
+            ways = [{**asdict(one.fleet), **one.result} for one in found]
+            chosen = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
+            print_json({**chosen, "ways": ways, "profile": facts})
+        else:
+            _show(found, best, [*facts, why], start)
+
+
+def _load(
+    trace: Path | None, prompt_tokens: str, answer_tokens: str, rate: float, hit_share: float
+) -> list[TraceRequest]:
+    if trace is not None:
+        with trace.open(encoding="utf-8") as lines:
+            return busiest(read_trace(lines), rate)
+    if not (prompt_tokens and answer_tokens and rate):
+        raise ConfigError("give --trace FILE, or --prompt-tokens, --answer-tokens and --rate")
+    prompts = Spread.of("--prompt-tokens", prompt_tokens)
+    return made_load(prompts, Spread.of("--answer-tokens", answer_tokens), rate, hit_share)
+
+
+def _profiles(
+    config: ModelConfig,
+    device: Accelerator,
+    devices: int,
+    network_gbit: float,
+    load: Sequence[TraceRequest],
+) -> dict[int, WorkerProfile]:
+    """Those of workers that start, by their devices. Raises ConfigError where there are none."""
+    size = LoadSize(
+        sum(one.prompt_tokens for one in load) / len(load),
+        sum(one.answer_tokens for one in load) / len(load),
+        max(one.prompt_tokens + one.answer_tokens for one in load),
+    )
+    longest = f"a request of the load has {size.longest_tokens} tokens"
+    context = config.count("max_position_embeddings", default=size.longest_tokens)
+    if size.longest_tokens > context:
+        raise ConfigError(f"{longest}, and the model {context} of context")
+    possible = {
+        ranks: computed_profile(config, device, ranks, network_gbit, size)
+        for ranks in tensor_parallel_sizes(config, device, devices)
+    }
+    found = {ranks: one for ranks, one in possible.items() if one is not None}
+    if not found:
+        gigabytes = 1e-9 * work_of(config).weight_bytes
+        raise ConfigError(
+            f"the model does not start on up to {max(possible)} {device.name}: its weights have {gigabytes:.0f} GB, "
+            f"and {longest}; give more devices, or larger ones"
+        )
+    return found
+
+
+def _facts(
+    config: ModelConfig, network: float, load: Sequence[TraceRequest], profile: WorkerProfile
+) -> list[str]:
+    tokens = max(1, round(sum(one.prompt_tokens for one in load) / len(load)))
+    sent = prompt_bytes(kv_layout(config), tokens)
+    span_s = load[-1].arrival_s - load[0].arrival_s
+    sent_ms = 1e3 * sent * sent_s_per_byte(network)
+    size = f"{sent / (1 << 20):,.1f} MiB and takes {sent_ms:,.1f} ms at {network:g} Gbit/s"
+    return [
+        f"Load: {len(load)} requests in {span_s:.0f} s. The KV of the mean prompt, {tokens} tokens, has {size}.",
+        f"Times of workers: {profile.measured or 'of the file'}.",
+    ]
+
+
+def _start(best: Fleet, model: Path, ttft: float, tpot: float) -> list[str]:
+    """Commands and Helm values that start the fleet."""
+    folder = model if model.is_dir() else model.parent
+    if best.is_plain:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in _FLAGS.items())
+        serve = f"vllm serve {folder} --tensor-parallel-size {best.ranks} {flags}"
+        return [f"{serve}   # {best.both} behind a balancer"]
+    counts = {"prefill": best.prefill, "decode": best.decode, "worker": best.both}
+    used = [one for one, count in counts.items() if count]
+    options = [f"--{one}s {best.both}" if best.both else f"--{one} {counts[one]}" for one in used]
+    sets = [f"--set {one}.{name}={value}" for one in used for name, value in _FLAGS.items()]
+    settings = ", ".join(
+        f"{name}: {value}" for name, value in {"tensor_parallel_size": best.ranks, **_FLAGS}.items()
+    )
+    resources = f"resources: {{limits: {{nvidia.com/gpu: {best.ranks}}}}}"
+    return [
+        f"headrace up --model {folder} --tensor-parallel-size {best.ranks} {' '.join(options + sets)}",
+        f"headrace policy set ttft_target={ttft:g}s tpot_target={tpot:g}s",
+        *(
+            f"{one}: {{replicas: {count}, {resources}, settings: {{{settings}}}}}"
+            for one, count in counts.items()
+        ),
+    ]
+
+
+def _show(
+    found: Sequence[Outcome], best: Outcome, facts: Sequence[str], start: Sequence[str]
+) -> None:
+    """The ways with as many devices as the best, and the cheapest good one of each kind."""
+    good = {one.fleet.kind: one for one in reversed(found) if one.is_good}.values()
+    shown = [one for one in found if one.fleet.devices == best.fleet.devices or one in good]
+    console = answer_console()
+    rows = [_row(one.fleet, one.result) for one in shown]
+    table, _ = fitted_table(console, _COLUMNS, rows)
+    console.print(table)
+    verdict = "The cheapest" if best.is_good else "The nearest"
+    console.print(
+        f"{verdict}: {best.fleet.label}, TP {best.fleet.ranks}, {best.fleet.devices} devices: {best.share:.1%} of the "
+        f"requests keep both bounds (wanted: {GOOD_SHARE:.0%}).",
+        markup=False,
+    )
+    for line in (*facts, "Start it:", *(f"  {one}" for one in start)):
+        console.print(line, markup=False)
+
+
+def _row(fleet: Fleet, result: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        fleet.label,
+        str(fleet.ranks),
+        str(fleet.devices),
+        *(
+            time_text(result[name], percentile)
+            for name in ("ttft", "itl")
+            for percentile in ("p50", "p90")
+        ),
+        *(f"{result[name]:.1%}" for name in ("ttft_attainment", "itl_attainment", "attainment")),
+        f"{result['goodput']:.3g}",
+    )
