@@ -54,7 +54,7 @@ _UNSUPPORTED: Final = (
 """Beginnings of paths that servers of other kinds have."""
 _NO_TEXT: Final = "Input should be a valid string"
 # A remedy that a validator gives for one field.
-_FIELD_REMEDY: Final = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
+_FIELD_REMEDY: Final = re.compile(r"([a-z_][a-z_.\d\[\]]*): (.*)", re.DOTALL)
 # OpenAI's code for each kind of violation that pydantic has a word for. Others are invalid values.
 _BODY_CODES: Final[Mapping[str, str]] = {
     "missing": "missing_required_parameter",

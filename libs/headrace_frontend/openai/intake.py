@@ -21,7 +21,7 @@ from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
 from headrace_frontend.openai.answers import ModelParsers
-from headrace_frontend.openai.body import BodyKind, UnknownFields, parse_body
+from headrace_frontend.openai.body import Body, BodyKind, UnknownFields, parse_body
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
 from headrace_frontend.request.model_names import ModelChoice
@@ -146,7 +146,9 @@ class Intake:
 
             def parse() -> tuple[BodyKind, list[str], Result]:
                 body = parse_body(kind, data)
-                return body, self._unknown_fields.check(body), convert(body)
+                converted = convert(body)
+                parts = (body, converted) if isinstance(converted, Body) else (body,)
+                return body, self._unknown_fields.check(*parts), converted
 
             body, unknown, converted = await self._parts.preparer.run(tenant, cost_bytes, parse)
         if unknown:

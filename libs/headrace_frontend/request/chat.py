@@ -18,6 +18,7 @@ from headrace_common.limits import (
     SCHEMA_BYTES_MAX,
     TEMPLATE_KWARGS_BYTES_MAX,
 )
+from headrace_frontend.request.enforceable import enforceable
 from headrace_frontend.request.images import has_image, image_violations, part_violations
 from headrace_frontend.request.json_text import NO_TEXT, JsonRejected, is_text, parse_object
 from headrace_frontend.request.schema import moved_schema, schema_problem
@@ -107,7 +108,7 @@ def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
     if not forces_call(chat):
         return None
     choice = chat.tool_choice
-    schemas = {tool.name: _parameters(tool) for tool in chat.tools}
+    schemas = {tool.name: enforceable(_parameters(tool))[0] for tool in chat.tools}
     if choice.mode == _MODE.MODE_FUNCTION:
         return json.dumps(schemas[choice.function_name], ensure_ascii=False)
     definitions: dict[str, Any] = {}

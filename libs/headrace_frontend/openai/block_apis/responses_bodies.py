@@ -94,6 +94,7 @@ class TextFormat(LenientBody):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool = False
 
 
 class TextBody(LenientBody):
@@ -313,5 +314,5 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
         return {"type": "json_object"}
     return {
         "type": "json_schema",
-        "json_schema": {"name": form.name, "schema": form.schema_},
+        "json_schema": {"name": form.name, "schema": form.schema_, "strict": form.strict},
     }
