@@ -13,7 +13,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.http.exchange import HttpError, HttpExchange
-from headrace_frontend.openai.answers import AnswerRules, rules_of
+from headrace_frontend.openai.answers import AnswerRules, permit_calls, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
     MessagesBody,
@@ -429,6 +429,8 @@ class GenerateRoutes:
         await self._parts.images.fetch(body.messages, self._parts.codecs[model])
         request = chat_request(body, request_id)
         complete(request)
+        if request.sampling.HasField("structured_outputs"):
+            permit_calls(request.sampling.structured_outputs, rules, self._parts.codecs[model])
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False

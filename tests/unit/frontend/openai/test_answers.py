@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,3 +188,16 @@ async def test_the_model_decides_about_calls_only_with_a_parser() -> None:
         assert "tool_call_parser" in reply.error["message"]
     for decided in ("none", "required", NAMED):
         assert (await answered(["x"], tool_calls="", tool_choice=decided)).status == 200
+
+
+async def test_a_form_permits_calls_and_a_forced_call_overrides_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = await answered(["x"], response_format=form)
+    (prepared,) = reply.prepared
+    grammar = prepared.sampling.structured_outputs.grammar
+    assert "form: %json" in grammar
+    assert '"<tool_call>"' in grammar
+    for choice, json_schema in (("none", schema), (NAMED, {"type": "object", "properties": {}})):
+        (prepared,) = (await answered(["x"], response_format=form, tool_choice=choice)).prepared
+        assert json.loads(prepared.sampling.structured_outputs.json) == json_schema
