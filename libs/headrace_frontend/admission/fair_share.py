@@ -14,6 +14,7 @@ class. So no class of a tenant starves either.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -84,10 +85,17 @@ class FairPool:
     weights: Callable[[], Mapping[str, float]]
     _: KW_ONLY
     queue_above_share: bool = False
+    limit: float = field(default=math.inf, init=False)
+    """Units that may be used until `raise_limit`, where that is less than the capacity."""
     used: int = field(default=0, init=False)
     waiting: int = field(default=0, init=False)
     """The number of requests that wait."""
     _tenants: dict[Claimant, _Tenant] = field(default_factory=dict, init=False)
+
+    @property
+    def usable(self) -> float:
+        """Units that may be used now."""
+        return min(self.capacity, self.limit)
 
     def used_by(self, tenant: str, priority: Priority = Priority.NORMAL) -> int:
         """Units that a tenant uses in a class."""
@@ -98,11 +106,11 @@ class FairPool:
         """Units that a tenant may use in a class while there is not enough for all."""
         weights, claimant = self.weights(), (tenant, priority)
         total = sum(_weight(weights, name) for name in self._tenants.keys() | {claimant})
-        return self.capacity * _weight(weights, claimant) / total
+        return self.usable * _weight(weights, claimant) / total
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """Grants units at once. False when they are not free, or others wait."""
-        if self.waiting or self.used + amount > self.capacity:
+        if self.waiting or self.used + amount > self.usable:
             return False
         self._use((tenant, priority), amount)
         return True
@@ -126,7 +134,7 @@ class FairPool:
 
         0 when it would be granted at once. The others get their shares meanwhile.
         """
-        if self.used < self.capacity and not self.waiting:
+        if self.used < self.usable and not self.waiting:
             return 0.0
         weights, claimant = self.weights(), (tenant, priority)
         entry = self._tenants.get(claimant)
@@ -137,12 +145,33 @@ class FairPool:
             for name, other in self._tenants.items()
             if name != claimant
         )
-        return max(0, self.used - self.capacity) + own + others
+        return max(0, self.used - self.usable) + own + others
 
     def resize(self, capacity: int) -> None:
         """Changes the capacity, and grants waiting requests that fit now. Granted units stay granted."""
         self.capacity = capacity
         self._grant_waiting()
+
+    def requeue(self, request: CapacityRequest) -> None:
+        """A request for which there was no use gives back its units, and waits before the others of its tenant.
+
+        No more units are used than by the others, until `raise_limit`.
+        """
+        entry = self._tenants[request.claimant]
+        entry.use(-request.amount)
+        self.used -= request.amount
+        self.limit = self.used
+        entry.add_waiting(request)
+        entry.requests.move_to_end(request, last=False)
+        self.waiting += 1
+
+    def raise_limit(self, units: int) -> bool:
+        """Lets more units be used. False when all may be."""
+        self.limit += units
+        if self.limit >= self.capacity:
+            self.limit = math.inf
+        self._grant_waiting()
+        return self.limit < self.capacity
 
     def within_share(self, request: CapacityRequest) -> bool:
         """Whether a waiting request, after the earlier ones of its tenant, fits the tenant's share."""
@@ -183,7 +212,7 @@ class FairPool:
         while (name := self._next_tenant(weights)) is not None:
             entry = self._tenants[name]
             request = next(iter(entry.requests))
-            if self.used + request.amount > self.capacity:
+            if self.used + request.amount > self.usable:
                 # No request overtakes it: else large requests would wait forever.
                 return
             self._stop_waiting(request)

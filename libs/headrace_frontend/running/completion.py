@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,7 +36,8 @@ class ArrivedRequest:
 class AdmittedRequest:
     """A request with everything that a dispatcher needs to run it.
 
-    `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken.
+    `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken. `wait_for_room`
+    waits until it may ask again, after workers had no blocks. It raises QueueFull, DeadlineExceeded or FirstTokenLate.
     """
 
     prepared: PreparedRequest
@@ -43,6 +45,7 @@ class AdmittedRequest:
     deadline: Deadline
     record: RequestRecord
     slot_wait_s: Callable[[], float] = lambda: 0.0
+    wait_for_room: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
 
     @property
     def prefix_ids(self) -> array[int]:

@@ -180,6 +180,11 @@ class RequestRunner:
             await permit.acquire_tokens(len(prepared.token_ids))
             arrived = ArrivedRequest(prepared, terms.deadline, record)
             self.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
+
+            async def wait_for_room() -> None:
+                self.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
+                await permit.wait_for_room()
+
             record.slot_wanted()
             await permit.acquire_slot(prepared.model)
             record.slot_acquired()
@@ -200,6 +205,7 @@ class RequestRunner:
                 deadline=terms.deadline,
                 record=record,
                 slot_wait_s=lambda: permit.slot_wait_s,
+                wait_for_room=wait_for_room,
             )
             await write_response(
                 response, lambda: self.dispatch(admitted), answer.write, answer.outlet
