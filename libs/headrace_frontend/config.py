@@ -103,6 +103,12 @@ class FrontendConfig(ClientAccessConfig):
         "the field, and names it in the response's header x-headrace-ignored-fields.",
     )
 
+    stream_ping_s: NonNegativeSeconds = Field(
+        default=10.0,
+        description="Seconds without an event after which an event stream gets a comment, or that of Messages a ping, "
+        "so that proxies keep it open. The first sends the status too. 0: never.",
+    )
+
     image_hosts: ImageHostList = Field(
         default=(),
         description="Hosts from which images in requests may be fetched: HOST or HOST:PORT, separated by commas. "

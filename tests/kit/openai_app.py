@@ -67,6 +67,8 @@ class Runner:
         self.texts: Sequence[str] = (ANSWER,)
         self.last = inference_pb2.GenerateResponse(finish_reason=sampling_pb2.FINISH_REASON_STOP)
         """Joins the last message of each answer."""
+        self.wait_s = 0.0
+        """Before the first text."""
         self.error: HeadraceError | None = None
         """Raised after the first text."""
         self.requests: list[inference_pb2.GenerateRequest] = []
@@ -87,6 +89,7 @@ class Runner:
         self.requests.append(request)
         self.prepared.append(prepared)
         self.timeouts_s.append(round(deadline.remaining_s()))
+        await asyncio.sleep(self.wait_s)
         for choice in range(request.n):
             if request.sampling.HasField("prompt_logprobs"):
                 await write(_prompt_message(prepared, choice))
@@ -267,6 +270,7 @@ class LocalApp:
             conversations=ConversationStore(2**20, 60.0),
             keep=self._keep,
             images=ImageFetcher(image_hosts),
+            stream_ping_s=10.0,
             rejects_unknown_fields=rejects_unknown_fields,
             deadline_s=60.0,
             body_bytes_max=body_bytes_max,

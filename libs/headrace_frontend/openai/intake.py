@@ -83,6 +83,7 @@ class ClientParts:
         self.deadline_s = config.default_deadline_s
         """Of requests without a timeout."""
         self.rejects_unknown_fields = config.reject_unknown_fields
+        self.stream_ping_s = config.stream_ping_s
         self.parsers = {name: ModelParsers(*names) for name, names in config.parsers.items()}
         self.images = ImageFetcher(config.image_hosts)
         self.tenants = load_tenants(config.api_keys_file)

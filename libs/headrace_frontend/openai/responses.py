@@ -80,6 +80,9 @@ class CollectedChoice:
 class AnswerFormat(ABC):
     """Formats one response: its events if it is streamed, or else one object."""
 
+    ping: bytes = b":\n\n"
+    """An event that says nothing: a comment."""
+
     @abstractmethod
     def first_event(self, index: int) -> bytes:
         """The events before the first text. Empty if there are none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -131,7 +132,9 @@ class Answering:
         events = _EventStream(
             exchange, generation.format, choices=generation.choices, prompts=prompts
         )
-        await self._run_all(generation, events.write, events)
+        with closing(events):
+            events.ping_each(self._parts.stream_ping_s)
+            await self._run_all(generation, events.write, events)
         await events.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -198,6 +201,32 @@ class _EventStream:
         self._begun: set[int] = set()
         """The choices with an event."""
         self._ending = b""
+        self._parts = 0
+        """Of the response, when the client was last found to get some."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ping_each(self, interval_s: float) -> None:
+        """Sends a ping after each interval without an event. Proxies and clients end connections that are silent.
+
+        Until then, an error before the first event has its own HTTP status. 0: never.
+        """
+        if interval_s:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(interval_s, self._ping, interval_s)
+
+    def _ping(self, interval_s: float) -> None:
+        exchange = self._exchange
+        if exchange.parts == self._parts and exchange.writable:
+            data = self._begin(0) + self._form.ping
+            if not exchange.start_now(_STREAM_HEADERS, data):
+                exchange.write_now(data)
+        self._parts = exchange.parts
+        self.ping_each(interval_s)
+
+    def close(self) -> None:
+        """Ends the pings."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def write(self, index: int, message: inference_pb2.GenerateResponse) -> None:
         """Sends a message of choice `index`. Waits while the client does not read."""
@@ -226,10 +255,13 @@ class _EventStream:
         await exchange.finish(data)
 
     def _event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        return self._begin(index) + self._form.event(index, message)
+
+    def _begin(self, index: int) -> bytes:
         if index in self._begun:
-            return self._form.event(index, message)
+            return b""
         self._begun.add(index)
-        return self._form.first_event(index) + self._form.event(index, message)
+        return self._form.first_event(index)
 
 
 @dataclass(frozen=True, slots=True)

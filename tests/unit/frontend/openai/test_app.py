@@ -283,3 +283,22 @@ async def test_too_many_prompt_logprobs_are_refused() -> None:
     reply = await app.complete(prompt=[1] * 500, echo=True, logprobs=20, max_tokens=1, n=16)
     assert (reply.status, reply.error["param"]) == (400, "logprobs")
     assert "at most 131072 are reported" in reply.error["message"]
+
+
+async def test_a_silent_stream_gets_a_ping_each_ten_seconds() -> None:
+    app = LocalApp(reasoning="", texts=["a", "b"])
+    app.runner.wait_s = 25.0
+    user = {"messages": [USER], "stream": True}
+    asked = {
+        CHAT: (user, b":\n\n"),
+        "/v1/responses": ({"input": "hi", "stream": True}, b":\n\n"),
+        "/v1/messages": (user | {"max_tokens": 9}, b'event: ping\ndata: {"type": "ping"}\n\n'),
+    }
+    for path, (body, ping) in asked.items():
+        silent = await app.post(path, body)
+        assert (silent.status, silent.body.count(ping)) == (200, 2)
+        app.runner.wait_s = 5.0
+        assert silent.body.replace(ping, b"").count(b"\n\n") == (
+            await app.post(path, body)
+        ).body.count(b"\n\n")
+        app.runner.wait_s = 25.0
