@@ -99,8 +99,9 @@ class FrontendConfig(ClientAccessConfig):
 
     reject_unknown_fields: bool = Field(
         default=False,
-        description="Whether the HTTP API rejects requests with a field that it does not have. Otherwise it ignores "
-        "the field, and names it in the response's header x-headrace-ignored-fields.",
+        description="Whether the HTTP API rejects requests with a field that it does not have, or with more max_tokens "
+        "than the context leaves. Otherwise it ignores the field, and names it in the response's header "
+        "x-headrace-ignored-fields, and lowers max_tokens, with the header x-headrace-max-tokens.",
     )
 
     stream_ping_s: NonNegativeSeconds = Field(

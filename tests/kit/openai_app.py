@@ -83,9 +83,12 @@ class Runner:
         deadline: Deadline,
         write: ResponseWriter,
         outlet: Outlet | None = None,
+        on_lowered: Callable[[int], None] | None = None,
     ) -> None:
         self.contexts.append(trace.get_current_span().get_span_context())
-        prepared = await self._preparer.prepare(request, request_id_of(request), deadline, tenant)
+        prepared = await self._preparer.prepare(
+            request, request_id_of(request), deadline, tenant, on_lowered=on_lowered
+        )
         self.requests.append(request)
         self.prepared.append(prepared)
         self.timeouts_s.append(round(deadline.remaining_s()))

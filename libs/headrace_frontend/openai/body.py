@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain, islice
@@ -115,7 +116,7 @@ BodyKind = TypeVar("BodyKind", bound=Body)
 
 def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
     """The body in `data`. Raises InvalidRequest that names the wrong fields."""
-    return _validated(kind.model_validate_json, data)
+    return _validated(kind.model_validate_json, data.removeprefix(BOM_UTF8))
 
 
 def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:

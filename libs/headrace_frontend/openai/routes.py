@@ -53,6 +53,7 @@ from headrace_frontend.request.response_stream import Outlet
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
 # Of one with logprobs in a response, about.
 _PROMPT_TOKEN_BYTES: Final = 128
+_MAX_TOKENS: Final = ("max_tokens", "max_completion_tokens")
 _ANSWER_FIELDS: Final[Sequence[_AnswerField]] = ("text", "token_ids", "logprobs", "stop_text")
 
 _STREAM_HEADERS: Final = {
@@ -99,9 +100,6 @@ class Answering:
                 for request in generation.requests:
                     tokens, text = await self._prompt_of(generation, request)
                     form.add_prompt(tokens, request.n, text)
-            if isinstance(form, MessagesFormat):
-                async with self._intake.admitted(generation.tenant):
-                    await self._parts.preparer.fit(generation.requests[0], generation.tenant)
             await exchange.run_while_connected(respond(exchange, generation))
         except InvalidRequest as error:
             raise openai_error(
@@ -134,7 +132,7 @@ class Answering:
         )
         with closing(events):
             events.ping_each(self._parts.stream_ping_s)
-            await self._run_all(generation, events.write, events)
+            await self._run_all(exchange, generation, events.write, events)
         await events.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -145,7 +143,7 @@ class Answering:
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
             choices[index].add(message, form.tokens_of(message))
 
-        await self._run_all(generation, write)
+        await self._run_all(exchange, generation, write)
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices)
         body = await self._parts.preparer.run(
             generation.tenant,
@@ -156,11 +154,20 @@ class Answering:
 
     async def _run_all(
         self,
+        exchange: HttpExchange,
         generation: Generation,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
         events: _EventStream | None = None,
     ) -> None:
         """Runs the requests of all prompts. The first error ends them all. `events` may send messages at once."""
+
+        def name_lowered(max_tokens: int) -> None:
+            exchange.add_header("x-headrace-max-tokens", str(max_tokens))
+
+        is_sent = not generation.body.model_fields_set.isdisjoint(_MAX_TOKENS)
+        is_refused = is_sent and self._parts.rejects_unknown_fields
+        refuses = is_refused and not isinstance(generation.format, MessagesFormat)
+        on_lowered = None if refuses else name_lowered
 
         async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
@@ -172,7 +179,7 @@ class Answering:
             if events is not None and generation.generates:
                 outlet = events.outlet(first_index)
             await self._parts.runner.run(
-                request, generation.tenant, generation.deadline, write_choice, outlet
+                request, generation.tenant, generation.deadline, write_choice, outlet, on_lowered
             )
 
         if len(generation.requests) == 1:

@@ -108,17 +108,20 @@ class RequestRunner:
         deadline: Deadline,
         write: ResponseWriter,
         outlet: Outlet | None = None,
+        on_lowered: Callable[[int], None] | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        `outlet` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
-        or between messages.
+        `outlet` may get all messages of a single answer but the last, instead of `write`. `on_lowered` gets what the
+        prompt leaves of the context, where max_tokens is more. Raises HeadraceError, before or between messages.
         """
         arrival = clocks_now()
         request_id = request_id_of(request)
 
         async def prepare(tenant: str) -> PreparedRequest:
-            return await self.preparer.prepare(request, request_id, deadline, tenant, priority)
+            return await self.preparer.prepare(
+                request, request_id, deadline, tenant, priority, on_lowered
+            )
 
         with self.counter.count_failures():
             if not self.runs_while_draining:
