@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
-_SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMAS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
-"""The keywords of JSON Schema with schemas of whole values."""
+SchemaPath: TypeAlias = tuple[str | int, ...]
+
+# Keywords of JSON Schema with a schema for each of several names, with several schemas, and with one.
+_MAPPINGS: Final = frozenset(
+    {
+        *("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties"),
+        "properties",
+    }
+)
+_LISTS: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_SCHEMAS: Final = frozenset(
+    {
+        *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
+        *("items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+    }
+)
+
+
+def with_parts(
+    schema: Mapping[str, Any], change: Callable[[Any, SchemaPath], Any], path: SchemaPath = ()
+) -> dict[str, Any]:
+    """The JSON Schema at `path`, in which `change` of each direct part and its path replaces the part."""
+
+    def changed(name: str, value: Any) -> Any:
+        place = (*path, name)
+        if name in _MAPPINGS and isinstance(value, dict):
+            return {key: change(part, (*place, key)) for key, part in value.items()}
+        if name in _LISTS and isinstance(value, list):
+            return [change(part, (*place, index)) for index, part in enumerate(value)]
+        return change(value, place) if name in _SCHEMAS else value
+
+    return {name: changed(name, value) for name, value in schema.items()}
 
 
 def closed_schema(text: str) -> str:
@@ -49,17 +78,10 @@ def _json(schema: dict[str, Any]) -> str:
     return f"%json {text}"
 
 
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return list(map(_closed, schema))
+def _closed(schema: Any, _: SchemaPath = ()) -> Any:
     if not isinstance(schema, dict):
         return schema
-    closed: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            closed[name] = {key: _closed(part) for key, part in value.items()}
-        else:
-            closed[name] = _closed(value) if name in _SCHEMAS else value
+    closed = with_parts(schema, _closed)
     if isinstance(schema.get("properties"), dict):
         closed.setdefault("additionalProperties", False)
     return closed

@@ -9,13 +9,8 @@ from itertools import combinations
 from typing import Any, Final, TypeAlias
 
 from headrace_frontend.request.json_text import exceeds_levels
-from headrace_frontend.request.schema import (
-    LISTS,
-    MAPPINGS,
-    SCHEMAS,
-    keyword_problem,
-    resolved,
-)
+from headrace_frontend.request.schema import keyword_problem, resolved
+from headrace_text.constraints import SchemaPath, with_parts
 
 _Schema: TypeAlias = dict[str, Any]
 _Rule: TypeAlias = Callable[[_Schema, str], bool]
@@ -47,7 +42,7 @@ def enforceable(schema: _Schema) -> tuple[_Schema, list[str]]:
     if exceeds_levels(schema) or keyword_problem(schema):
         return schema, []
     rewriting = _Rewriting(schema)
-    rewritten = rewriting.rewritten(schema, "")
+    rewritten = rewriting.rewritten(schema)
     # No value matches what is not an object here.
     return rewritten if isinstance(rewritten, dict) else {"enum": []}, rewriting.unenforced
 
@@ -77,24 +72,17 @@ class _Rewriting:
         self.unenforced: list[str] = []
         self._root = root
 
-    def rewritten(self, schema: Any, path: str) -> Any:
+    def rewritten(self, schema: Any, path: SchemaPath = ()) -> Any:
         """The schema at a path, with its parts rewritten."""
         if not isinstance(schema, dict):
             return schema
         if _says_nothing(schema.get("not")):
             return False
-        found = {name: self._value(name, value, f"{path}{name}") for name, value in schema.items()}
+        found = with_parts(schema, self.rewritten, path)
         for name in schema:
             if name in found and not self._apply(name, found):
-                self.unenforced.append(f"{path}{name}")
+                self.unenforced.append(".".join(map(str, (*path, name))))
         return found
-
-    def _value(self, name: str, value: Any, path: str) -> Any:
-        if isinstance(value, dict) and (name in MAPPINGS or name == "dependencies"):
-            return {key: self.rewritten(one, f"{path}.{key}.") for key, one in value.items()}
-        if isinstance(value, list) and (name in LISTS or name == "items"):
-            return [self.rewritten(one, f"{path}.{index}.") for index, one in enumerate(value)]
-        return self.rewritten(value, f"{path}.") if name in SCHEMAS else value
 
     def _apply(self, name: str, schema: _Schema) -> bool:
         """Removes or replaces a keyword that no engine enforces. False when the schema then permits more."""
