@@ -24,11 +24,18 @@ from headrace_common.limits import (
     TOKEN_TARGET_MAX_S,
 )
 from headrace_frontend.openai.body import Body
-from headrace_frontend.openai.messages import Messages, NamedToolChoice, ToolChoice, Tools
+from headrace_frontend.openai.messages import (
+    AllowedTools,
+    Messages,
+    NamedToolChoice,
+    ToolChoice,
+    Tools,
+)
 from headrace_frontend.request.enforceable import enforceable
 from headrace_frontend.request.json_text import JsonRejected, parse_object
 
-PROMPTS_MAX = 64
+PROMPTS_MAX = 128
+_CHOICES_MAX = 1_024
 _STOPS_MAX = 64
 _TOKENS_MAX = 4_194_304
 COMPLETION_TOKENS = 16
@@ -229,7 +236,7 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     min_tokens: Uint32 = 0
     bad_words: Annotated[list[str], Field(fail_fast=True, max_length=BAD_WORDS_MAX)] | None = None
-    allowed_token_ids: Annotated[TokenList, Field(max_length=ALLOWED_TOKENS_MAX)] | None = None
+    allowed_token_ids: Annotated[PromptTokens, Field(max_length=ALLOWED_TOKENS_MAX)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool | None = None
     prompt_logprobs: Uint32 | None = None
@@ -237,7 +244,7 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputsBody | None = None
     response_format: ResponseFormatBody | None = None
     priority: Annotated[Literal[-1, 0, 1], BeforeValidator(_whole)] = 0
-    cache_salt: str = ""
+    cache_salt: Annotated[str, Field(min_length=1)] = ""
     prompt_cache_key: str = ""
     request_id: str = ""
     return_token_ids: bool = False
@@ -343,6 +350,12 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             fields.setdefault(
                 "tool_choice", {"type": "function", "function": call} if named else call
             )
+        choice, tools = fields.get("tool_choice"), fields.get("tools")
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = AllowedTools.model_validate(choice.get("allowed_tools", choice))
+            fields["tool_choice"] = allowed.mode
+            if isinstance(tools, list):
+                fields["tools"] = [tool for tool in tools if allowed.permits(tool)]
         return fields
 
     @model_validator(mode="after")
@@ -354,7 +367,8 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             raise ValueError(
                 "add_generation_prompt: false needs continue_final_message=true; leave it out"
             )
-        if self.tool_choice not in (None, "none") and not self.tools:
+        is_optional = self.tool_choice in (None, "none", "auto" if self.tools == [] else None)
+        if not is_optional and not self.tools:
             raise ValueError("tool_choice: needs tools; set tools or leave it out")
         for index, tool in enumerate(self.tools or ()):
             function = tool.function
@@ -399,6 +413,17 @@ class CompletionBody(GenerationBody):
     @cached_property
     def includes(self) -> Includes:
         return replace(super().includes, prompt_text=self.echo)
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionBody:
+        prompts = (
+            1
+            if isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+            else len(self.prompt)
+        )
+        if prompts * self.n > _CHOICES_MAX:
+            raise ValueError(f"n: times prompts must be at most {_CHOICES_MAX}; send fewer prompts")
+        return self
 
     @property
     def generates(self) -> bool:

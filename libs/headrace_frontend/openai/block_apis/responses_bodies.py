@@ -86,6 +86,7 @@ class ResponsesToolChoice(LenientBody):
     type: str
     name: str = ""
     mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class TextFormat(LenientBody):
@@ -304,7 +305,7 @@ def _tool_choice(choice: str | ResponsesToolChoice | None) -> Any:
         return choice
     if choice.type == "function":
         return {"type": "function", "function": {"name": choice.name}}
-    return choice.mode or "auto"
+    return _plain(choice) if choice.tools is not None else choice.mode or "auto"
 
 
 def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
