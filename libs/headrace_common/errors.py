@@ -165,9 +165,9 @@ class DecodeFull(HeadraceError):
     BLOCKS = "blocks"
 
     @property
-    def slot_taken(self) -> bool:
-        """Whether a slot was missing, not KV blocks."""
-        return self.metadata.get("resource") == self.SLOTS
+    def needs_blocks(self) -> bool:
+        """Whether KV blocks were missing, not a slot."""
+        return self.metadata.get("resource") == self.BLOCKS
 
 
 class QueueFull(HeadraceError):

@@ -35,7 +35,8 @@ TRANSPORT_CHARACTERS_MAX: Final = 63
 REQUEST_FIELDS_MAX: Final = 16_384
 """Most fields in one client's request, in nested messages too. A packed list is one field."""
 CHAT_ROLES: Final = ("system", "user", "assistant", "tool", "developer")
-"""Roles that a chat message may have."""
+"""Roles that every chat template has. A message may have another."""
+ROLE_CHARACTERS_MAX: Final = 64
 CHAT_MESSAGES_MAX: Final = 2_048
 """Most messages of one chat."""
 CHAT_PARTS_MAX: Final = 64
@@ -48,7 +49,7 @@ IMAGES_BYTES_MAX: Final = 32 * 1024 * 1024
 """Most bytes of all images of one request."""
 CHAT_NAME_CHARACTERS_MAX: Final = 128
 """Longest name of an author or function, and longest id of a function call."""
-CHAT_TOOLS_MAX: Final = 128
+CHAT_TOOLS_MAX: Final = 1_024
 """Most functions of one chat, and most calls in one message."""
 TEMPLATE_KWARGS_BYTES_MAX: Final = 16_384
 """Most bytes of JSON with variables for a chat template."""
@@ -79,7 +80,7 @@ BAD_WORD_CHARACTERS_MAX: Final = 256
 BAD_SEQUENCES_MAX: Final = 256
 BAD_SEQUENCE_TOKENS_MAX: Final = 256
 ALLOWED_TOKENS_MAX: Final = 16_384
-ANSWERS_MAX: Final = 16
+ANSWERS_MAX: Final = 128
 """Most answers to one prompt."""
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_CHARACTERS_MAX: Final = 256

@@ -102,8 +102,15 @@ class FrontendConfig(ClientAccessConfig):
 
     reject_unknown_fields: bool = Field(
         default=False,
-        description="Whether the HTTP API rejects requests with a field that it does not have. Otherwise it ignores "
-        "the field, and names it in the response's header x-headrace-ignored-fields.",
+        description="Whether the HTTP API rejects requests with a field that it does not have, or with more max_tokens "
+        "than the context leaves. Otherwise it ignores the field, and names it in the response's header "
+        "x-headrace-ignored-fields, and lowers max_tokens, with the header x-headrace-max-tokens.",
+    )
+
+    stream_ping_s: NonNegativeSeconds = Field(
+        default=10.0,
+        description="Seconds without an event after which an event stream gets a comment, or that of Messages a ping, "
+        "so that proxies keep it open. The first sends the status too. 0: never.",
     )
 
     image_hosts: ImageHostList = Field(

@@ -70,6 +70,8 @@ class Runner:
         self.texts: Sequence[str] = (ANSWER,)
         self.last = inference_pb2.GenerateResponse(finish_reason=sampling_pb2.FINISH_REASON_STOP)
         """Joins the last message of each answer."""
+        self.wait_s = 0.0
+        """Before the first text."""
         self.error: HeadraceError | None = None
         """Raised after the first text."""
         self.requests: list[inference_pb2.GenerateRequest] = []
@@ -84,12 +86,16 @@ class Runner:
         deadline: Deadline,
         write: ResponseWriter,
         outlet: Outlet | None = None,
+        on_lowered: Callable[[int], None] | None = None,
     ) -> None:
         self.contexts.append(trace.get_current_span().get_span_context())
-        prepared = await self._preparer.prepare(request, request_id_of(request), deadline, tenant)
+        prepared = await self._preparer.prepare(
+            request, request_id_of(request), deadline, tenant, on_lowered=on_lowered
+        )
         self.requests.append(request)
         self.prepared.append(prepared)
         self.timeouts_s.append(round(deadline.remaining_s()))
+        await asyncio.sleep(self.wait_s)
         for choice in range(request.n):
             if request.sampling.HasField("prompt_logprobs"):
                 await write(_prompt_message(prepared, choice))
@@ -270,6 +276,7 @@ class LocalApp:
             conversations=ConversationStore(2**20, 60.0),
             keep=self._keep,
             images=ImageFetcher(image_hosts),
+            stream_ping_s=10.0,
             rejects_unknown_fields=rejects_unknown_fields,
             deadline_s=60.0,
             body_bytes_max=body_bytes_max,

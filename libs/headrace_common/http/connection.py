@@ -361,7 +361,8 @@ class Connection(asyncio.Protocol):
             return
         held = sum([exchange.count_body() for exchange in self._exchanges])
         waiting = max(0, len(self._exchanges) - 1)
-        if waiting or held > _UNREAD_MAX or self._refusal is not None:
+        # While it reads, it notices that the client has gone.
+        if waiting >= PIPELINED_MAX or held > _UNREAD_MAX or self._refusal is not None:
             self.transport.pause_reading()
         elif not self.transport.is_reading():
             self.transport.resume_reading()

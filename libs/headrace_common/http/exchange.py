@@ -79,8 +79,9 @@ class HttpExchange:
         self.host = connection.caller
         # The URIs in the client's certificate.
         self.peer_names = connection.peer_names
-        # Whether the response's status is sent.
+        # Whether the response's status is sent, and how many parts of its body.
         self.started = False
+        self.parts = 0
         self._connection = connection
         self._keeps_alive = keeps_alive
         self._chunked = chunks and method != "HEAD"
@@ -244,6 +245,7 @@ class HttpExchange:
         return "\r\n".join((*lines, "", "")).encode("latin-1")
 
     def _framed(self, data: bytes) -> bytes:
+        self.parts += 1
         if self._chunked and data:
             return b"%x\r\n%b\r\n" % (len(data), data)
         return b"" if self.method == "HEAD" else data

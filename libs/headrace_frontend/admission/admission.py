@@ -37,6 +37,8 @@ _RETRY_MAX_S: Final = 60.0
 _RETRY_UNKNOWN_S: Final = 0.5
 # The weight of the latest hold time in the mean.
 _LATEST_WEIGHT: Final = 0.1
+# Blocks of a worker become free by other routers' requests too, of which this one gets no notice.
+_PROBE_S: Final = 0.05
 
 
 class BoundedResource:
@@ -48,6 +50,8 @@ class BoundedResource:
         self._unit = unit
         self._wait_s = wait_s
         self._mean_hold_s = 0.0
+        self._probe: asyncio.TimerHandle | None = None
+        self._probe_units = 1
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> Held | None:
         """As `acquire`, without a wait. None when the units are not free, or others wait."""
@@ -71,21 +75,60 @@ class BoundedResource:
         if grant is Grant.REJECTED:
             raise self._full_error(tenant, amount, priority)
         if grant is Grant.WAITING:
-            try:
-                in_time = await self._wait_granted(granted, request, deadline)
-            except asyncio.CancelledError:
-                if not self.pool.cancel(request):
-                    self.pool.release(tenant, amount, priority)
-                raise
-            if not in_time and self.pool.cancel(request):
-                raise self._timeout_error(request, deadline)
+            await self._wait(granted, request, deadline, self.wait_bound())
         return Held(self, tenant, amount, priority)
 
+    def wait_bound(self) -> Deadline:
+        """The end of a wait beyond the tenant's share that begins now."""
+        return Deadline.after(self._wait_s)
+
+    async def wait_again(
+        self, tenant: str, amount: int, deadline: Deadline, bound: Deadline, priority: Priority
+    ) -> None:
+        """As `acquire`, for units that were granted and cannot be used yet. Others do not overtake the request.
+
+        `bound` ends the wait beyond the share.
+        """
+        granted = asyncio.Event()
+        request = CapacityRequest(tenant, amount, granted.set, priority)
+        self.pool.requeue(request)
+        self._probe_units = 1
+        if self._probe is None:
+            self._probe = asyncio.get_running_loop().call_later(_PROBE_S, self._raise_limit)
+        await self._wait(granted, request, deadline, bound)
+
+    def _raise_limit(self) -> None:
+        """Lets more requests find out whether they can use their units. Twice as many each time that all can."""
+        self._probe = None
+        if self.pool.raise_limit(self._probe_units):
+            self._probe_units *= 2
+            self._probe = asyncio.get_running_loop().call_later(_PROBE_S, self._raise_limit)
+
+    async def _wait(
+        self,
+        granted: asyncio.Event,
+        request: CapacityRequest,
+        deadline: Deadline,
+        bound: Deadline,
+    ) -> None:
+        """Raises as `acquire` does, without the units."""
+        try:
+            in_time = await self._wait_granted(granted, request, deadline, bound)
+        except asyncio.CancelledError:
+            if not self.pool.cancel(request):
+                self.pool.release(request.tenant, request.amount, request.priority)
+            raise
+        if not in_time and self.pool.cancel(request):
+            raise self._timeout_error(request, deadline)
+
     async def _wait_granted(
-        self, granted: asyncio.Event, request: CapacityRequest, deadline: Deadline
+        self,
+        granted: asyncio.Event,
+        request: CapacityRequest,
+        deadline: Deadline,
+        bound: Deadline,
     ) -> bool:
         """False when the wait has ended first. A request that is within the share by then waits on."""
-        bound = Deadline.after(self._wait_s)
         while not granted.is_set():
             within = self.pool.within_share(request)
             left_s = min(deadline.remaining_s(), math.inf if within else bound.remaining_s())
@@ -112,7 +155,7 @@ class BoundedResource:
         0 when one is free, and before the first was released.
         """
         ahead = self.pool.units_ahead(tenant, priority)
-        return self._mean_hold_s * ahead / max(1, self.pool.capacity)
+        return self._mean_hold_s * ahead / max(1, self.pool.usable)
 
     def wait_of_holder_s(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """How long a tenant may wait for the use of a unit that was granted to it."""
@@ -160,7 +203,7 @@ class BoundedResource:
 class Held:
     """Units of a resource that a tenant holds since it got them."""
 
-    __slots__ = ("_acquired_s", "_amount", "_priority", "_resource", "_tenant")
+    __slots__ = ("_acquired_s", "_amount", "_bound", "_priority", "_resource", "_tenant")
 
     def __init__(
         self, resource: BoundedResource, tenant: str, amount: int, priority: Priority
@@ -168,11 +211,20 @@ class Held:
         self._resource, self._tenant, self._priority = resource, tenant, priority
         self._amount = amount
         self._acquired_s = time.monotonic()
+        self._bound: Deadline | None = None
+        """Of all waits for their use."""
 
     @property
     def wait_s(self) -> float:
         """How long the tenant may wait for their use."""
         return self._resource.wait_of_holder_s(self._tenant, self._priority)
+
+    async def wait_again(self, deadline: Deadline) -> None:
+        """Gives them back, since they cannot be used yet, and gets them again. Raises as `acquire` does."""
+        amount, self._amount = self._amount, 0
+        self._bound = bound = self._bound or self._resource.wait_bound()
+        await self._resource.wait_again(self._tenant, amount, deadline, bound, self._priority)
+        self._amount, self._acquired_s = amount, time.monotonic()
 
     def close(self) -> None:
         """Gives them back. Repeats are ignored."""
@@ -260,6 +312,13 @@ class AdmissionPermit:
     def slot_wait_s(self) -> float:
         """How long the request may wait for a worker on which its slot is still taken."""
         return self._slot.wait_s if self._slot is not None else 0.0
+
+    async def wait_for_room(self) -> None:
+        """Waits for a slot again, since no worker had blocks for the request. Raises as `acquire_slot` does."""
+        if self._slot is None:
+            await asyncio.sleep(_PROBE_S)
+        else:
+            await self._slot.wait_again(self._deadline)
 
     def release_tokens(self) -> None:
         """The prompt no longer waits. Repeats are ignored."""

@@ -14,6 +14,7 @@ class. So no class of a tenant starves either.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -76,11 +77,18 @@ class FairPool:
     weights: Callable[[], Mapping[str, float]]
     _: KW_ONLY
     queue_above_share: bool = False
+    limit: float = field(default=math.inf, init=False)
+    """Units that may be used until `raise_limit`, where that is less than the capacity."""
     used: int = field(default=0, init=False)
     waiting: int = field(default=0, init=False)
     """The number of requests that wait."""
     _used: dict[Claimant, int] = field(default_factory=dict, init=False)
     _queues: dict[Claimant, _Queue] = field(default_factory=dict, init=False)
+
+    @property
+    def usable(self) -> float:
+        """Units that may be used now."""
+        return min(self.capacity, self.limit)
 
     def used_by(self, tenant: str, priority: Priority = Priority.NORMAL) -> int:
         """Units that a tenant uses in a class."""
@@ -91,11 +99,11 @@ class FairPool:
         weights, claimant = self.weights(), (tenant, priority)
         claimants = self._used.keys() | self._queues.keys() | {claimant}
         total = sum(_weight(weights, name) for name in claimants)
-        return self.capacity * _weight(weights, claimant) / total
+        return self.usable * _weight(weights, claimant) / total
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """Grants units at once. False when they are not free, or others wait."""
-        if self.waiting or self.used + amount > self.capacity:
+        if self.waiting or self.used + amount > self.usable:
             return False
         claimant = tenant, priority
         self._used[claimant] = self._used.get(claimant, 0) + amount
@@ -122,7 +130,7 @@ class FairPool:
 
         0 when it would be granted at once. The others get their shares meanwhile.
         """
-        if self.used < self.capacity and not self.waiting:
+        if self.used < self.usable and not self.waiting:
             return 0.0
         weights, claimant = self.weights(), (tenant, priority)
         queue = self._queues.get(claimant)
@@ -133,12 +141,32 @@ class FairPool:
             for name, other in self._queues.items()
             if name != claimant
         )
-        return max(0, self.used - self.capacity) + own + others
+        return max(0, self.used - self.usable) + own + others
 
     def resize(self, capacity: int) -> None:
         """Changes the capacity, and grants waiting requests that fit now. Granted units stay granted."""
         self.capacity = capacity
         self._grant_waiting()
+
+    def requeue(self, request: CapacityRequest) -> None:
+        """A request for which there was no use gives back its units, and waits before the others of its tenant.
+
+        No more units are used than by the others, until `raise_limit`.
+        """
+        self._give_back(request.claimant, request.amount)
+        self.limit = self.used
+        queue = self._queues.setdefault(request.claimant, _Queue())
+        queue.add(request)
+        queue.requests.move_to_end(request, last=False)
+        self.waiting += 1
+
+    def raise_limit(self, units: int) -> bool:
+        """Lets more units be used. False when all may be."""
+        self.limit += units
+        if self.limit >= self.capacity:
+            self.limit = math.inf
+        self._grant_waiting()
+        return self.limit < self.capacity
 
     def within_share(self, request: CapacityRequest) -> bool:
         """Whether a waiting request, after the earlier ones of its tenant, fits the tenant's share."""
@@ -151,15 +179,17 @@ class FairPool:
 
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """Returns granted units, and grants waiting requests that fit now."""
-        claimant = tenant, priority
+        self._give_back((tenant, priority), amount)
+        if self.waiting:
+            self._grant_waiting()
+
+    def _give_back(self, claimant: Claimant, amount: int) -> None:
         left = self._used[claimant] - amount
         if left:
             self._used[claimant] = left
         else:
             del self._used[claimant]
         self.used -= amount
-        if self.waiting:
-            self._grant_waiting()
 
     def cancel(self, request: CapacityRequest) -> bool:
         """Removes a waiting request. False when it was granted already."""
@@ -180,7 +210,7 @@ class FairPool:
         while (name := self._next_tenant(weights)) is not None:
             queue = self._queues[name]
             request = next(iter(queue.requests))
-            if self.used + request.amount > self.capacity:
+            if self.used + request.amount > self.usable:
                 # No request overtakes it: else large requests would wait forever.
                 return
             self._stop_waiting(queue, request)

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.requests import ChatCompletionBody
 from headrace_text.codec import TextCodec
+from headrace_text.constraints import call_or_form
 from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
 from headrace_text.parsing.registry import (
+    CALL_OPENINGS,
     NO_PARSER,
     REASONING_PARSERS,
     AnswerParser,
@@ -116,6 +119,21 @@ def rules_of(body: ChatCompletionBody, parsers: ModelParsers) -> AnswerRules:
         calls_one_function=body.functions is not None,
         hides_reasoning=not body.include_reasoning,
     )
+
+
+def permit_calls(
+    outputs: sampling_pb2.StructuredOutputs, rules: AnswerRules, codec: TextCodec
+) -> None:
+    """Lets an answer be calls of tools in place of the form, where the model decides. Not in place of a grammar."""
+    form: str | Iterable[str] = outputs.choice.texts
+    if outputs.json or outputs.json_object:
+        form = outputs.json or '{"type": "object"}'
+    if rules.tool_calls is None or not form:
+        return
+    opening = CALL_OPENINGS[rules.tool_calls]
+    tokens = codec.encode_part(opening)
+    token_id = tokens[0] if len(tokens) == 1 else None
+    outputs.grammar = call_or_form(opening, token_id, rules.schemas, form)
 
 
 class ChatAnswer:

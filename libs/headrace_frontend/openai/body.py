@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -30,6 +31,11 @@ class Body(BaseModel):
     """Fields that never change an answer. They are dropped."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that would change an answer, with the values that do not. Other values are rejected."""
+
+    @property
+    def ignored(self) -> Iterable[str]:
+        """The fields that change nothing, though the client may expect it."""
+        return self.model_extra or ()
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -65,9 +71,9 @@ class UnknownFields:
         self._rejected = rejected
         self._logged: set[str] = set()
 
-    def check(self, body: Body) -> list[str]:
+    def check(self, *bodies: Body) -> list[str]:
         """The paths of some unknown fields, without the indexes of lists. Raises InvalidRequest to reject them."""
-        found = list(islice(_unknown(body), _UNKNOWN_MAX))
+        found = list(islice(chain.from_iterable(map(_unknown, bodies)), _UNKNOWN_MAX))
         if not found:
             return found
         paths = sorted({_NO_NAME_CHARACTER.sub("_", one)[:_NAME_CHARACTERS_MAX] for one in found})
@@ -83,7 +89,7 @@ class UnknownFields:
 
 def _unknown(body: Body, path: str = "") -> Iterator[str]:
     """The paths may repeat."""
-    for name in body.model_extra or ():
+    for name in body.ignored:
         yield f"{path}{name}"
     for name in _body_fields(type(body)):
         value = getattr(body, name)
@@ -110,7 +116,7 @@ BodyKind = TypeVar("BodyKind", bound=Body)
 
 def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
     """The body in `data`. Raises InvalidRequest that names the wrong fields."""
-    return _validated(kind.model_validate_json, data)
+    return _validated(kind.model_validate_json, data.removeprefix(BOM_UTF8))
 
 
 def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:

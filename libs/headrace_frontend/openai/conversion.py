@@ -22,6 +22,7 @@ from headrace_frontend.openai.requests import (
     TokenizeBody,
 )
 from headrace_frontend.promises import KEEP_HEADER
+from headrace_frontend.request.chat import forces_call
 from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 
@@ -79,6 +80,8 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
     if body.tools and body.tool_choice is not None:
         single = not body.parallel_tool_calls
         chat.tool_choice.CopyFrom(_tool_choice(body.tool_choice, single=single))
+        if forces_call(chat):
+            sampling.ClearField("structured_outputs")
     return request
 
 
@@ -144,7 +147,8 @@ def openai_error(
     if echoed:
         names["prompt_logprobs"] = "logprobs"
     if formatted:
-        names["structured_outputs.json"] = "response_format.json_schema.schema"
+        schema = "response_format.json_schema.schema"
+        names |= {"structured_outputs.json": schema, "structured_outputs.grammar": schema}
     violations: dict[str, str] = {}
     for path, remedy in error.violations.items():
         field = path

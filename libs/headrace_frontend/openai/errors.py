@@ -78,7 +78,7 @@ _PHRASES: Final[Mapping[str, str]] = {
 }
 """Our words for pydantic's kinds of errors."""
 # A remedy that a validator gives for one field.
-_FIELD_REMEDY: Final = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
+_FIELD_REMEDY: Final = re.compile(r"([a-z_][a-z_.\d\[\]]*): (.*)", re.DOTALL)
 # OpenAI's code for each kind of violation that pydantic has a word for. Others are invalid values.
 _BODY_CODES: Final[Mapping[str, str]] = {
     "missing": "missing_required_parameter",

@@ -21,7 +21,7 @@ from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
 from headrace_frontend.openai.answers import parsers_of
-from headrace_frontend.openai.body import BodyKind, UnknownFields, parse_body
+from headrace_frontend.openai.body import Body, BodyKind, UnknownFields, parse_body
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
 from headrace_frontend.request.computations import COUNT_VALUES, PARSE, Result
@@ -84,6 +84,7 @@ class ClientParts:
         self.deadline_s = config.default_deadline_s
         """Of requests without a timeout."""
         self.rejects_unknown_fields = config.reject_unknown_fields
+        self.stream_ping_s = config.stream_ping_s
         self.parsers = {
             name: parsers_of(codec, *config.parsers[name]) for name, codec in codecs.items()
         }
@@ -157,7 +158,9 @@ class Intake:
 
             def parse() -> tuple[BodyKind, list[str], Result]:
                 body = parse_body(kind, data)
-                return body, self._unknown_fields.check(body), convert(body)
+                converted = convert(body)
+                parts = (body, converted) if isinstance(converted, Body) else (body,)
+                return body, self._unknown_fields.check(*parts), converted
 
             body, unknown, converted = await parsed_json(self._parts, tenant, data, parse)
         if unknown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote_to_bytes
 
@@ -189,6 +190,23 @@ class NamedToolChoice(Body):
 
     type: Literal["function"] = "function"
     function: FunctionName
+
+
+class AllowedTools(Body):
+    """The choice of some functions. The model sees no others."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[dict[str, Any]] = Field(max_length=CHAT_TOOLS_MAX)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        found = (tool.get("function", tool) for tool in self.tools)
+        return frozenset(str(one.get("name")) for one in found if isinstance(one, dict))
+
+    def permits(self, tool: Any) -> bool:
+        """Whether a tool of a chat is one of them. True for what is no tool."""
+        function = tool.get("function") if isinstance(tool, dict) else None
+        return not isinstance(function, dict) or function.get("name") in self._names
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from headrace_common.limits import (
     ALLOWED_TOKENS_MAX,
@@ -18,12 +20,22 @@ from headrace_common.limits import (
     KEEP_MAX_S,
     LOGIT_BIASES_MAX,
     REQUEST_TIMEOUT_MAX_S,
+    SCHEMA_BYTES_MAX,
     TOKEN_TARGET_MAX_S,
 )
 from headrace_frontend.openai.body import Body
-from headrace_frontend.openai.messages import Messages, ToolChoice, Tools
+from headrace_frontend.openai.messages import (
+    AllowedTools,
+    Messages,
+    NamedToolChoice,
+    ToolChoice,
+    Tools,
+)
+from headrace_frontend.request.enforceable import enforceable
+from headrace_frontend.request.json_text import JsonRejected, parse_object
 
-PROMPTS_MAX = 64
+PROMPTS_MAX = 128
+_CHOICES_MAX = 1_024
 _STOPS_MAX = 64
 _TOKENS_MAX = 4_194_304
 COMPLETION_TOKENS = 16
@@ -50,6 +62,7 @@ PromptField: TypeAlias = (
 
 
 _NO_VALUE: Final = ()
+_INDEX: Final = re.compile(r"\[\d+\]")
 # Constraints of the answer by the names that vLLM had before, and that SGLang has.
 _CONSTRAINTS: Final[Mapping[str, str]] = {
     "guided_json": "json",
@@ -97,7 +110,25 @@ class StreamOptions(Body):
 _NO_OPTIONS: Final = StreamOptions()
 
 
-class StructuredOutputsBody(Body):
+class SchemaBody(Body):
+    """A body with JSON Schemas that an answer must match. Keywords that no engine enforces are ignored fields."""
+
+    _unenforced: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored(self) -> Iterable[str]:
+        return (*super().ignored, *self._unenforced)
+
+    def enforce(self, name: str, schema: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
+        """The schema in the field `name` as engines enforce it. Raises ValueError for less where it is strict."""
+        enforced, lacking = enforceable(schema)
+        if lacking and strict:
+            raise ValueError(f"{name}: {lacking[0]} cannot be enforced; leave it, or strict, out")
+        self._unenforced += (f"{_INDEX.sub('', name)}.{path}" for path in lacking)
+        return enforced
+
+
+class StructuredOutputsBody(SchemaBody):
     """vLLM's structured outputs. One of the fields must be set."""
 
     neutral = {  # noqa: RUF012
@@ -113,17 +144,35 @@ class StructuredOutputsBody(Body):
     grammar: str | None = None
     structural_tag: str | None = None
 
+    @model_validator(mode="after")
+    def _enforce(self) -> StructuredOutputsBody:
+        given = self.json_
+        if isinstance(given, str):
+            # The text that is no schema is reported with the whole request.
+            with suppress(JsonRejected):
+                given = parse_object(given, SCHEMA_BYTES_MAX)
+        if isinstance(given, dict) and (enforced := self.enforce("json", given)) != given:
+            self.json_ = enforced
+        return self
 
-class JsonSchemaBody(Body):
+
+class JsonSchemaBody(SchemaBody):
     """The schema of an answer."""
 
     # They describe the schema.
-    without_effect = frozenset({"name", "description", "strict"})
+    without_effect = frozenset({"name", "description"})
 
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool = False
+
+    @model_validator(mode="after")
+    def _enforce(self) -> JsonSchemaBody:
+        if self.schema_ is not None:
+            self.schema_ = self.enforce("schema", self.schema_, strict=self.strict)
+        return self
 
 
-class ResponseFormatBody(Body):
+class ResponseFormatBody(SchemaBody):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -138,6 +187,9 @@ class ResponseFormatBody(Body):
         schema = None if self.json_schema is None else self.json_schema.schema_
         if (self.type == "json_schema") != (schema is not None):
             raise ValueError("json_schema: needs schema, and type json_schema needs json_schema")
+        for index, one in enumerate(self.structures if isinstance(self.structures, list) else ()):
+            if isinstance(one, dict) and isinstance(one.get("schema"), dict):
+                one["schema"] = self.enforce(f"structures[{index}].schema", one["schema"])
         return self
 
 
@@ -184,7 +236,7 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     min_tokens: Uint32 = 0
     bad_words: Annotated[list[str], Field(fail_fast=True, max_length=BAD_WORDS_MAX)] | None = None
-    allowed_token_ids: Annotated[TokenList, Field(max_length=ALLOWED_TOKENS_MAX)] | None = None
+    allowed_token_ids: Annotated[PromptTokens, Field(max_length=ALLOWED_TOKENS_MAX)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool | None = None
     prompt_logprobs: Uint32 | None = None
@@ -192,7 +244,7 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputsBody | None = None
     response_format: ResponseFormatBody | None = None
     priority: Annotated[Literal[-1, 0, 1], BeforeValidator(_whole)] = 0
-    cache_salt: str = ""
+    cache_salt: Annotated[str, Field(min_length=1)] = ""
     prompt_cache_key: str = ""
     request_id: str = ""
     return_token_ids: bool = False
@@ -249,7 +301,7 @@ class GenerationBody(Body):
         return self
 
 
-class ChatCompletionBody(GenerationBody):
+class ChatCompletionBody(GenerationBody, SchemaBody):
     """A request of /v1/chat/completions."""
 
     neutral = {  # noqa: RUF012
@@ -298,6 +350,12 @@ class ChatCompletionBody(GenerationBody):
             fields.setdefault(
                 "tool_choice", {"type": "function", "function": call} if named else call
             )
+        choice, tools = fields.get("tool_choice"), fields.get("tools")
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = AllowedTools.model_validate(choice.get("allowed_tools", choice))
+            fields["tool_choice"] = allowed.mode
+            if isinstance(tools, list):
+                fields["tools"] = [tool for tool in tools if allowed.permits(tool)]
         return fields
 
     @model_validator(mode="after")
@@ -309,9 +367,22 @@ class ChatCompletionBody(GenerationBody):
             raise ValueError(
                 "add_generation_prompt: false needs continue_final_message=true; leave it out"
             )
-        if self.tool_choice not in (None, "none") and not self.tools:
+        is_optional = self.tool_choice in (None, "none", "auto" if self.tools == [] else None)
+        if not is_optional and not self.tools:
             raise ValueError("tool_choice: needs tools; set tools or leave it out")
+        for index, tool in enumerate(self.tools or ()):
+            function = tool.function
+            if function.parameters and self.forces(function.name):
+                # The model reads the schema as it is. The answer's form is made with the request.
+                place = f"tools[{index}].function.parameters"
+                self.enforce(place, function.parameters, strict=function.strict is True)
         return self
+
+    def forces(self, name: str) -> bool:
+        """Whether the answer is a call, which may be of this function."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return self.tool_choice.function.name == name
+        return self.tool_choice == "required"
 
 
 def _check_ending(body: ChatCompletionBody | TokenizeBody) -> None:
@@ -342,6 +413,17 @@ class CompletionBody(GenerationBody):
     @cached_property
     def includes(self) -> Includes:
         return replace(super().includes, prompt_text=self.echo)
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionBody:
+        prompts = (
+            1
+            if isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+            else len(self.prompt)
+        )
+        if prompts * self.n > _CHOICES_MAX:
+            raise ValueError(f"n: times prompts must be at most {_CHOICES_MAX}; send fewer prompts")
+        return self
 
     @property
     def generates(self) -> bool:

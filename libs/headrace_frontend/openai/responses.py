@@ -80,6 +80,8 @@ class CollectedChoice:
 class AnswerFormat(ABC):
     """Formats one response: its events if it is streamed, or else one object."""
 
+    ping: bytes = b":\n\n"
+    """An event that says nothing: a comment."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Fields of the API with other names than those of chats, by the latter."""
 

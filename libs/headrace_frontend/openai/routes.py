@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -14,7 +15,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.http.exchange import HttpError, HttpExchange
-from headrace_frontend.openai.answers import AnswerRules, rules_of
+from headrace_frontend.openai.answers import AnswerRules, permit_calls, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
     MessagesBody,
@@ -32,6 +33,7 @@ from headrace_frontend.openai.conversion import (
     openai_error,
     tokenize_request,
 )
+from headrace_frontend.openai.event_stream import EventStream
 from headrace_frontend.openai.image_fetch import has_remote_images
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import (
@@ -53,15 +55,8 @@ from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_T
 from headrace_frontend.request.response_stream import Outlet
 
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
+_MAX_TOKENS: Final = ("max_tokens", "max_completion_tokens")
 _ANSWER_FIELDS: Final[Sequence[_AnswerField]] = ("text", "token_ids", "logprobs", "stop_text")
-
-_NO_USAGE: Final = inference_pb2.Usage()
-_STREAM_HEADERS: Final = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    # Proxies such as nginx would collect events.
-    "x-accel-buffering": "no",
-}
 
 
 @dataclass(slots=True)
@@ -100,9 +95,6 @@ class Answering:
                 for request in generation.requests:
                     tokens, text = await self._prompt_of(generation, request)
                     form.add_prompt(tokens, request.n, text)
-            if isinstance(form, MessagesFormat):
-                async with self._intake.admitted(generation.tenant):
-                    await self._parts.preparer.fit(generation.requests[0], generation.tenant)
             await exchange.run_while_connected(respond(exchange, generation))
         except InvalidRequest as error:
             raise openai_error(
@@ -131,8 +123,13 @@ class Answering:
 
     async def _stream(self, exchange: HttpExchange, generation: Generation) -> None:
         """Sends an event for each message of each choice."""
-        events = _EventStream(exchange, generation)
-        await self._running(generation, events.write, events)
+        prompts = len(generation.requests)
+        events = EventStream(
+            exchange, generation.format, choices=generation.choices, prompts=prompts
+        )
+        with closing(events):
+            events.ping_each(self._parts.stream_ping_s)
+            await self._running(exchange, generation, events.write, events)
         await events.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -143,7 +140,7 @@ class Answering:
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
             choices[index].add(message, form.tokens_of(message))
 
-        await self._running(generation, write)
+        await self._running(exchange, generation, write)
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices)
         body = await self._parts.preparer.run(
             generation.tenant,
@@ -155,21 +152,26 @@ class Answering:
 
     def _running(
         self,
+        exchange: HttpExchange,
         generation: Generation,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
-        events: _EventStream | None = None,
+        events: EventStream | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Runs the requests of all prompts. The first error ends them all. `events` may send messages at once."""
+        is_sent = not generation.body.model_fields_set.isdisjoint(_MAX_TOKENS)
+        is_refused = is_sent and self._parts.rejects_unknown_fields
+        refuses = is_refused and not isinstance(generation.format, MessagesFormat)
+        on_lowered = None if refuses else partial(_name_lowered, exchange)
         runs: list[Coroutine[Any, Any, None]] = []
         first_index = 0
         for request in generation.requests:
             outlet: Outlet | None = None
             if events is not None and generation.generates:
-                outlet = _ChoiceOutlet(first_index, events)
+                outlet = events.outlet(first_index)
             writes = partial(_write_choice, generation, write, first_index)
             runs.append(
                 self._parts.runner.run(
-                    request, generation.tenant, generation.deadline, writes, outlet
+                    request, generation.tenant, generation.deadline, writes, outlet, on_lowered
                 )
             )
             first_index += request.n
@@ -196,73 +198,8 @@ def _write_choice(
     return write(first_index + message.choice, message)
 
 
-class _EventStream:
-    """Sends an event for each message of each choice. The prompts share the choices evenly."""
-
-    def __init__(self, exchange: HttpExchange, generation: Generation) -> None:
-        self.exchange = exchange
-        self.form = generation.format
-        self._prompts = len(generation.requests)
-        self._usages = [_NO_USAGE] * generation.choices
-        self._begun: set[int] = set()
-        """The choices with an event."""
-        self._ending = b""
-
-    async def write(self, index: int, message: inference_pb2.GenerateResponse) -> None:
-        """Sends a message of choice `index`. Waits while the client does not read."""
-        data = self.event(index, message)
-        if message.finish_reason:
-            self._usages[index] = message.usage
-            if len(self._usages) == 1:
-                # One write for all that is left.
-                self._ending = data
-                return
-        if not self.exchange.started:
-            await self.exchange.start(200, _STREAM_HEADERS)
-        if data:
-            await self.exchange.write(data)
-
-    async def finish(self) -> None:
-        """Sends what is left, once all choices have ended."""
-        exchange = self.exchange
-        data = self._ending + self.form.last_event(self._usages, self._prompts)
-        if not exchange.started:
-            await exchange.start(200, _STREAM_HEADERS)
-        await exchange.finish(data)
-
-    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
-        """The events for a message of choice `index`."""
-        if index in self._begun:
-            return self.form.event(index, message)
-        self._begun.add(index)
-        return self.form.first_event(index) + self.form.event(index, message)
-
-
-class _ChoiceOutlet:
-    """Sends choice `index` of an event stream at once. See Outlet."""
-
-    __slots__ = ("_events", "_exchange", "_index")
-
-    def __init__(self, index: int, events: _EventStream) -> None:
-        self._index, self._events, self._exchange = index, events, events.exchange
-
-    @property
-    def writable(self) -> bool:
-        return self._exchange.writable
-
-    def write_message(self, message: inference_pb2.GenerateResponse) -> None:
-        data = self._events.event(self._index, message)
-        if not self._exchange.started:
-            self._exchange.start_now(_STREAM_HEADERS, data)
-        elif data:
-            self._exchange.write_now(data)
-
-    def write_text(self, text: str) -> bool:
-        data = self._events.form.text_event(self._index, text)
-        if data is None:
-            return False
-        # Tokens without text are a part of a character.
-        return self._exchange.write_now(data) if text else self._exchange.writable
+def _name_lowered(exchange: HttpExchange, max_tokens: int) -> None:
+    exchange.add_header("x-headrace-max-tokens", str(max_tokens))
 
 
 def _leave_out_answer(message: inference_pb2.GenerateResponse) -> None:
@@ -435,6 +372,8 @@ class GenerateRoutes:
                 await self._parts.images.fetch(body.messages, self._parts.codecs[model], tenant)
         request = chat_request(body, request_id)
         complete(request)
+        if request.sampling.HasField("structured_outputs"):
+            permit_calls(request.sampling.structured_outputs, rules, self._parts.codecs[model])
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False

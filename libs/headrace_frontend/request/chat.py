@@ -15,9 +15,11 @@ from headrace_common.limits import (
     CHAT_NAME_CHARACTERS_MAX,
     CHAT_ROLES,
     CHAT_TOOLS_MAX,
+    ROLE_CHARACTERS_MAX,
     SCHEMA_BYTES_MAX,
     TEMPLATE_KWARGS_BYTES_MAX,
 )
+from headrace_frontend.request.enforceable import enforceable
 from headrace_frontend.request.images import has_image, image_violations, part_violations
 from headrace_frontend.request.json_text import NO_TEXT, JsonRejected, is_text, parse_object
 from headrace_frontend.request.schema import moved_schema, schema_problem
@@ -27,6 +29,8 @@ _MODE = tools_pb2.ToolChoice.Mode
 _MODES = frozenset(_MODE.values())
 _FORCING_MODES = (_MODE.MODE_REQUIRED, _MODE.MODE_FUNCTION)
 _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{CHAT_NAME_CHARACTERS_MAX}}}")
+# The template writes it. It cannot be the text of a control token.
+_ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{ROLE_CHARACTERS_MAX}}}")
 _MESSAGES_MAX = 64
 _RARE_FIELDS = attrgetter("name", "tool_call_id", "reasoning", "tool_calls", "parts")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -107,7 +111,7 @@ def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
     if not forces_call(chat):
         return None
     choice = chat.tool_choice
-    schemas = {tool.name: _parameters(tool) for tool in chat.tools}
+    schemas = {tool.name: enforceable(_parameters(tool))[0] for tool in chat.tools}
     if choice.mode == _MODE.MODE_FUNCTION:
         return json.dumps(schemas[choice.function_name], ensure_ascii=False)
     definitions: dict[str, Any] = {}
@@ -136,8 +140,8 @@ def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
 
 
 def _message_violations(path: str, message: inference_pb2.ChatMessage) -> Iterator[tuple[str, str]]:
-    if message.role not in CHAT_ROLES:
-        yield f"{path}.role", f"must be one of {', '.join(CHAT_ROLES)}"
+    if not _ROLE.fullmatch(message.role):
+        yield f"{path}.role", f"must be 1 to {ROLE_CHARACTERS_MAX} letters, digits, _ and -"
     names = {"name": message.name, "tool_call_id": message.tool_call_id}
     for index, call in enumerate(message.tool_calls[:CHAT_TOOLS_MAX]):
         names |= {f"tool_calls[{index}].id": call.id, f"tool_calls[{index}].name": call.name}

@@ -33,7 +33,7 @@ def parse_object(text: str, bytes_max: int) -> dict[str, Any]:
         raise JsonRejected(f"must be the text of a JSON object: {error}") from None
     if not isinstance(value, dict):
         raise JsonRejected(f"must be the text of a JSON object, not of {_kind(value)}")
-    if _exceeds_levels(value):
+    if exceeds_levels(value):
         raise JsonRejected(_TOO_DEEP)
     if not is_text(text):
         raise JsonRejected(NO_TEXT)
@@ -72,7 +72,8 @@ def _kind(value: object) -> str:
     return "an array" if isinstance(value, list) else "a plain value"
 
 
-def _exceeds_levels(value: dict[str, Any]) -> bool:
+def exceeds_levels(value: dict[str, Any]) -> bool:
+    """Whether an object has more levels of objects and arrays than a request may have."""
     level: list[Any] = [value]
     for _ in range(JSON_LEVELS_MAX):
         children = (

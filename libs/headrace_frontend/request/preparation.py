@@ -70,9 +70,11 @@ class RequestPreparer:
         deadline: Deadline | None,
         tenant: str,
         priority: Priority = Priority.NORMAL,
+        on_lowered: Callable[[int], None] | None = None,
     ) -> PreparedRequest:
         """The validated request. Raises InvalidRequest.
 
+        `on_lowered` permits to lower max_tokens of the request to what the prompt leaves of the context, and gets it.
         Waits for a decode worker if a lost one may return, unless `deadline` is None.
         """
         model = request.model
@@ -80,7 +82,15 @@ class RequestPreparer:
             # It may be an adapter. Workers that may return have announced theirs.
             for served in self.codecs:
                 await self.workers.wait_for_worker(served, deadline)
-        prepared = await self._run(request, request_id, tenant, priority)
+        try:
+            prepared = await self._run(request, request_id, tenant, priority)
+        except InvalidRequest as error:
+            is_lowered = error.cause and error.violations.keys() == {"sampling.max_tokens"}
+            if on_lowered is None or not is_lowered:
+                raise
+            request.sampling.ClearField("max_tokens")
+            prepared = await self._run(request, request_id, tenant, priority)
+            on_lowered(prepared.sampling.max_tokens)
         if deadline is not None and await self.workers.wait_for_worker(prepared.model, deadline):
             # The workers' context length is known only now.
             prepared = await self._run(request, request_id, tenant, priority)
@@ -101,18 +111,6 @@ class RequestPreparer:
     ) -> PreparedRequest:
         """The validated request, outside any trace. Raises InvalidRequest."""
         return await self._run(request, "", tenant, add_generation_prompt=add_generation_prompt)
-
-    async def fit(self, request: inference_pb2.GenerateRequest, tenant: str) -> None:
-        """Lowers max_tokens to what the prompt leaves of the context. Raises InvalidRequest."""
-        sampling, wanted = request.sampling, request.sampling.max_tokens
-        context = self.max_model_len(self.choice(request.model).model)
-        # A prompt has fewer tokens than bytes, but an image may have more.
-        is_short = wanted + request.ByteSize() <= context and not image_bytes(request.chat)
-        if not context or is_short:
-            return
-        sampling.ClearField("max_tokens")
-        prepared = await self.tokenize(request, tenant)
-        sampling.max_tokens = min(wanted, prepared.sampling.max_tokens)
 
     async def tokenize_part(self, model: str, text: str, tenant: str) -> list[int]:
         """Tokens of a text that `tokenize` accepts, without special tokens around it."""

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
 
 from headrace_common.limits import SCHEMA_BYTES_MAX
 from headrace_frontend.request.json_text import JsonRejected, parse_object
-
-_Path: TypeAlias = tuple[str | int, ...]
+from headrace_text.constraints import SchemaPath, with_parts
 
 _SHOWN_CHARACTERS = 200
-# Keywords with values that are no schemas, and those with a schema for each of several names.
-_LITERALS: Final = frozenset({"const", "default", "enum", "examples"})
-_MAPPINGS: Final = frozenset(
-    {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"}
-)
-_LISTS: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_SCHEMAS: Final = frozenset(
-    {
-        *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
-        *("items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
-    }
-)
+# Parts that are looked at to find out whether a schema has a finite value.
+_STEPS_MAX: Final = 50_000
 _TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
@@ -65,9 +55,9 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "required": (_are_names, "give a list of different names"),
     "dependentRequired": (_are_names_by_name, "give lists of different names"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "give a number above 0"),
-    "dependencies": _MAPPING,
-    **dict.fromkeys(_MAPPINGS, _MAPPING),
-    **dict.fromkeys(_LISTS, _SOME),
+    **dict.fromkeys(("$defs", "definitions", "dependencies"), _MAPPING),
+    **dict.fromkeys(("dependentSchemas", "patternProperties", "properties"), _MAPPING),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _SOME),
     **dict.fromkeys(("enum", "examples"), _LIST),
     **dict.fromkeys(("maximum", "minimum"), _NUMBER),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), _EXCLUSIVE),
@@ -91,10 +81,19 @@ def schema_problem(text: str) -> str | None:
         return str(error)
     if not isinstance(schema.get("$schema", ""), str):
         return "is not a JSON Schema: $schema must be a string; leave it out"
-    parts: list[tuple[Any, _Path]] = [(schema, ())]
+    problem = keyword_problem(schema)
+    if problem is None and not has_finite_value(schema):
+        return "has no finite value: each one contains another; make a reference optional"
+    return problem
+
+
+def keyword_problem(schema: dict[str, Any]) -> str | None:
+    """As `schema_problem`, of the keywords alone."""
+    parts: list[tuple[Any, SchemaPath]] = [(schema, ())]
     while parts:
         part, path = parts.pop()
-        if isinstance(part, bool):
+        # Before draft 2019-09, dependencies are schemas or lists of names.
+        if isinstance(part, bool) or (path[-2:-1] == ("dependencies",) and _are_names(part)):
             continue
         if not isinstance(part, dict):
             return _remedy(part, path, "give a schema")
@@ -102,47 +101,79 @@ def schema_problem(text: str) -> str | None:
             holds, rule = _RULES.get(name, (None, ""))
             if holds is not None and not holds(value):
                 return _remedy(value, (*path, name), rule)
-            parts.extend(_schemas_in(name, value, (*path, name)))
+        with_parts(part, lambda *found: parts.append(found), path)
     return None
 
 
-def _remedy(value: Any, path: _Path, rule: str) -> str:
+def has_finite_value(schema: dict[str, Any]) -> bool:
+    """False where each value of a valid schema would contain another of its values without end.
+
+    True for a schema that is too large to tell.
+    """
+    finite: set[str] = set()
+    steps = iter(range(_STEPS_MAX))
+
+    def ends(part: Any) -> bool:
+        if not isinstance(part, dict) or next(steps, None) is None:
+            return part is not False
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in finite:
+            return False
+        if not all(map(ends, part.get("allOf", ()))):
+            return False
+        if not all(any(map(ends, part[name])) for name in ("anyOf", "oneOf") if name in part):
+            return False
+        kind = part.get("type")
+        if kind == "object":
+            properties = part.get("properties", {})
+            return all(ends(properties.get(name)) for name in part.get("required", ()))
+        if kind == "array" and isinstance(items := part.get("items"), dict):
+            return part.get("minItems", 0) <= len(part.get("prefixItems", ())) or ends(items)
+        return True
+
+    parts = {place: resolved(schema, place) for place in set(_references(schema))}
+    while not ends(schema):
+        found = {place for place in parts.keys() - finite if ends(parts[place])}
+        if not found:
+            return False
+        finite |= found
+    return True
+
+
+def resolved(root: dict[str, Any], place: str) -> Any:
+    """The part of a schema that a reference such as "#/$defs/x" refers to. None for other references."""
+    found: Any = root if place == "#" or place[:2] == "#/" else None
+    for key in place[2:].split("/") if place[2:] else ():
+        name = unquote(key).replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _references(value: Any) -> Iterator[str]:
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if isinstance(place := part.get("$ref"), str):
+                yield place
+            part = part.values()
+        elif not isinstance(part, list):
+            continue
+        parts.extend(part)
+
+
+def _remedy(value: Any, path: SchemaPath, rule: str) -> str:
     shown = repr(value)[:_SHOWN_CHARACTERS]
     place = "".join(f"[{part!r}]" for part in path)[:_SHOWN_CHARACTERS] or "its top"
     return f"is not a JSON Schema: {shown} is not valid, at {place}; {rule}"
 
 
-def _schemas_in(name: str, value: Any, path: _Path) -> Iterator[tuple[Any, _Path]]:
-    """The schemas that a keyword's value contains, with their paths."""
-    if name in _MAPPINGS:
-        for key, one in value.items():
-            yield one, (*path, key)
-    elif name == "dependencies":
-        # Before draft 2019-09, with a schema or a list of names for each name.
-        for key, one in value.items():
-            if not _are_names(one):
-                yield one, (*path, key)
-    elif name in _LISTS or (name == "items" and isinstance(value, list)):
-        for index, one in enumerate(value):
-            yield one, (*path, index)
-    elif name in _SCHEMAS:
-        yield value, path
-
-
-def moved_schema(schema: Any, place: str, *, is_mapping: bool = False) -> Any:
+def moved_schema(schema: Any, place: str) -> Any:
     """The schema with references that are right where `place`, such as "#/$defs/x", is its top."""
-    if isinstance(schema, list):
-        return [moved_schema(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved: dict[str, Any] = {}
-    for name, value in schema.items():
-        if is_mapping:
-            moved[name] = moved_schema(value, place)
-        elif name == "$ref" and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
-            moved[name] = place + value[1:]
-        elif name in _LITERALS:
-            moved[name] = value
-        else:
-            moved[name] = moved_schema(value, place, is_mapping=name in _MAPPINGS)
+    moved = with_parts(schema, lambda part, _: moved_schema(part, place))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference[:2] == "#/"):
+        moved["$ref"] = place + reference[1:]
     return moved

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +22,8 @@ from headrace_frontend.running.record import RequestRecord
 class AdmittedRequest:
     """A valid request with everything that a dispatcher needs to run it. It must not be changed.
 
-    `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken.
+    `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken. `wait_for_room`
+    waits until it may ask again, after workers had no blocks. It raises QueueFull, DeadlineExceeded or FirstTokenLate.
     """
 
     prepared: PreparedRequest
@@ -29,6 +31,7 @@ class AdmittedRequest:
     deadline: Deadline
     record: RequestRecord
     slot_wait_s: Callable[[], float] = lambda: 0.0
+    wait_for_room: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
 
     @property
     def elapsed_s(self) -> float:

@@ -41,6 +41,7 @@ class _Terms:
     priority: Priority
     deadline: Deadline
     arrival: ClockPair
+    on_lowered: Callable[[int], None] | None
 
 
 class RequestCounter:
@@ -116,11 +117,12 @@ class RequestRunner:
         deadline: Deadline,
         write: ResponseWriter,
         outlet: Outlet | None = None,
+        on_lowered: Callable[[int], None] | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        `outlet` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
-        or between messages.
+        `outlet` may get all messages of a single answer but the last, instead of `write`. `on_lowered` gets what the
+        prompt leaves of the context, where max_tokens is more. Raises HeadraceError, before or between messages.
         """
         arrival = clocks_now()
         answer = Answer(request_id_of(request), write, outlet)
@@ -129,7 +131,7 @@ class RequestRunner:
             if not self.runs_while_draining:
                 self.reject_when_draining()
             priority = self.priority_of(request.priority, tenant)
-            terms = _Terms(request, tenant, priority, deadline, arrival)
+            terms = _Terms(request, tenant, priority, deadline, arrival, on_lowered)
             if answer_count(request) == 1:
                 await self._answer(terms, answer)
             else:
@@ -165,7 +167,12 @@ class RequestRunner:
         prepared = answer.prepared
         if prepared is None:
             prepared = await self.preparer.prepare(
-                terms.request, answer.request_id, terms.deadline, terms.tenant, terms.priority
+                terms.request,
+                answer.request_id,
+                terms.deadline,
+                terms.tenant,
+                terms.priority,
+                terms.on_lowered,
             )
         if answer.group is not None:
             prepared = answer.group.first_prepared(prepared)
@@ -178,8 +185,18 @@ class RequestRunner:
             gaps=self.counter.token_gaps(),
             on_first_message=permit.release_tokens,
         )
+
+        async def wait_for_room() -> None:
+            self.check_arrival(admitted, permit.expected_slot_wait_s(prepared.model))
+            await permit.wait_for_room()
+
         admitted = AdmittedRequest(
-            prepared, response, terms.deadline, record, lambda: permit.slot_wait_s
+            prepared,
+            response,
+            terms.deadline,
+            record,
+            lambda: permit.slot_wait_s,
+            wait_for_room,
         )
         if prepared.images:
             await permit.acquire_images(prepared.image_bytes)

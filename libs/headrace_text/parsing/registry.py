@@ -157,6 +157,21 @@ class ReasoningFormat:
 
 NO_PARSER: Final = "none"
 """In settings, in place of a parser's name."""
+CALL_OPENINGS: Final[Mapping[str, str]] = {
+    "deepseek_v3": DEEPSEEK_V3.section,
+    "deepseek_v31": DEEPSEEK_V31.section,
+    "granite": "<|tool_call|>",
+    "jamba": "<tool_calls>",
+    "kimi_k2": KIMI_K2.section,
+    "longcat": "<longcat_tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "phi4_mini_json": "functools",
+    **dict.fromkeys(("hermes", "qwen3_coder", "qwen3_xml"), "<tool_call>"),
+    **dict.fromkeys(("llama3_json", "llama4_json"), ""),
+    **dict.fromkeys(("pythonic", "llama4_pythonic"), "[NAME("),
+}
+"""The text that an answer with calls begins with, by parser. NAME is the name of a tool. Empty for JSON."""
+
 TOOL_CALL_PARSERS: Final[Mapping[str, Callable[[Mapping[str, Any]], TextParser]]] = {
     "deepseek_v3": lambda _: NamedCalls(DEEPSEEK_V3),
     "deepseek_v31": lambda _: NamedCalls(DEEPSEEK_V31),

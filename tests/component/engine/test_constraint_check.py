@@ -17,6 +17,9 @@ from headrace_engine.vllm.service.constraints import ConstraintCheck
 pytest.importorskip("llguidance")
 
 ENDLESS = StructuredOutputs("json", '{"type": "integer", "multipleOf": 999983}')
+ENDLESS_AFTER_TOKENS = StructuredOutputs(
+    "grammar", f"start: (<[151657]> | <|im_start|>) %json {ENDLESS.text}"
+)
 CHOICE = StructuredOutputs("choice", "", ("yes", "no"))
 
 
@@ -55,12 +58,15 @@ async def test_constraints_of_every_kind_are_accepted() -> None:
             await check.check(outputs, "aa")
 
 
-async def test_a_constraint_beyond_the_bound_is_refused_and_the_next_is_compiled() -> None:
+@pytest.mark.parametrize("outputs", [ENDLESS, ENDLESS_AFTER_TOKENS], ids=["json", "grammar"])
+async def test_a_constraint_beyond_the_bound_is_refused_and_the_next_is_compiled(
+    outputs: StructuredOutputs,
+) -> None:
     async with opened() as check:
         for _ in range(2):
             with pytest.raises(InvalidRequest) as caught:
-                await check.check(ENDLESS, "aa")
-            remedy = caught.value.violations["sampling.structured_outputs.json"]
+                await check.check(outputs, "aa")
+            (remedy,) = caught.value.violations.values()
             assert "more than 0.3 s to compile" in remedy
         await check.check(CHOICE, "aa")
 

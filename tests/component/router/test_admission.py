@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import DecodeFull, QueueFull, Unauthenticated
+from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import (
+    DecodeFull,
+    FirstTokenLate,
+    HeadraceError,
+    QueueFull,
+    Unauthenticated,
+)
 from tests.kit.router import Rig, with_settings
 from tests.kit.workers import FakeDecode, Script, finished, hang, reject, reply, reserved, tokens
 from tests.waiting import until
@@ -116,3 +125,68 @@ async def test_a_taken_slot_is_asked_for_again(rig: Rig) -> None:
     await until(lambda: len(decode.requests) > 4)
     decode.script = reply("ok")
     assert await asking == "ok"
+
+
+@dataclass
+class Blocks:
+    """A worker's KV: a request takes a block for each of its `max_tokens`, until `end`."""
+
+    free: int = 4
+    end: asyncio.Event = field(default_factory=asyncio.Event)
+    admitted: list[int] = field(default_factory=list)
+
+    async def run(
+        self, worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        needed = request.sampling.max_tokens
+        if needed > self.free:
+            raise DecodeFull("no blocks", metadata={"resource": DecodeFull.BLOCKS})
+        self.free -= needed
+        self.admitted.append(needed)
+        yield reserved(request)
+        await self.end.wait()
+        self.free += needed
+        yield tokens("ok")
+        yield finished(request)
+
+
+def of_blocks(count: int) -> dict[str, Any]:
+    """The fields of a request for so many blocks."""
+    return {"sampling": sampling_pb2.SamplingParams(max_tokens=count), "timeout_s": 20.0}
+
+
+async def test_requests_wait_for_blocks_in_their_order(rig: Rig) -> None:
+    blocks = Blocks()
+    decode = await rig.add_decode(blocks.run)
+    asked = [asyncio.create_task(rig.ask(**of_blocks(1))) for _ in range(4)]
+    await until(lambda: len(blocks.admitted) == 4)
+    large = asyncio.create_task(rig.ask(**of_blocks(4)))
+    await until(lambda: len(decode.requests) > 8)
+    small = [asyncio.create_task(rig.ask(**of_blocks(1), n=2)) for _ in range(3)]
+    await until(lambda: rig.router.admission.waiting == 7)
+    blocks.end.set()
+    await asyncio.gather(*asked, large, *small)
+    # No small request has overtaken the large one.
+    assert blocks.admitted == [1, 1, 1, 1, 4, *[1] * 6]
+
+
+@with_settings(tenants=_TENANTS, admission_wait_s=0.2)
+async def test_a_wait_for_blocks_ends_as_one_for_slots_does(rig: Rig) -> None:
+    blocks = Blocks()
+    await rig.add_decode(blocks.run)
+    blocks.end.set()
+    await rig.ask(key="key-greedy", **of_blocks(1))
+    blocks.end.clear()
+    greedy = [asyncio.create_task(rig.ask(key="key-greedy", **of_blocks(1))) for _ in range(6)]
+    # Those beyond the share end with the error of the worker, or of the slots.
+    await until(lambda: sum(task.done() for task in greedy) == 2)
+    late = asyncio.create_task(rig.ask(key="key-late", **of_blocks(1)))
+    await until(lambda: rig.router.admission.waiting == 1)
+    with pytest.raises(FirstTokenLate):
+        await rig.ask(key="key-late", ttft_target=duration_from_seconds(1e-6), **of_blocks(1))
+    assert not late.done()
+    blocks.end.set()
+    results = await asyncio.gather(late, *greedy, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, HeadraceError)]
+    assert len(refused) == 2
+    assert all(isinstance(one, DecodeFull | QueueFull) and one.retry_after_s for one in refused)

@@ -72,7 +72,7 @@ def test_a_worker_without_a_free_slot_refuses_until_a_request_has_ended() -> Non
         admit(admission, name)
     with pytest.raises(DecodeFull, match="3 request slots") as refused:
         admit(admission, "d")
-    assert (refused.value.slot_taken, refused.value.retry_after_s) == (True, HINT_S_MIN)
+    assert (refused.value.needs_blocks, refused.value.retry_after_s) == (False, HINT_S_MIN)
     admission.release("a")
     admit(admission, "d")
 

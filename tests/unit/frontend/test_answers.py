@@ -46,7 +46,7 @@ def message_of(*logprobs: float) -> inference_pb2.GenerateResponse:
 
 @pytest.mark.parametrize(
     ("fields", "count"),
-    [({}, 1), ({"n": 1}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5), ({"n": 17}, 1)],
+    [({}, 1), ({"n": 1}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5), ({"n": 129}, 1)],
 )
 def test_the_count_is_that_of_all_answers(fields: dict[str, int], count: int) -> None:
     assert answer_count(request_of(**fields)) == count

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 from headrace_common.callers.bounds import FewEach
 from headrace_common.errors import DecodeFull, InvalidRequest
 from headrace_engine.interface import StructuredOutputs
-from headrace_engine.vllm.service.sampling import closed_schema
+from headrace_text.constraints import closed_schema
 
 log = logging.getLogger(__name__)
 

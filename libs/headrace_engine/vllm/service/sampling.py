@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +25,7 @@ from headrace_engine.vllm.settings import (
     TENANT_KEY,
 )
 from headrace_kv.tiers.promises import KeepTerms
+from headrace_text.constraints import closed_schema
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -101,11 +101,6 @@ def sampling_params(
     return params
 
 
-_SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMAS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
-"""The keywords of JSON Schema with schemas of whole values."""
-
-
 STEP_LIMIT: Final = (
     "takes more work for a token than the engine's limit for a step of its grammar, or the grammars of all your "
     "answers together take more than its time for a step; simplify it, or ask for fewer answers at a time"
@@ -145,31 +140,6 @@ def _structured_outputs(outputs: StructuredOutputs | None) -> StructuredOutputsP
     if outputs.kind == "json":
         return StructuredOutputsParams(json=closed_schema(outputs.text))
     return StructuredOutputsParams(**{outputs.kind: outputs.text})
-
-
-def closed_schema(text: str) -> str:
-    """The JSON Schema, where objects have no other properties than those named, unless it permits others.
-
-    A model could add properties until its answer is cut. A schema with allOf stays as it is: each part of it describes
-    an object that has the properties of the other parts too.
-    """
-    return text if '"allOf"' in text else json.dumps(_closed(json.loads(text)))
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return list(map(_closed, schema))
-    if not isinstance(schema, dict):
-        return schema
-    closed: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            closed[name] = {key: _closed(part) for key, part in value.items()}
-        else:
-            closed[name] = _closed(value) if name in _SCHEMAS else value
-    if isinstance(schema.get("properties"), dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
 
 
 def tokens_of(

@@ -290,6 +290,8 @@ class MessagesFormat(BlockFormat):
     renamed = {"stop": "stop_sequences", "response_format": "output_config.format"}  # noqa: RUF012
     """The answers of /v1/messages."""
 
+    ping = named_event({"type": "ping"})
+
     def first_event(self, index: int) -> bytes:
         # The prompt's tokens are known at the end. Clients read them from the last events.
         message = self._message([], None, {"input_tokens": 0, "output_tokens": 0})

@@ -86,6 +86,7 @@ class ResponsesToolChoice(LenientBody):
     type: str
     name: str = ""
     mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class TextFormat(LenientBody):
@@ -94,6 +95,7 @@ class TextFormat(LenientBody):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool = False
 
 
 class TextBody(LenientBody):
@@ -303,7 +305,7 @@ def _tool_choice(choice: str | ResponsesToolChoice | None) -> Any:
         return choice
     if choice.type == "function":
         return {"type": "function", "function": {"name": choice.name}}
-    return choice.mode or "auto"
+    return _plain(choice) if choice.tools is not None else choice.mode or "auto"
 
 
 def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
@@ -313,5 +315,5 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
         return {"type": "json_object"}
     return {
         "type": "json_schema",
-        "json_schema": {"name": form.name, "schema": form.schema_},
+        "json_schema": {"name": form.name, "schema": form.schema_, "strict": form.strict},
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Collection
@@ -14,7 +15,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
-from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
+from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, QueueFull, WorkerGone
 from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
@@ -217,9 +218,17 @@ class RequestDispatcher:
             retries.readmit_full_workers()
 
     async def _wait_for_slot(self, request: AdmittedRequest, retries: RetryState) -> None:
-        """Waits while every worker that could serve the request had no free slot just now."""
+        """Waits while every worker that could serve the request had no room for it just now."""
         while retries.full and not request.deadline.expired:
             if self._available(request.prepared, retries):
+                return
+            if retries.needs_blocks:
+                try:
+                    await request.wait_for_room()
+                except QueueFull as error:
+                    # The worker's error has the numbers of blocks.
+                    raise retries.last_error or error from None
+                retries.readmit_full_workers(math.inf)
                 return
             await asyncio.sleep(min(TAKEN_SLOT_PAUSE_S, request.deadline.remaining_s()))
             retries.readmit_full_workers()

@@ -58,11 +58,6 @@ class FailedAttempt:
     prefill_failed: bool
     decode_generated: bool
 
-    @property
-    def slot_taken(self) -> bool:
-        """Whether the decode worker had no free slot."""
-        return isinstance(self.error, DecodeFull) and self.error.slot_taken
-
 
 class Retry(Enum):
     """Whether another attempt may follow, and whether that uses up one of the request's retries."""
@@ -99,8 +94,6 @@ class Rule:
     prefill_failed: bool | None = None
     decode_generated: bool | None = None
     client_has_tokens: bool | None = None
-    slot_taken: bool | None = None
-    """The decode worker has refused for want of a slot, not of blocks."""
     # Consequences.
     decode: Decode
     exclude_prefill: bool = False
@@ -114,7 +107,6 @@ class Rule:
             (self.prefill_failed, failed.prefill_failed),
             (self.decode_generated, failed.decode_generated),
             (self.client_has_tokens, client_has_tokens),
-            (self.slot_taken, failed.slot_taken),
         )
         return isinstance(failed.error, self.errors) and all(
             wanted is None or wanted is actual for wanted, actual in conditions
@@ -136,12 +128,11 @@ RULES: Final = (
         decode=Decode.EXCLUDE_WHILE_FULL,
         retry=Retry.FREE_WITHIN_WAIT,
     ),
-    # The slot of an ended request, or one that another router uses, is free again soon. The request was admitted to a
-    # slot, so other requests must not delay it for longer than its share allows.
+    # The slot or the blocks of an ended request, or those that another router uses, are free again soon. The request
+    # was admitted to a slot, so other requests must not delay it for longer than its share allows.
     Rule(
         (DecodeFull,),
         client_has_tokens=False,
-        slot_taken=True,
         decode=Decode.EXCLUDE_WHILE_TAKEN,
         retry=Retry.FREE_WITHIN_SLOT_WAIT,
     ),
@@ -223,6 +214,11 @@ class RetryState:
         return bool(self._full_until_s)
 
     @property
+    def needs_blocks(self) -> bool:
+        """Whether the last worker that was asked had no blocks for the request."""
+        return isinstance(self.last_error, DecodeFull) and self.last_error.needs_blocks
+
+    @property
     def local_only(self) -> bool:
         """Whether decode must prefill: a prefill has failed, and this is the last attempt."""
         return self.prefill_excluded and not self._retries_left
@@ -236,10 +232,10 @@ class RetryState:
         """Excludes a worker that left before it was asked."""
         self.failed |= {ref}
 
-    def readmit_full_workers(self) -> None:
-        """Admits decode workers again after their pause."""
+    def readmit_full_workers(self, pause_s: float = 0.0) -> None:
+        """Admits decode workers again after their pause, or that much earlier."""
         if self._full_until_s:
-            now_s = time.monotonic()
+            now_s = time.monotonic() + pause_s
             self._full_until_s = {
                 ref: until_s for ref, until_s in self._full_until_s.items() if until_s > now_s
             }

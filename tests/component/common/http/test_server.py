@@ -331,17 +331,17 @@ class WaitingApp:
         self.ended = asyncio.Event()
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        assert exchange.start_now({}, b"first")
         self.entered.set()
         with pytest.raises(Cancelled):
             await exchange.run_while_connected(asyncio.Event().wait())
         self.ended.set()
 
 
-async def test_a_closed_connection_cancels_the_work_for_its_response() -> None:
+@pytest.mark.parametrize("pipelined", [0, 3])
+async def test_a_closed_connection_cancels_the_work_for_its_response(pipelined: int) -> None:
     app = WaitingApp()
     async with serving(app) as server:
-        _, writer = await connected(server, GET)
+        _, writer = await connected(server, pipelined * b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
         async with asyncio.timeout(10):
             await app.entered.wait()
             writer.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import sampling_pb2, tools_pb2
 from tests.kit.openai_app import LocalApp, Reply
 
 STOP = sampling_pb2.FINISH_REASON_STOP
@@ -187,3 +188,35 @@ async def test_the_model_decides_about_calls_only_with_a_parser() -> None:
         assert "tool_call_parser" in reply.error["message"]
     for decided in ("none", "required", NAMED):
         assert (await answered(["x"], tool_calls="", tool_choice=decided)).status == 200
+
+
+@pytest.mark.parametrize("nested", [False, True])
+async def test_only_allowed_tools_are_in_the_prompt(nested: bool) -> None:
+    given = {"mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    choice = {"type": "allowed_tools", **({"allowed_tools": given} if nested else given)}
+    (request,) = (await answered(["[]"], tool_choice=choice)).requests
+    assert [tool.name for tool in request.chat.tools] == ["g"]
+    assert request.chat.tool_choice.mode == tools_pb2.ToolChoice.MODE_REQUIRED
+    tools = [{"type": "function", "name": name} for name in ("f", "g")]
+    body = {"input": "x", "tools": tools, "tool_choice": {"type": "allowed_tools", **given}}
+    (request,) = (await LocalApp().post("/v1/responses", body)).requests
+    assert [tool.name for tool in request.chat.tools] == ["g"]
+
+
+async def test_no_tools_and_another_role_are_accepted() -> None:
+    judge = {"role": "judge", "content": "x"}
+    reply = await answered(["x"], tools=[], tool_choice="auto", messages=[judge])
+    assert (reply.status, reply.requests[0].chat.messages[0].role) == (200, "judge")
+
+
+async def test_a_form_permits_calls_and_a_forced_call_overrides_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = await answered(["x"], response_format=form)
+    (prepared,) = reply.prepared
+    grammar = prepared.sampling.structured_outputs.grammar
+    assert "form: %json" in grammar
+    assert '"<tool_call>"' in grammar
+    for choice, json_schema in (("none", schema), (NAMED, {"type": "object", "properties": {}})):
+        (prepared,) = (await answered(["x"], response_format=form, tool_choice=choice)).prepared
+        assert json.loads(prepared.sampling.structured_outputs.json) == json_schema

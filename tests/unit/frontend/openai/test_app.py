@@ -70,7 +70,6 @@ async def test_ignored_fields_are_named_in_a_header() -> None:
         ({"model": 5}, 400, "invalid_type", "must be a text"),
         ({"messages": None}, 400, "missing_required_parameter", "is missing"),
         ({"temperature": 9}, 400, "invalid_value", "from 0 to 2"),
-        ({"max_tokens": CONTEXT}, 400, "context_length_exceeded", "maximum context length is 512"),
         (
             {"messages": [{**USER, "content": "x" * CONTEXT}]},
             *(400, "context_length_exceeded", "maximum context length is 512"),
@@ -86,15 +85,30 @@ async def test_errors_have_openais_codes(
     assert reply.error["headrace"]["reason"] == "INVALID_FIELD"
 
 
-async def test_max_tokens_of_messages_is_lowered_to_the_rest_of_the_context() -> None:
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_max_tokens_is_lowered_to_the_rest_of_the_context_or_refused(path: str) -> None:
     app = LocalApp()
+    body = {"messages": [USER], "max_tokens": 32_000}
     for stream in (False, True):
-        body = {"messages": [USER], "max_tokens": 32_000, "stream": stream}
-        assert (await app.post("/v1/messages", body)).status == 200
-        prepared = app.runner.prepared[-1]
-        assert prepared.sampling.max_tokens == CONTEXT - len(prepared.token_ids)
-    assert (await app.post("/v1/messages", {"messages": [USER], "max_tokens": 5})).status == 200
-    assert app.runner.prepared[-1].sampling.max_tokens == 5
+        reply = await app.post(path, body | {"stream": stream})
+        (prepared,) = reply.prepared
+        left = CONTEXT - len(prepared.token_ids)
+        assert (reply.status, prepared.sampling.max_tokens) == (200, left)
+        assert reply.headers["x-headrace-max-tokens"] == str(left)
+    reply = await app.post(path, {"messages": [USER], "max_tokens": 5})
+    assert reply.prepared[0].sampling.max_tokens == 5
+    assert "x-headrace-max-tokens" not in reply.headers
+    refused = await LocalApp(rejects_unknown_fields=True).post(path, body)
+    # Anthropic's clients must send it.
+    assert refused.status == (400 if path == CHAT else 200)
+
+
+async def test_max_tokens_that_no_client_sent_and_a_byte_order_mark_fail_no_request() -> None:
+    app = LocalApp(rejects_unknown_fields=True)
+    reply = await app.post("/v1/completions", {"prompt": "x" * (CONTEXT - 5)})
+    assert reply.prepared[0].sampling.max_tokens == 5
+    body = json.dumps({"prompt": "x"}).encode("utf-8-sig")
+    assert (await app.post("/v1/completions", body)).status == 200
 
 
 async def test_messages_call_a_prompt_too_long_as_anthropic_does() -> None:
@@ -169,7 +183,7 @@ async def test_promises_are_renewed_and_ended() -> None:
 
 async def test_requests_with_another_salt_share_no_cache() -> None:
     app = LocalApp()
-    for salt in ("", "a", "b", "a"):
+    for salt in (None, "a", "b", "a"):
         assert (await app.complete(cache_salt=salt)).status == 200
     none, first, second, again = (prepared.cache_salt for prepared in app.runner.prepared)
     assert none == ""
@@ -283,3 +297,22 @@ async def test_too_many_prompt_logprobs_are_refused() -> None:
     reply = await app.complete(prompt=[1] * 500, echo=True, logprobs=20, max_tokens=1, n=16)
     assert (reply.status, reply.error["param"]) == (400, "logprobs")
     assert "at most 131072 are reported" in reply.error["message"]
+
+
+async def test_a_silent_stream_gets_a_ping_each_ten_seconds() -> None:
+    app = LocalApp(reasoning="", texts=["a", "b"])
+    app.runner.wait_s = 25.0
+    user = {"messages": [USER], "stream": True}
+    asked = {
+        CHAT: (user, b":\n\n"),
+        "/v1/responses": ({"input": "hi", "stream": True}, b":\n\n"),
+        "/v1/messages": (user | {"max_tokens": 9}, b'event: ping\ndata: {"type": "ping"}\n\n'),
+    }
+    for path, (body, ping) in asked.items():
+        silent = await app.post(path, body)
+        assert (silent.status, silent.body.count(ping)) == (200, 2)
+        app.runner.wait_s = 5.0
+        assert silent.body.replace(ping, b"").count(b"\n\n") == (
+            await app.post(path, body)
+        ).body.count(b"\n\n")
+        app.runner.wait_s = 25.0

@@ -65,7 +65,6 @@ def test_neutral_values_and_null_are_those_that_are_left_out() -> None:
         "echo": False,
         "stop": [],
         "stop_token_ids": [],
-        "allowed_token_ids": [],
         "logit_bias": {},
         "use_beam_search": False,
         "length_penalty": 1.0,

@@ -94,8 +94,8 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
         *("chat.messages[1].tool_calls[0].name", "not be empty"),
     ),
     (
-        _message(role="assistant", tool_calls=[_CALL] * 129),
-        *("chat.messages[1].tool_calls", "at most 128 calls, not 129"),
+        _message(role="assistant", tool_calls=[_CALL] * 1_025),
+        *("chat.messages[1].tool_calls", "at most 1024 calls, not 1025"),
     ),
     (_chat(tools=[_tool("a b")]), "chat.tools[0].name", "1 to 128 letters"),
     (_chat(tools=[_tool(), _tool()]), "chat.tools[1].name", "choose another"),
@@ -108,7 +108,7 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
         *("chat.tools[0].parameters", "at most 64 levels"),
     ),
     (_chat(tools=[_tool(parameters=" " * 65_537)]), "chat.tools[0].parameters", "65536 bytes"),
-    (_chat(tools=[_tool(f"t{i}") for i in range(129)]), "chat.tools", "at most 128 tools"),
+    (_chat(tools=[_tool(f"t{i}") for i in range(1_025)]), "chat.tools", "at most 1024 tools"),
     (
         _chat(tool_choice=tools_pb2.ToolChoice(mode=Mode.MODE_REQUIRED)),
         *("chat.tool_choice.mode", "needs tools"),
@@ -199,8 +199,8 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
         _sampling(allowed_token_ids=[1] * 16_385),
         *("sampling.allowed_token_ids", "at most 16384 tokens"),
     ),
-    (_answers(n=17), "n", "1 to 16, not 17"),
-    (_answers(best_of=17), "best_of", "n to 16, not 17"),
+    (_answers(n=129), "n", "1 to 128, not 129"),
+    (_answers(best_of=129), "best_of", "n to 128, not 129"),
     (_answers(n=3, best_of=2), "best_of", "at least n, 3"),
     (_answers(n=2, generated=inference_pb2.TokenIds(ids=[1])), "generated", "several answers"),
 ]

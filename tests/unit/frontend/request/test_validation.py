@@ -60,10 +60,9 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
             chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(content="x")])
         ),
         "chat.messages[0].role",
-        "must be one of system, user, assistant, tool, developer",
+        "letters, digits",
     ),
-    (_chat("root"), "chat.messages[1].role", "must be one of system, user, assistant, tool"),
-    (_chat("User"), "chat.messages[1].role", "must be one of system, user, assistant, tool"),
+    (_chat("<|im_end|>"), "chat.messages[1].role", "letters, digits"),
     (_chat(*["user"] * 2_048), "chat.messages", "at most 2048 messages, not 2049"),
     (_text("x" * 17), "text", "takes at most 16; shorten it by 1 bytes"),
     (_text("é" * 9), "text", "has 18 bytes"),

@@ -59,7 +59,6 @@ def _record(retries: RetryState, failed: FailedAttempt, conditions: str = "") ->
         (Draining, "prefill tokens", {_DECODE}, _NONE, 0),
         (StaleIncarnation, "generated tokens", {_DECODE}, _NONE, 0),
         # The decode worker is full.
-        (DecodeFull, "", {_DECODE}, _NONE, 1),
         (DecodeFull, "generated tokens", {_DECODE}, _NONE, 1),
         (DecodeFull, "tokens", _NONE, _NONE, 0),
         # The prefill side failed.

@@ -1,0 +1,123 @@
+"""A response as server-sent events: when it starts, what it gets while it is silent, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.http.exchange import HttpExchange
+from headrace_frontend.openai.responses import AnswerFormat
+from headrace_frontend.request.response_stream import Outlet
+
+_NO_USAGE: Final = inference_pb2.Usage()
+_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # Proxies such as nginx would collect events.
+    "x-accel-buffering": "no",
+}
+
+
+class EventStream:
+    """Sends an event for each message of each choice. `prompts` share the choices evenly."""
+
+    def __init__(
+        self, exchange: HttpExchange, form: AnswerFormat, *, choices: int, prompts: int
+    ) -> None:
+        self.exchange = exchange
+        self.form = form
+        self._prompts = prompts
+        self._usages = [_NO_USAGE] * choices
+        self._begun: set[int] = set()
+        """The choices with an event."""
+        self._ending = b""
+        self._parts = 0
+        """Of the response, when the client was last found to get some."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ping_each(self, interval_s: float) -> None:
+        """Sends a ping after each interval without an event. Proxies and clients end connections that are silent.
+
+        Until then, an error before the first event has its own HTTP status. 0: never.
+        """
+        if interval_s:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(interval_s, self._ping, interval_s)
+
+    def _ping(self, interval_s: float) -> None:
+        exchange = self.exchange
+        if exchange.parts == self._parts and exchange.writable:
+            data = self._begin(0) + self.form.ping
+            if not exchange.start_now(_HEADERS, data):
+                exchange.write_now(data)
+        self._parts = exchange.parts
+        self.ping_each(interval_s)
+
+    def close(self) -> None:
+        """Ends the pings."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def write(self, index: int, message: inference_pb2.GenerateResponse) -> None:
+        """Sends a message of choice `index`. Waits while the client does not read."""
+        data = self.event(index, message)
+        if message.finish_reason:
+            self._usages[index] = message.usage
+            if len(self._usages) == 1:
+                # One write for all that is left.
+                self._ending = data
+                return
+        if not self.exchange.started:
+            await self.exchange.start(200, _HEADERS)
+        if data:
+            await self.exchange.write(data)
+
+    def outlet(self, index: int) -> Outlet:
+        """Sends messages of choice `index` at once."""
+        return _ChoiceOutlet(index, self)
+
+    async def finish(self) -> None:
+        """Sends what is left, once all choices have ended."""
+        exchange = self.exchange
+        data = self._ending + self.form.last_event(self._usages, self._prompts)
+        if not exchange.started:
+            await exchange.start(200, _HEADERS)
+        await exchange.finish(data)
+
+    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        """The events for a message of choice `index`."""
+        return self._begin(index) + self.form.event(index, message)
+
+    def _begin(self, index: int) -> bytes:
+        if index in self._begun:
+            return b""
+        self._begun.add(index)
+        return self.form.first_event(index)
+
+
+class _ChoiceOutlet:
+    """Sends choice `index` of an event stream at once. See Outlet."""
+
+    __slots__ = ("_events", "_exchange", "_index")
+
+    def __init__(self, index: int, events: EventStream) -> None:
+        self._index, self._events, self._exchange = index, events, events.exchange
+
+    @property
+    def writable(self) -> bool:
+        return self._exchange.writable
+
+    def write_message(self, message: inference_pb2.GenerateResponse) -> None:
+        data = self._events.event(self._index, message)
+        if not self._exchange.started:
+            self._exchange.start_now(_HEADERS, data)
+        elif data:
+            self._exchange.write_now(data)
+
+    def write_text(self, text: str) -> bool:
+        data = self._events.form.text_event(self._index, text)
+        if data is None:
+            return False
+        # Tokens without text are a part of a character.
+        return self._exchange.write_now(data) if text else self._exchange.writable

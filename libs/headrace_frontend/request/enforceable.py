@@ -1,0 +1,280 @@
+"""What engines can enforce of a JSON Schema. The rest is rewritten, dropped where it says nothing, or named. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Any, Final, TypeAlias
+
+from headrace_frontend.request.json_text import exceeds_levels
+from headrace_frontend.request.schema import keyword_problem, resolved
+from headrace_text.constraints import SchemaPath, with_parts
+
+_Schema: TypeAlias = dict[str, Any]
+_Rule: TypeAlias = Callable[[_Schema, str], bool]
+
+_ALTERNATIVES_MAX: Final = 64
+_ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "type"})
+# Keywords that evaluate properties and items too.
+_COMPOSITIONS: Final = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+_FORMATS: Final = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown"),
+        *("uri", "uuid"),
+    }
+)
+_URI: Final = r"[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2}"
+_FORMAT_PATTERNS: Final[Mapping[str, str]] = {
+    "json-pointer": "^(/([^/~]|~[01])*)*$",
+    "uri-reference": f"^({_URI})*$",
+    "uri-template": rf"^({_URI}|\{{[+#./;?&=,!@|]?[A-Za-z0-9_.%,:*]+\}})*$",
+}
+_PATTERN_PART: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?<?[=!]|.", re.DOTALL)
+
+
+def enforceable(schema: _Schema) -> tuple[_Schema, list[str]]:
+    """What engines enforce of a schema, and the paths of keywords that it lacks, such as "properties.a.contains".
+
+    An invalid schema stays as it is. `schema_problem` reports it.
+    """
+    if exceeds_levels(schema) or keyword_problem(schema):
+        return schema, []
+    rewriting = _Rewriting(schema)
+    rewritten = rewriting.rewritten(schema)
+    # No value matches what is not an object here.
+    return rewritten if isinstance(rewritten, dict) else {"enum": []}, rewriting.unenforced
+
+
+def without_lookarounds(pattern: str) -> str | None:
+    """A pattern that matches more: without conditions on the text around a place. None with back-references."""
+    kept: list[str] = []
+    groups: list[bool] = []
+    """Whether each open group is such a condition."""
+    for match in _PATTERN_PART.finditer(pattern):
+        part = match[0]
+        if part[0] == "\\" and part[1:] in "123456789k":
+            return None
+        if part[0] == "(":
+            groups.append(len(part) > 1)
+        if not any(groups) and part not in (r"\b", r"\B"):
+            kept.append(part)
+        if part == ")" and groups:
+            groups.pop()
+    return "".join(kept)
+
+
+class _Rewriting:
+    """Rewrites the parts of one schema, from the innermost."""
+
+    def __init__(self, root: _Schema) -> None:
+        self.unenforced: list[str] = []
+        self._root = root
+
+    def rewritten(self, schema: Any, path: SchemaPath = ()) -> Any:
+        """The schema at a path, with its parts rewritten."""
+        if not isinstance(schema, dict):
+            return schema
+        if _says_nothing(schema.get("not")):
+            return False
+        found = with_parts(schema, self.rewritten, path)
+        for name in schema:
+            if name in found and not self._apply(name, found):
+                self.unenforced.append(".".join(map(str, (*path, name))))
+        return found
+
+    def _apply(self, name: str, schema: _Schema) -> bool:
+        """Removes or replaces a keyword that no engine enforces. False when the schema then permits more."""
+        if name == "propertyNames":
+            return _name_properties(schema, self._resolved(schema.pop(name)))
+        if name == "oneOf":
+            return self._permit_any(schema)
+        return _RULES[name](schema, name) if name in _RULES else True
+
+    def _permit_any(self, schema: _Schema) -> bool:
+        """Replaces oneOf by anyOf, unless no value can match two of the alternatives."""
+        parts = schema["oneOf"]
+        if "anyOf" in schema:
+            return True
+        resolved = list(map(self._resolved, parts[: _ALTERNATIVES_MAX + 1]))
+        if len(resolved) <= _ALTERNATIVES_MAX and all(
+            _are_disjoint(*pair) for pair in combinations(resolved, 2)
+        ):
+            return True
+        schema["anyOf"] = schema.pop("oneOf")
+        return False
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a reference to the schema's own definitions refers to, or else the schema."""
+        place = schema.get("$ref") if isinstance(schema, dict) else None
+        found = resolved(self._root, place) if place is not None else None
+        return schema if found is None else found
+
+
+def _are_disjoint(one: Any, other: Any) -> bool:
+    """Whether a simple rule shows that no value matches both schemas."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    kinds, others = _kinds(one), _kinds(other)
+    if kinds and others and not kinds & others:
+        return True
+    if values := _values(one):
+        return bool(found := _values(other)) and not values & found
+    if kinds != {"object"} or others != {"object"}:
+        return False
+    properties, more = one.get("properties"), other.get("properties")
+    if not isinstance(properties, dict) or not isinstance(more, dict):
+        return False
+    needed, needed_more = set(one.get("required", ())), set(other.get("required", ()))
+    if _is_closed(other) and needed - more.keys():
+        return True
+    if _is_closed(one) and needed_more - properties.keys():
+        return True
+    return any(
+        (values := _values(properties.get(name)))
+        and (found := _values(more.get(name)))
+        and not values & found
+        for name in needed & needed_more
+    )
+
+
+def _is_closed(schema: _Schema) -> bool:
+    """Objects have only the properties that their schema names, unless it says otherwise."""
+    return schema.get("additionalProperties", False) is False
+
+
+def _kinds(schema: _Schema) -> set[str]:
+    kinds = schema.get("type", ())
+    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    return found | {"integer"} if "number" in found else found
+
+
+def _values(schema: Any) -> set[str]:
+    """The only values that match, as JSON. Empty for many."""
+    if not isinstance(schema, dict):
+        return set()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return set(map(json.dumps, values)) if isinstance(values, list) else set()
+
+
+def _says_nothing(schema: Any) -> bool:
+    return schema is True or schema == {}
+
+
+def _drop(schema: _Schema, name: str) -> bool:
+    del schema[name]
+    return True
+
+
+def _rename(instead: str) -> _Rule:
+    def rename(schema: _Schema, name: str) -> bool:
+        schema.setdefault(instead, schema.pop(name))
+        return True
+
+    return rename
+
+
+def _drop_alone(other: str) -> _Rule:
+    """A rule for a keyword that says nothing without another."""
+    return lambda schema, name: other in schema or _drop(schema, name)
+
+
+def _drop_not(schema: _Schema, name: str) -> bool:
+    return schema.pop(name) is False
+
+
+def _drop_condition(schema: _Schema, name: str) -> bool:
+    del schema[name]
+    then, other = schema.pop("then", True), schema.pop("else", True)
+    return _says_nothing(then) and _says_nothing(other)
+
+
+def _drop_contains(schema: _Schema, name: str) -> bool:
+    del schema[name]
+    return schema.pop("minContains", 1) == 0 and schema.pop("maxContains", None) is None
+
+
+def _drop_unique(schema: _Schema, name: str) -> bool:
+    return schema.pop(name) is False or schema.get("maxItems") in (0, 1)
+
+
+def _drop_dependents(schema: _Schema, name: str) -> bool:
+    return all(_says_nothing(one) or one == [] for one in schema.pop(name).values())
+
+
+def _write_format(schema: _Schema, name: str) -> bool:
+    """A format that engines do not enforce is an annotation."""
+    if schema[name] not in _FORMATS:
+        pattern = _FORMAT_PATTERNS.get(schema.pop(name))
+        if pattern is not None:
+            schema.setdefault("pattern", pattern)
+    return True
+
+
+def _write_pattern(schema: _Schema, name: str) -> bool:
+    pattern: str = schema.pop(name)
+    if (plain := without_lookarounds(pattern)) is not None:
+        schema[name] = plain
+    return plain == pattern
+
+
+def _name_properties(schema: _Schema, names: Any) -> bool:
+    """Replaces propertyNames, which has been removed, by the names or their pattern."""
+    if _says_nothing(names) or (isinstance(names, dict) and names.keys() <= _ANNOTATIONS):
+        return True
+    if names is False or {"properties", "patternProperties"} & schema.keys():
+        return False
+    texts = [names["const"]] if "const" in names else names.get("enum", ())
+    pattern = names.get("pattern")
+    if texts and all(isinstance(text, str) for text in texts):
+        pattern = f"^({'|'.join(map(re.escape, texts))})$"
+    if pattern is None:
+        return False
+    schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
+    schema["additionalProperties"] = False
+    return True
+
+
+def _close(instead: str) -> _Rule:
+    """A rule for a keyword that is another one where nothing else evaluates properties or items."""
+
+    def close(schema: _Schema, name: str) -> bool:
+        value = schema.pop(name)
+        if _says_nothing(value) or instead in schema:
+            return True
+        if not schema.keys().isdisjoint(_COMPOSITIONS):
+            return False
+        schema[instead] = value
+        return True
+
+    return close
+
+
+def _check_count(schema: _Schema, name: str) -> bool:
+    """Engines count properties only where all named ones are required, or where there are no others."""
+    named, required = schema.get("properties", {}), schema.get("required", ())
+    if _is_closed(schema) or set(named) <= set(required):
+        return True
+    del schema[name]
+    return False
+
+
+_RULES: Final[Mapping[str, _Rule]] = {
+    "$recursiveAnchor": _drop,
+    # A schema has one resource, as clients send it.
+    "$dynamicAnchor": _rename("$anchor"),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), _rename("$ref")),
+    **dict.fromkeys(("then", "else"), _drop_alone("if")),
+    **dict.fromkeys(("minContains", "maxContains"), _drop_alone("contains")),
+    **dict.fromkeys(("minProperties", "maxProperties"), _check_count),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _drop_dependents),
+    "contains": _drop_contains,
+    "format": _write_format,
+    "if": _drop_condition,
+    "not": _drop_not,
+    "pattern": _write_pattern,
+    "unevaluatedItems": _close("items"),
+    "unevaluatedProperties": _close("additionalProperties"),
+    "uniqueItems": _drop_unique,
+}
