@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Protocol
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -20,6 +21,7 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout import WorkerRef
 
 PENDING_TOKENS_MAX = 1_024
+_LONGEST_MAX = 8
 
 
 class Outlet(Protocol):
@@ -61,6 +63,29 @@ class NewTokens(Protocol):
         ...
 
 
+class LongestTimes:
+    """The longest of many times, at most 8, of more than 20 ms each."""
+
+    __slots__ = ("_found", "least_ns")
+
+    def __init__(self) -> None:
+        self.least_ns = 20_000_000
+        """A time that is not longer is not kept."""
+        self._found: list[tuple[int, int]] = []
+
+    def add(self, time_ns: int, end_unix_ns: int) -> None:
+        """Keeps a time, in place of the shortest when there are too many."""
+        if time_ns > self.least_ns:
+            heappush(self._found, (time_ns, end_unix_ns))
+        if len(self._found) > _LONGEST_MAX:
+            heappop(self._found)
+            self.least_ns = self._found[0][0]
+
+    def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
+        """The start and the end of each, in Unix nanoseconds, the earliest first."""
+        return sorted((end - time, end) for time, end in self._found if time > longer_than_ns)
+
+
 class ResponseTimes:
     """When the tokens of a response have arrived, in Unix nanoseconds; 0 before that.
 
@@ -77,6 +102,12 @@ class ResponseTimes:
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
         self.first_message_unix_ns = 0
+        self.end_unix_ns = 0
+        """The end of the response, before the client has all of it."""
+        self.longest_gaps = LongestTimes()
+        """Times without tokens after the first one."""
+        self.client_waits = LongestTimes()
+        """Times in which too many tokens were not sent yet for another to be added."""
 
     def now_unix_ns(self) -> int:
         """The time now."""
@@ -97,8 +128,12 @@ class ResponseTimes:
             self.first_token_unix_ns = now_unix_ns
         elif not self.second_token_unix_ns:
             self.second_token_unix_ns = now_unix_ns
-        if self.gaps is not None and self.last_token_unix_ns:
-            self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
+        if self.last_token_unix_ns:
+            gap_ns = now_unix_ns - self.last_token_unix_ns
+            if self.gaps is not None:
+                self.gaps.record(1e-9 * gap_ns)
+            if gap_ns > self.longest_gaps.least_ns:
+                self.longest_gaps.add(gap_ns, now_unix_ns)
         self.last_token_unix_ns = now_unix_ns
 
 
@@ -224,8 +259,10 @@ class ResponseStream:
             self._prompt.put(tokens.prompt_logprobs)
         self.take_tokens(tokens.token_ids, tokens.logprobs)
         while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained = asyncio.Event()
+            self._drained, start_unix_ns = asyncio.Event(), self.times.now_unix_ns()
             await self._drained.wait()
+            end_unix_ns = self.times.now_unix_ns()
+            self.times.client_waits.add(end_unix_ns - start_unix_ns, end_unix_ns)
 
     def take_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
@@ -288,7 +325,7 @@ class ResponseStream:
 
     def _end(self) -> None:
         """The next message is the last, or the error. It does not wait for the gap between messages."""
-        self._ended = True
+        self._ended, self.times.end_unix_ns = True, self.times.now_unix_ns()
         self._stop_timer()
         self._readable.set()
 

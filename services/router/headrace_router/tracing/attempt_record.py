@@ -33,6 +33,7 @@ from headrace_router.placement import Decision, candidate_text
 from headrace_router.prefill_queue.task import QueuedTask
 
 _WORKERS_MAX: Final = 4_096
+_PAUSE_MIN_US: Final = 5_000
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
 _MAKERS: Final = {
     first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: BY_PREFILL,
@@ -78,13 +79,11 @@ class RoutedAttempt(AttemptRecord):
 
     worker_clocks: WorkerClocks = field(default_factory=WorkerClocks, kw_only=True)
     decision: Decision | None = None
-    route_end: int = 0
     route_error: str = ""
     transfer_id: str = ""
     number: int = 0
     generated_tokens: int = 0
     begin: int = 0
-    end: int = 0
     reason: str = ""
     """That of its error."""
     prefill_worker_id: str = ""
@@ -151,6 +150,16 @@ class RoutedAttempt(AttemptRecord):
             if queued.worker is not None and queued.pulled_ns:
                 self._add_prefill(queued, queued.worker.worker_id)
 
+    def move(self, prefill_us: int, decode_us: int) -> None:
+        AttemptRecord.move(self, prefill_us, decode_us)
+        for service, by_us in (("prefill", prefill_us), ("decode", decode_us)):
+            worker_id = self.worker_id(service)
+            known = self.differences.get(worker_id)
+            if known is not None and by_us:
+                # The spans of this worker move as its steps do.
+                ahead_ns = known.ahead_ns - 1_000 * by_us
+                self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
+
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
 
@@ -211,6 +220,9 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
+        paused = self._paused_since(request)
+        if paused is not None:
+            yield maker.of_steps(schema.SPAN_BACK_OFF, request.context, (paused, self.begin))
         yield maker.of_steps(
             schema.SPAN_ATTEMPT,
             request.context,
@@ -235,6 +247,12 @@ class RoutedAttempt(AttemptRecord):
                 },
                 "never pulled" if self.pulled is None else "",
             )
+
+    def _paused_since(self, request: RequestRecord) -> int | None:
+        """The end of the attempt before this one, if it was long ago."""
+        number = request.attempts.index(self)
+        end = max((one.end for one in request.attempts[:number]), default=0)
+        return end if end and self.begin - end >= _PAUSE_MIN_US else None
 
     def worker_id(self, service: str) -> str:
         """The id of its worker, "decode" or "prefill"."""

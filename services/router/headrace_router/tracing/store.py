@@ -20,6 +20,7 @@ from headrace_router.tracing.record import (
     TraceRecord,
     stored_bytes,
 )
+from headrace_router.tracing.usual import usual_of
 
 PAGE_SIZE_DEFAULT: Final = 20
 SPAN_BYTES_MAX: Final = 65_536
@@ -136,7 +137,13 @@ class TraceStore:
                 )
             trace_id, record = found
             trace, contents = record.summary(trace_id), record.contents()
+            others = [request for _, one in stored for request in reversed(one.requests)]
         trace.spans.extend(contents.spans())
+        if contents.requests:
+            first = min(contents.requests, key=lambda request: request.arrival_ns)
+            usual = usual_of(first, others)
+            if usual is not None:
+                trace.usual.CopyFrom(usual)
         return trace
 
     def list_page(self, page_size: int, page_token: str) -> tuple[Sequence[trace_pb2.Trace], str]:

@@ -60,6 +60,14 @@ def test_a_first_token_from_hidden_state() -> None:
     assert found.exposed_us == 20
 
 
+def test_a_pause_before_a_retry_is_no_choice_of_workers() -> None:
+    failed = AttemptSteps(40, 41)
+    # The workers are chosen in 1 us, and avoided for 100.
+    later = replace(REMOTE, route_start=50, route_end=51, start=151)
+    found = parts(break_down(request(failed, later), 1_000).first)
+    assert (found["route"], found["retry"]) == (1, 10 + 100)
+
+
 @given(st.data())
 def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
     times = st.none() | st.integers(-200, 1_200)

@@ -23,6 +23,7 @@ def decision(*, remote: bool) -> Any:
         worker=worker,
         remote=remote,
         explanation="cheapest",
+        missing_tokens=8,
         candidates=(),
         prefill=None,
         others=(),

@@ -1,0 +1,56 @@
+"""The long times without a token of one answer, and their causes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from headrace_frontend.request.response_stream import ResponseTimes
+
+_TIMES_USUAL: Final = 4
+"""A gap is long if it is longer than so many usual ones."""
+
+
+class GapCause(StrEnum):
+    """What no token came for."""
+
+    FAILURE = "failure"
+    CLIENT = "client"
+    UNKNOWN = ""
+
+
+class Gap(NamedTuple):
+    """A time without a token, or after the last one in which the client did not take the rest."""
+
+    start_unix_ns: int
+    end_unix_ns: int
+    cause: GapCause
+
+
+def gaps_of(
+    times: ResponseTimes, failures_unix_ns: Iterable[int], end_unix_ns: int
+) -> tuple[Gap, ...]:
+    """The long gaps of a request that has ended, the earliest first. `failures_unix_ns`: when attempts have failed."""
+    last_unix_ns = times.last_token_unix_ns
+    if not last_unix_ns:
+        return ()
+    usual_ns = 1e9 * times.gaps.median_max if times.gaps is not None else 0.0
+    intervals = times.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
+    waits = times.client_waits.intervals()
+    answered_unix_ns = times.end_unix_ns or end_unix_ns
+    for start, end in ((last_unix_ns, answered_unix_ns), (answered_unix_ns, end_unix_ns)):
+        if end - start > times.client_waits.least_ns:
+            intervals.append((start, end))
+    waits.append((answered_unix_ns, end_unix_ns))
+    failures = tuple(failures_unix_ns)
+    return tuple(Gap(*one, _cause(*one, failures, waits)) for one in intervals)
+
+
+def _cause(
+    start: int, end: int, failures: Iterable[int], waits: Iterable[tuple[int, int]]
+) -> GapCause:
+    if any(start <= failure < end for failure in failures):
+        return GapCause.FAILURE
+    waited = sum(max(0, min(end, until) - max(start, since)) for since, until in waits)
+    return GapCause.CLIENT if 2 * waited >= end - start else GapCause.UNKNOWN
