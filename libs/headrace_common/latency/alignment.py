@@ -15,9 +15,7 @@ class Alignment(NamedTuple):
     decode_us: int = 0
 
 
-def alignment_of(
-    attempt: AttemptSteps, first_us: int | None, second_us: int | None
-) -> Alignment:
+def alignment_of(attempt: AttemptSteps, first_us: int | None, second_us: int | None) -> Alignment:
     """The least move of each worker's steps. No step of a worker moves against the others of it.
 
     `first_us` and `second_us` are the router's receipts of the first tokens, if this attempt made them. Where the last

@@ -59,7 +59,8 @@ def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:
             if excess_ns > least_ns:
                 yield excess_ns, Culprit(part, time_ns, whole_ns, usual_ns, second)
     for gap in view.gaps:
-        if gap.duration_ns > max(_GAP_NS_MIN, _EXCESS_OF_WHOLE * view.total_ns):
+        least_ns = 0 if gap.cause == "failure" else _EXCESS_OF_WHOLE * view.total_ns
+        if gap.duration_ns > max(_GAP_NS_MIN, least_ns):
             culprit = Culprit("without a token", gap.duration_ns, view.total_ns, gap=gap)
             yield gap.duration_ns, culprit
 

@@ -88,11 +88,12 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True)
 class TokenGap:
-    """A long time without a token. `cause` is "failure", "client", or empty."""
+    """A long time without a token. `cause` is "failure", "client", or empty. `detail` is what other requests show."""
 
     start_ns: int
     duration_ns: int
     cause: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,12 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         usual=_usual(trace.usual.first_token),
         second_usual=_usual(trace.usual.second_token),
         gaps=tuple(
-            TokenGap(one.start_ns, one.end_ns - one.start_ns, one.text(schema.ATTRIBUTE_GAP_CAUSE))
+            TokenGap(
+                one.start_ns,
+                one.end_ns - one.start_ns,
+                one.text(schema.ATTRIBUTE_GAP_CAUSE),
+                one.text(schema.ATTRIBUTE_GAP_DETAIL),
+            )
             for one in named[schema.SPAN_GAP]
         ),
         error_reason=root.text(schema.ATTRIBUTE_ERROR_REASON) if root else "",
@@ -144,11 +149,7 @@ def _name(part: TimePart) -> str:
 def _parts(attributes: Mapping[str, str]) -> dict[str, int]:
     """The nanoseconds of each part in the attributes of a span, in the order of a request."""
     times = ((part, attributes.get(name, "")) for part, name in PART_ATTRIBUTES.items())
-    return {
-        _name(part): int(text) * _NS_PER_US
-        for part, text in times
-        if text.isdecimal()
-    }
+    return {_name(part): int(text) * _NS_PER_US for part, text in times if text.isdecimal()}
 
 
 def _origin_ns(trace: trace_pb2.Trace) -> int:
@@ -197,7 +198,8 @@ def _step(one: TimedSpan, depth: int) -> TraceStep:
     if span.name == schema.SPAN_ATTEMPT:
         label = f"{label} {one.text(schema.ATTRIBUTE_ATTEMPT)}".rstrip()
     elif span.name == schema.SPAN_GAP:
-        label = f"no token {one.text(schema.ATTRIBUTE_GAP_CAUSE)}".rstrip()
+        cause = one.text(schema.ATTRIBUTE_GAP_CAUSE) or one.text(schema.ATTRIBUTE_GAP_DETAIL)
+        label = f"no token: {cause}" if cause else "no token"
     return TraceStep(
         depth=depth,
         name=span.name,

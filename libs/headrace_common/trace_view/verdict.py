@@ -68,11 +68,7 @@ def verdict(view: TraceView) -> str:
         culprit = Culprit(part, view.parts[part], view.ttft_ns)
     failed += "second token: " if culprit.second else ""
     share = format_percent(culprit.time_ns, culprit.whole_ns)
-    if culprit.gap is not None:
-        detail = _gap_detail(view, culprit.gap)
-    else:
-        detail = _detail(view, culprit.part, culprit.time_ns)
-    return f"{failed}{share} {culprit.part}{_compared(culprit)}: {detail}"
+    return f"{failed}{share} {culprit.part}{_compared(culprit)}: {_detail(view, culprit)}"
 
 
 def _compared(culprit: Culprit) -> str:
@@ -94,10 +90,14 @@ def _gap_detail(view: TraceView, gap: TokenGap) -> str:
         reason = f"{failed[-1].label} failed: {failed[-1].error}" if failed else "a failure"
         return f"{duration} after {reason}"
     worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
-    return f"no token came from {worker} for {duration}"
+    detail = f": {gap.detail}" if gap.detail else ""
+    return f"no token came from {worker} for {duration}{detail}"
 
 
-def _detail(view: TraceView, part: str, part_ns: int) -> str:
+def _detail(view: TraceView, culprit: Culprit) -> str:
+    if culprit.gap is not None:
+        return _gap_detail(view, culprit.gap)
+    part, part_ns = culprit.part, culprit.time_ns
     duration = format_ms(part_ns)
     match part:
         case "transfer exposed":

@@ -13,6 +13,7 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_frontend.running.record import RequestRecord
+from headrace_router.tracing.comparison import compare
 from headrace_router.tracing.record import (
     SPAN_ID_BYTES,
     SpanBatch,
@@ -20,7 +21,6 @@ from headrace_router.tracing.record import (
     TraceRecord,
     stored_bytes,
 )
-from headrace_router.tracing.usual import usual_of
 
 PAGE_SIZE_DEFAULT: Final = 20
 SPAN_BYTES_MAX: Final = 65_536
@@ -141,9 +141,7 @@ class TraceStore:
         trace.spans.extend(contents.spans())
         if contents.requests:
             first = min(contents.requests, key=lambda request: request.arrival_ns)
-            usual = usual_of(first, others)
-            if usual is not None:
-                trace.usual.CopyFrom(usual)
+            compare(trace, first, others)
         return trace
 
     def list_page(self, page_size: int, page_token: str) -> tuple[Sequence[trace_pb2.Trace], str]:

@@ -165,7 +165,7 @@ def test_an_attempt_after_the_first_token_is_drawn() -> None:
 
     steps = (
         step(schema.SPAN_ATTEMPT, "attempt 1", 0, 400, "worker gone"),
-        step(schema.SPAN_GAP, "no token failure", 300, 500),
+        step(schema.SPAN_GAP, "no token: failure", 300, 500),
         step(schema.SPAN_ATTEMPT, "attempt 2", 410, 590),
     )
     gaps = (TokenGap(300 * MS, 500 * MS, "failure"),)

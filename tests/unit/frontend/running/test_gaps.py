@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from opentelemetry.trace import SpanContext
 
 from headrace.decode.v1 import decode_pb2
@@ -53,8 +52,8 @@ class Answer:
         return [
             (
                 str((span.attributes or {})[schema.ATTRIBUTE_GAP_CAUSE]),
-                pytest.approx(1e-9 * ((span.start_time or 0) - self.record.arrival_unix_ns), abs=1e-3),
-                pytest.approx(1e-9 * ((span.end_time or 0) - (span.start_time or 0)), abs=1e-3),
+                round(1e-9 * ((span.start_time or 0) - self.record.arrival_unix_ns), 2),
+                round(1e-9 * ((span.end_time or 0) - (span.start_time or 0)), 2),
             )
             for span in self.record.spans()
             if span.name == schema.SPAN_GAP
@@ -80,7 +79,7 @@ async def test_the_longest_gaps_of_an_answer_are_found() -> None:
         await answer.add(1, stall_s)
     await answer.add(10)
     answer.finish()
-    assert answer.end() == [("", 0.1, 0.5), ("", 0.1 + 0.5 + 20 * 0.13 + 0.1, 2.0)]
+    assert answer.end() == [("", 0.1, 0.5), ("", 3.3, 2.0)]
 
 
 async def test_a_failed_attempt_is_the_cause_of_its_gap() -> None:
@@ -109,7 +108,9 @@ async def test_a_failure_that_ends_the_answer_has_a_gap() -> None:
 async def test_a_client_that_does_not_read_is_the_cause() -> None:
     answer = Answer()
     await answer.add(20)
-    adding = asyncio.create_task(answer.response.add_tokens(decode_pb2.Tokens(token_ids=[7] * 1_100)))
+    adding = asyncio.create_task(
+        answer.response.add_tokens(decode_pb2.Tokens(token_ids=[7] * 1_100))
+    )
     await asyncio.sleep(30.0)
     await answer.response.next_message()
     await adding

@@ -12,7 +12,6 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import pack_writes
 from headrace_common.trace_view.reading import read_trace
 from headrace_router.tracing.store import TraceLimits, TraceStore
-from headrace_router.tracing.usual import LIKE_MIN
 from tests.span_schema import problems_of
 from tests.unit.router.tracing.records import START_UNIX_NS, attempt, ended, failed_attempt
 
@@ -95,24 +94,3 @@ def test_a_pause_between_two_attempts_has_a_span() -> None:
     later.begin = 100_190
     (pause,) = named(ended(failed, later).spans())[schema.SPAN_BACK_OFF]
     assert times_us(pause) == (190, 100_190)
-
-
-def test_a_trace_has_the_medians_of_like_requests() -> None:
-    store = TraceStore(TraceLimits(40))
-
-    def add(name: str, waited_us: int, *, remote: bool = True) -> None:
-        one = attempt(remote=remote)
-        one.pulled = one.pulled + waited_us if one.pulled is not None else None
-        record = ended(one, trace_id=int.from_bytes(name.encode(), "big"), request_id=name)
-        store.start_trace(record.trace_id, name, START_UNIX_NS)
-        store.end_request(record)
-
-    for number in range(LIKE_MIN):
-        add(f"r{number}", number % 3)
-        assert not store.get(f"r{number}").HasField("usual")
-    # A local prefill is another kind of request.
-    add("local", 0, remote=False)
-    add("slow", 9)
-    usual = read_trace(store.get("slow")).usual
-    assert usual["queue"] == 41_000
-    assert not store.get("local").HasField("usual")
