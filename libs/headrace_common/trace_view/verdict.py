@@ -68,7 +68,9 @@ def verdict(view: TraceView) -> str:
         culprit = Culprit(part, view.parts[part], view.ttft_ns)
     failed += "second token: " if culprit.second else ""
     share = format_percent(culprit.time_ns, culprit.whole_ns)
-    return f"{failed}{share} {culprit.part}{_compared(culprit)}: {_detail(view, culprit)}"
+    gap = culprit.gap
+    detail = _gap_detail(view, gap) if gap else _detail(view, culprit.part, culprit.time_ns)
+    return f"{failed}{share} {culprit.part}{_compared(culprit)}: {detail}"
 
 
 def _compared(culprit: Culprit) -> str:
@@ -94,10 +96,7 @@ def _gap_detail(view: TraceView, gap: TokenGap) -> str:
     return f"no token came from {worker} for {duration}{detail}"
 
 
-def _detail(view: TraceView, culprit: Culprit) -> str:
-    if culprit.gap is not None:
-        return _gap_detail(view, culprit.gap)
-    part, part_ns = culprit.part, culprit.time_ns
+def _detail(view: TraceView, part: str, part_ns: int) -> str:
     duration = format_ms(part_ns)
     match part:
         case "transfer exposed":

@@ -260,9 +260,11 @@ class ResponseStream:
         self.take_tokens(tokens.token_ids, tokens.logprobs)
         while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
             self._drained, start_unix_ns = asyncio.Event(), self.times.now_unix_ns()
-            await self._drained.wait()
-            end_unix_ns = self.times.now_unix_ns()
-            self.times.client_waits.add(end_unix_ns - start_unix_ns, end_unix_ns)
+            try:
+                await self._drained.wait()
+            finally:
+                end_unix_ns = self.times.now_unix_ns()
+                self.times.client_waits.add(end_unix_ns - start_unix_ns, end_unix_ns)
 
     def take_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
