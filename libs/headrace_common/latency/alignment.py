@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from headrace_common.latency.steps import BY_PREFILL, AttemptSteps
 
 
-class Alignment(NamedTuple):
-    """Microseconds to add to all steps of the prefill worker, and to all of the decode worker."""
-
-    prefill_us: int = 0
-    decode_us: int = 0
-
-
-def alignment_of(attempt: AttemptSteps, first_us: int | None, second_us: int | None) -> Alignment:
-    """The least move of each worker's steps. No step of a worker moves against the others of it.
+def alignment_of(
+    attempt: AttemptSteps, first_us: int | None, second_us: int | None
+) -> tuple[int, int]:
+    """Microseconds to add to all steps of the prefill worker, and to all of the decode worker: the least that helps.
 
     `first_us` and `second_us` are the router's receipts of the first tokens, if this attempt made them. Where the last
     write landed after decode had the KV cache, both workers move, each in proportion to the room that it has.
     """
     prefill, decode, error_us = attempt.prefill, attempt.decode, attempt.error_us
     if not error_us:
-        return Alignment()
+        return 0, 0
     by_prefill = attempt.first_token_by == BY_PREFILL
     lowest_us = prefill_us = decode_us = highest_us = 0
     if prefill is not None:
@@ -37,15 +31,15 @@ def alignment_of(attempt: AttemptSteps, first_us: int | None, second_us: int | N
         received = [(made, first_us), (decode.first_token, second_us)]
         _, decode_us, highest_us = _moves(error_us, sent, received)
     if prefill is None or decode is None or decode.kv_arrived is None:
-        return Alignment(prefill_us, decode_us)
+        return prefill_us, decode_us
     landed = prefill.last_write or prefill.compute_end or prefill.received
     prefill_room_us, decode_room_us = prefill_us - lowest_us, highest_us - decode_us
     room_us = prefill_room_us + decode_room_us
     early_us = min(room_us, landed + prefill_us - decode.kv_arrived - decode_us)
     if early_us <= 0:
-        return Alignment(prefill_us, decode_us)
+        return prefill_us, decode_us
     back_us = early_us * prefill_room_us // room_us
-    return Alignment(prefill_us - back_us, decode_us + early_us - back_us)
+    return prefill_us - back_us, decode_us + early_us - back_us
 
 
 def _moves(

@@ -85,12 +85,9 @@ ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 ATTRIBUTE_FINISH_REASON: Final = "gen_ai.response.finish_reasons"
 # Number of the attempt, from 1.
 ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
-# "failure" where an attempt failed, "client" where the client did not take what was ready. Empty where the worker or
-# the messages took the time.
+# "failure" where an attempt failed, "client" where the client did not take what was ready. Else empty, and in stored
+# traces what other requests of this router show of that time.
 ATTRIBUTE_GAP_CAUSE: Final = "headrace.gap.cause"
-# What other requests of this router show of the time, such as the prompt that the decode worker computed. Only in
-# stored traces.
-ATTRIBUTE_GAP_DETAIL: Final = "headrace.gap.detail"
 # Source of the first token: "decode", "prefill" or "hidden" (decode, from prefill's hidden state). With "decode", the
 # transfer is within headrace.first_token. Otherwise it is within headrace.second_token.
 ATTRIBUTE_FIRST_TOKEN: Final = "headrace.first_token_by"

@@ -39,8 +39,7 @@ class Culprit:
 
 def culprit_of(view: TraceView) -> Culprit | None:
     """The one that exceeds the usual most. None where nothing does by much."""
-    found = max(_candidates(view), key=lambda pair: pair[0], default=None)
-    return found[1] if found is not None else None
+    return max(_candidates(view), key=lambda pair: pair[0], default=(0, None))[1]
 
 
 def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:

@@ -88,12 +88,11 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True)
 class TokenGap:
-    """A long time without a token. `cause` is "failure", "client", or empty. `detail` is what other requests show."""
+    """A long time without a token. `cause` is "failure", "client", what other requests show, or empty."""
 
     start_ns: int
     duration_ns: int
     cause: str
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +127,6 @@ class TraceView:
     second_usual: Mapping[str, int] = field(default_factory=dict)
     gaps: tuple[TokenGap, ...] = ()
     error_reason: str = ""
-
-    @property
-    def attempted(self) -> bool:
-        """Whether a worker was asked."""
-        return any(step.name == schema.SPAN_ATTEMPT for step in self.steps)
 
     @property
     def largest_part(self) -> str | None:

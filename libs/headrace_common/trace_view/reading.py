@@ -125,12 +125,7 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         usual=_usual(trace.usual.first_token),
         second_usual=_usual(trace.usual.second_token),
         gaps=tuple(
-            TokenGap(
-                one.start_ns,
-                one.end_ns - one.start_ns,
-                one.text(schema.ATTRIBUTE_GAP_CAUSE),
-                one.text(schema.ATTRIBUTE_GAP_DETAIL),
-            )
+            TokenGap(one.start_ns, one.end_ns - one.start_ns, one.text(schema.ATTRIBUTE_GAP_CAUSE))
             for one in named[schema.SPAN_GAP]
         ),
         error_reason=root.text(schema.ATTRIBUTE_ERROR_REASON) if root else "",
@@ -198,8 +193,7 @@ def _step(one: TimedSpan, depth: int) -> TraceStep:
     if span.name == schema.SPAN_ATTEMPT:
         label = f"{label} {one.text(schema.ATTRIBUTE_ATTEMPT)}".rstrip()
     elif span.name == schema.SPAN_GAP:
-        cause = one.text(schema.ATTRIBUTE_GAP_CAUSE) or one.text(schema.ATTRIBUTE_GAP_DETAIL)
-        label = f"no token: {cause}" if cause else "no token"
+        label = f"no token: {one.text(schema.ATTRIBUTE_GAP_CAUSE)}".removesuffix(": ")
     return TraceStep(
         depth=depth,
         name=span.name,

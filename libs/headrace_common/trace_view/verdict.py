@@ -56,7 +56,8 @@ _LATE: Final = "DEADLINE_EXCEEDED"
 
 def verdict(view: TraceView) -> str:
     """Such as "68 % transfer exposed: link prefill-1/r2 -> decode-0/r1 moved at 0.3 GB/s, median is 2.1"."""
-    if view.error_reason not in ("", _LATE) and not view.attempted:
+    attempted = any(step.name == schema.SPAN_ATTEMPT for step in view.steps)
+    if view.error_reason not in ("", _LATE) and not attempted:
         return f"refused after {format_ms(view.total_ns)} by {view.error_reason}: {view.error}"
     failed = f"failed: {view.error}; " if view.error else ""
     culprit = culprit_of(view)
@@ -92,8 +93,7 @@ def _gap_detail(view: TraceView, gap: TokenGap) -> str:
         reason = f"{failed[-1].label} failed: {failed[-1].error}" if failed else "a failure"
         return f"{duration} after {reason}"
     worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
-    detail = f": {gap.detail}" if gap.detail else ""
-    return f"no token came from {worker} for {duration}{detail}"
+    return f"no token came from {worker} for {duration}: {gap.cause}".removesuffix(": ")
 
 
 def _detail(view: TraceView, part: str, part_ns: int) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from headrace_frontend.request.response_stream import ResponseTimes
 
@@ -12,12 +11,8 @@ _TIMES_USUAL: Final = 4
 """A gap is long if it is longer than so many usual ones."""
 
 
-class GapCause(StrEnum):
-    """What no token came for."""
-
-    FAILURE = "failure"
-    CLIENT = "client"
-    UNKNOWN = ""
+GapCause: TypeAlias = Literal["failure", "client", ""]
+"""Why no token came: an attempt failed, the client did not read, or neither."""
 
 
 class Gap(NamedTuple):
@@ -35,7 +30,8 @@ def gaps_of(
     last_unix_ns = times.last_token_unix_ns
     if not last_unix_ns:
         return ()
-    usual_ns = 1e9 * times.gaps.median_max if times.gaps is not None else 0.0
+    gaps = times.gaps
+    usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
     intervals = times.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
     waits = times.client_waits.intervals()
     answered_unix_ns = times.end_unix_ns or end_unix_ns
@@ -51,6 +47,6 @@ def _cause(
     start: int, end: int, failures: Iterable[int], waits: Iterable[tuple[int, int]]
 ) -> GapCause:
     if any(start <= failure < end for failure in failures):
-        return GapCause.FAILURE
+        return "failure"
     waited = sum(max(0, min(end, until) - max(start, since)) for since, until in waits)
-    return GapCause.CLIENT if 2 * waited >= end - start else GapCause.UNKNOWN
+    return "client" if 2 * waited >= end - start else ""

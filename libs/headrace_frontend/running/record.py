@@ -266,7 +266,7 @@ class RequestRecord(RequestSteps):
             times = (first_ns, second_ns)
             yield maker.at(schema.SPAN_SECOND_TOKEN, self.context, times, attributes)
         for start_unix_ns, end_unix_ns, cause in self.gaps:
-            attributes = {schema.ATTRIBUTE_GAP_CAUSE: cause.value}
+            attributes = {schema.ATTRIBUTE_GAP_CAUSE: cause}
             times = (start_unix_ns, end_unix_ns)
             yield maker.at(schema.SPAN_GAP, self.context, times, attributes)
         previous: SpanContext | None = None

@@ -6,13 +6,11 @@ SERIES_MAX series, whatever labels it gets. Threads may share all of them.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from headrace_common.telemetry.schema_tables import METRICS, MetricFacts
@@ -124,13 +122,6 @@ class BucketCounts:
         """Counts a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
-
-    @property
-    def median_max(self) -> float:
-        """The upper bound of the bucket with the median. Infinite for the last one."""
-        reached = list(accumulate(self.counts))
-        bucket = bisect_left(reached, (reached[-1] + 1) // 2)
-        return self.bounds[bucket] if bucket < len(self.bounds) else math.inf
 
 
 class HistogramSeries:

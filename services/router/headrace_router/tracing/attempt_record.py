@@ -220,8 +220,9 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
-        paused = self._paused_since(request)
-        if paused is not None:
+        earlier = request.attempts[: request.attempts.index(self)]
+        paused = max((one.end or self.begin for one in earlier), default=self.begin)
+        if self.begin - paused >= _PAUSE_MIN_US:
             yield maker.of_steps(schema.SPAN_BACK_OFF, request.context, (paused, self.begin))
         yield maker.of_steps(
             schema.SPAN_ATTEMPT,
@@ -247,12 +248,6 @@ class RoutedAttempt(AttemptRecord):
                 },
                 "never pulled" if self.pulled is None else "",
             )
-
-    def _paused_since(self, request: RequestRecord) -> int | None:
-        """The end of the attempt before this one, if it was long ago."""
-        number = request.attempts.index(self)
-        end = max((one.end for one in request.attempts[:number]), default=0)
-        return end if end and self.begin - end >= _PAUSE_MIN_US else None
 
     def worker_id(self, service: str) -> str:
         """The id of its worker, "decode" or "prefill"."""

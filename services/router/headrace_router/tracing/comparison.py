@@ -13,9 +13,10 @@ from headrace_common.durations import unix_ns_from_timestamp
 from headrace_common.latency.breakdown import Breakdown, breakdown_to_proto
 from headrace_common.latency.parts import Sum, TimePart
 from headrace_common.telemetry import schema
-from headrace_frontend.running.gaps import Gap, GapCause
+from headrace_frontend.running.gaps import Gap
 from headrace_frontend.running.record import RequestRecord
 from headrace_router.tracing.attempt_record import RoutedAttempt
+from headrace_router.tracing.record import routed_attempts
 
 LIKE_MIN: Final = 8
 _LIKE_MAX: Final = 128
@@ -33,12 +34,12 @@ def compare(
     details = {
         gap.start_unix_ns: _gap_detail(request, gap, others)
         for gap in request.gaps
-        if gap.cause is GapCause.UNKNOWN
+        if not gap.cause
     }
     for span in trace.spans:
-        if span.name == schema.SPAN_GAP:
-            detail = details.get(unix_ns_from_timestamp(span.start_time), "")
-            span.attributes[schema.ATTRIBUTE_GAP_DETAIL] = detail
+        detail = details.get(unix_ns_from_timestamp(span.start_time))
+        if span.name == schema.SPAN_GAP and detail:
+            span.attributes[schema.ATTRIBUTE_GAP_CAUSE] = detail
 
 
 def _gap_detail(request: RequestRecord, gap: Gap, others: Iterable[RequestRecord]) -> str:
@@ -69,19 +70,15 @@ def _gap_detail(request: RequestRecord, gap: Gap, others: Iterable[RequestRecord
 
 def _worker_at(request: RequestRecord, time_us: int) -> str:
     """The decode worker that the request had."""
-    begun = [
-        one
-        for one in request.attempts
-        if isinstance(one, RoutedAttempt) and one.route_start < time_us
-    ]
+    begun = [one for one in routed_attempts(request) if one.route_start < time_us]
     return begun[-1].worker_id("decode") if begun else ""
 
 
 def _prompt_computed(request: RequestRecord, worker_id: str, times_us: tuple[int, int]) -> int:
     """The tokens of its prompt, if the decode worker computed them for at least half of that time."""
-    for attempt in request.attempts:
+    for attempt in routed_attempts(request):
         decode = attempt.decode
-        if decode is None or attempt.remote or not isinstance(attempt, RoutedAttempt):
+        if decode is None or attempt.remote:
             continue
         start = decode.step_start or decode.reserved or decode.received
         computed = (start, decode.first_token or attempt.end)

@@ -138,7 +138,7 @@ class TraceContents(NamedTuple):
         for request in self.requests:
             for span in request.spans():
                 yield (_ROUTER, ""), span
-            for attempt in _attempts(request):
+            for attempt in routed_attempts(request):
                 for name, service in _WORKER_SPANS.items():
                     if (name, _span_id(attempt)) not in self.workers:
                         process = (service, attempt.worker_id(service))
@@ -175,7 +175,7 @@ class TraceRecord:
         expected = {
             (name, _span_id(attempt))
             for request in self.requests
-            for attempt in (_attempts(request) if request.sampled else ())
+            for attempt in (routed_attempts(request) if request.sampled else ())
             for name in _WORKER_SPANS
             if not attempt.error and (name == schema.SPAN_DECODE or attempt.prefill_worker_id)
         }
@@ -228,7 +228,7 @@ class TraceRecord:
         )
 
 
-def _attempts(request: RequestRecord) -> list[RoutedAttempt]:
+def routed_attempts(request: RequestRecord) -> list[RoutedAttempt]:
     """Those that have a span."""
     return [one for one in request.attempts if isinstance(one, RoutedAttempt) and one.context]
 

@@ -10,7 +10,7 @@ import pytest
 from headrace_common.latency.steps import DecodeSteps
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
-from headrace_frontend.running.gaps import Gap, GapCause
+from headrace_frontend.running.gaps import Gap
 from headrace_frontend.running.record import RequestRecord
 from headrace_router.tracing.comparison import LIKE_MIN
 from headrace_router.tracing.store import TraceLimits, TraceStore
@@ -50,8 +50,7 @@ def running(name: str, *gaps: tuple[int, int], worker_id: str = "decode-0") -> R
     first, last = START_UNIX_NS + MS, START_UNIX_NS + 9_000 * MS
     record.tokens_unix_ns, record.end_unix_ns = (first, first + MS, last), last
     record.gaps = tuple(
-        Gap(START_UNIX_NS + start * MS, START_UNIX_NS + end * MS, GapCause.UNKNOWN)
-        for start, end in gaps
+        Gap(START_UNIX_NS + start * MS, START_UNIX_NS + end * MS, "") for start, end in gaps
     )
     return record
 
