@@ -49,8 +49,6 @@ _WAITS: Final = {
     "gather": "was copied to staging memory",
     "unfinished": "did not land",
 }
-
-
 _LATE: Final = "DEADLINE_EXCEEDED"
 
 
@@ -65,7 +63,7 @@ def verdict(view: TraceView) -> str:
         part = view.largest_part
         if part is None or view.ttft_ns <= 0:
             return f"{failed}no times have arrived"
-        failed += "nothing unusual, " if view.usual else ""
+        failed += "nothing unusual, " if view.usual and not view.error else ""
         culprit = Culprit(part, view.parts[part], view.ttft_ns)
     failed += "second token: " if culprit.second else ""
     share = format_percent(culprit.time_ns, culprit.whole_ns)

@@ -83,7 +83,7 @@ def _prompt_computed(request: RequestRecord, worker_id: str, times_us: tuple[int
         start = decode.step_start or decode.reserved or decode.received
         computed = (start, decode.first_token or attempt.end)
         if attempt.worker_id("decode") == worker_id and _covers_half(computed, times_us):
-            return _computed_tokens(request)
+            return _work(request)[1]
     return 0
 
 
@@ -110,21 +110,19 @@ def _medians(sums: Sequence[Sum]) -> Sum:
 
 def _like(request: RequestRecord, others: Iterable[RequestRecord]) -> Iterable[RequestRecord]:
     """Those with a first token of their only attempt, the same work, and about as many tokens to compute."""
-    kind, tokens = _kind(request), _computed_tokens(request)
+    kind, tokens = _work(request)
     for other in others:
         if other is request or other.first_token is None or len(other.attempts) != 1:
             continue
-        fewer, more = sorted((tokens, _computed_tokens(other)))
-        if _kind(other) == kind and more <= max(2 * fewer, fewer + _TOKENS):
+        other_kind, other_tokens = _work(other)
+        fewer, more = sorted((tokens, other_tokens))
+        if other_kind == kind and more <= max(2 * fewer, fewer + _TOKENS):
             yield other
 
 
-def _kind(request: RequestRecord) -> tuple[object, ...]:
-    last = request.attempts[-1] if request.attempts else None
-    return request.model, last and (last.remote, last.first_token_by)
-
-
-def _computed_tokens(request: RequestRecord) -> int:
+def _work(request: RequestRecord) -> tuple[tuple[object, ...], int]:
+    """The kind of its work, and the tokens to compute."""
     last = request.attempts[-1] if request.attempts else None
     decision = last.decision if isinstance(last, RoutedAttempt) else None
-    return decision.missing_tokens if decision is not None else request.prompt_tokens
+    tokens = decision.missing_tokens if decision is not None else request.prompt_tokens
+    return (request.model, last and (last.remote, last.first_token_by)), tokens
