@@ -35,10 +35,8 @@ def alignment_of(
     landed = prefill.last_write or prefill.compute_end or prefill.received
     prefill_room_us, decode_room_us = prefill_us - lowest_us, highest_us - decode_us
     room_us = prefill_room_us + decode_room_us
-    early_us = min(room_us, landed + prefill_us - decode.kv_arrived - decode_us)
-    if early_us <= 0:
-        return prefill_us, decode_us
-    back_us = early_us * prefill_room_us // room_us
+    early_us = max(0, min(room_us, landed + prefill_us - decode.kv_arrived - decode_us))
+    back_us = early_us * prefill_room_us // max(1, room_us)
     return prefill_us - back_us, decode_us + early_us - back_us
 
 

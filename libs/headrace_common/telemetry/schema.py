@@ -79,6 +79,8 @@ ATTRIBUTE_PROMPT_TOKENS: Final = "gen_ai.usage.input_tokens"
 ATTRIBUTE_CONVERSATION_ID: Final = "gen_ai.conversation.id"
 # Tokens generated.
 ATTRIBUTE_COMPLETION_TOKENS: Final = "gen_ai.usage.output_tokens"
+# Prompt tokens found in the decode worker's prefix cache, as in the usage over HTTP.
+ATTRIBUTE_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 # Tokens of the answer that earlier workers generated.
 ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 # One reason, "stop" or "length".

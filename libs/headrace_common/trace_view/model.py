@@ -129,11 +129,6 @@ class TraceView:
     error_reason: str = ""
 
     @property
-    def largest_part(self) -> str | None:
-        """The part that took longest."""
-        return max(self.parts, key=self.parts.__getitem__, default=None)
-
-    @property
     def last_link(self) -> Link | None:
         """The link that ended last: the request waited for it."""
         return max(self.links, key=lambda link: link.end_ns, default=None)

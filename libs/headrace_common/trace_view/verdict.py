@@ -60,9 +60,9 @@ def verdict(view: TraceView) -> str:
     failed = f"failed: {view.error}; " if view.error else ""
     culprit = culprit_of(view)
     if culprit is None:
-        part = view.largest_part
-        if part is None or view.ttft_ns <= 0:
+        if view.ttft_ns <= 0:
             return f"{failed}no times have arrived"
+        part = max(view.parts, key=view.parts.__getitem__)
         failed += "nothing unusual, " if view.usual and not view.error else ""
         culprit = Culprit(part, view.parts[part], view.ttft_ns)
     failed += "second token: " if culprit.second else ""
@@ -170,12 +170,9 @@ def _transfer_detail(view: TraceView, duration: str) -> str:
 
 def _lease_detail(view: TraceView, link: Link, write: LayerStamps) -> str:
     """Whether the write waited for decode's blocks, or for the first messages between the workers after that."""
-    ends = [
-        step.start_ns + step.duration_ns
-        for step in view.steps
-        if step.name == schema.SPAN_DECODE_RESERVE
-    ]
-    reserving_ns = min(write.cause_ns, max(0, max(ends, default=0) - write.ready_ns))
+    reserved = [step for step in view.steps if step.name == schema.SPAN_DECODE_RESERVE]
+    end_ns = max((step.start_ns + step.duration_ns for step in reserved), default=0)
+    reserving_ns = min(write.cause_ns, max(0, end_ns - write.ready_ns))
     handshake_ns = write.cause_ns - reserving_ns
     if handshake_ns >= reserving_ns:
         return f"link {link.name} waited {format_ms(handshake_ns)} for the handshake with {link.destination}"

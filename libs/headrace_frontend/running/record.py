@@ -60,6 +60,7 @@ class AttemptRecord(AttemptSteps):
     error: str = ""
     """Empty unless the attempt has failed."""
     end: int = 0
+    """When it ended, by the clock of its steps; 0 before that."""
     context: SpanContext | None = None
     """The ids of the attempt's span, if it has one."""
     outcome: asyncio.Future[Any] | None = None
@@ -233,9 +234,8 @@ class RequestRecord(RequestSteps):
                 times.second_token_unix_ns,
                 times.last_token_unix_ns,
             )
-            failed = (one.end for one in self.attempts if one.error)
             own_ns = self.arrival_unix_ns - self.arrival_ns
-            failures_unix_ns = (1_000 * end_us + own_ns for end_us in failed)
+            failures_unix_ns = [1_000 * one.end + own_ns for one in self.attempts if one.error]
             self.gaps = gaps_of(times, failures_unix_ns, self.end_unix_ns)
             self.usage, self.finish_reason = response.usage, response.finish_reason
             self.first_token_by = response.first_token_by
@@ -302,6 +302,7 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_FIRST_TOKEN] = maker if answered else None
             known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
             known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens
+            known[schema.ATTRIBUTE_CACHE_READ_TOKENS] = usage.decode_cached_tokens
             known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
             known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
             known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]
