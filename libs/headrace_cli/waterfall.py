@@ -13,6 +13,7 @@ from typing import Final
 
 from rich.text import Text
 
+from headrace_common.telemetry import schema
 from headrace_common.trace_view.model import (
     TRANSFER_EXPOSED,
     UNDRAWN_STEPS,
@@ -141,6 +142,7 @@ _LABEL_WIDTH: Final = 31
 _NUMBER_WIDTH: Final = 11
 _PART_WIDTH: Final = 20
 _PART_STYLES: Final = {TRANSFER_EXPOSED: "red", "unaccounted": "dim"}
+_OF_ANSWER: Final = frozenset((schema.SPAN_ATTEMPT, schema.SPAN_BACK_OFF, schema.SPAN_GAP))
 _SERVICE_STYLES: Final = {"router": "cyan", "prefill": "yellow", "decode": "green", "both": "green"}
 
 
@@ -161,6 +163,7 @@ def draw_trace(view: TraceView, *, width: int, ascii_only: bool = False) -> list
             lines += _step_lines(step, scale, width, marks)
         lines += _link_lines(view, scale, width, marks)
         lines += _after_lines(view, width, marks)
+        lines += _answer_lines(view, width, marks)
     return lines
 
 
@@ -237,8 +240,7 @@ def _notes(view: TraceView) -> str:
 
 
 def _step_lines(step: TraceStep, scale: Scale, width: int, marks: Charset) -> list[Text]:
-    starts_later = step.start_ns >= scale.end_ns
-    if step.name in UNDRAWN_STEPS or (starts_later and not step.error):
+    if step.name in UNDRAWN_STEPS or step.start_ns >= scale.end_ns:
         return []
     label = f"{step.worker or step.service:<10} {'  ' * max(0, step.depth - 1)}{step.label}"
     line = Text(f"{clip(label, _LABEL_WIDTH, marks):<{_LABEL_WIDTH}} ")
@@ -250,6 +252,18 @@ def _step_lines(step: TraceStep, scale: Scale, width: int, marks: Charset) -> li
     lines = [line]
     if step.error:
         lines.append(Text(clip(f"{'':11}! {step.error}", width, marks), style="red"))
+    return lines
+
+
+def _answer_lines(view: TraceView, width: int, marks: Charset) -> list[Text]:
+    """Attempts and gaps until the end of the answer, on its scale, if there is a gap or a later attempt."""
+    if not any(step.name in _OF_ANSWER and step.start_ns >= view.ttft_ns for step in view.steps):
+        return []
+    scale = Scale(view.total_ns, width - _LABEL_WIDTH - _NUMBER_WIDTH - 2)
+    lines = [Text(""), Text(f"{'ms':>{_LABEL_WIDTH}} {scale.axis()}", style="dim")]
+    for step in view.steps:
+        if step.name in _OF_ANSWER or step.name == schema.SPAN_DECODE:
+            lines += _step_lines(step, scale, width, marks)
     return lines
 
 

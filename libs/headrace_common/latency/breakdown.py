@@ -150,7 +150,7 @@ def _second_token_claims(
 ) -> list[Claim]:
     claims: list[Claim] = []
     if later is not first:
-        claims = [(_RETRY, at, later.route_start), *_placement_claims(later)]
+        claims = [(_RETRY, at, later.route_start), *_placement_claims(later, first)]
     claims += _prefill_claims(later)
     decode = later.decode
     if decode is None:
@@ -197,7 +197,7 @@ def _compute_end(attempt: AttemptSteps) -> int | None:
     return min(end, arrived)
 
 
-def _placement_claims(attempt: AttemptSteps) -> tuple[Claim, ...]:
+def _placement_claims(attempt: AttemptSteps, first: AttemptSteps) -> tuple[Claim, ...]:
     reserved = attempt.queued or attempt.reserved
     if (
         attempt.queued is None
@@ -206,8 +206,11 @@ def _placement_claims(attempt: AttemptSteps) -> tuple[Claim, ...]:
     ):
         # The decode worker goes on at once.
         reserved = attempt.decode.reserved
+    # A pause before an attempt follows the choice of its workers.
+    chosen = attempt.start if attempt is first else attempt.route_end or attempt.start
     return (
-        (_ROUTE, attempt.route_start, attempt.start),
+        (_ROUTE, attempt.route_start, chosen),
+        (_RETRY, chosen, attempt.start),
         (_RESERVE, attempt.start, reserved),
         (_QUEUE, attempt.queued, attempt.pulled),
     )
@@ -225,7 +228,7 @@ def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None, end: int) 
         first_start = steps.attempts[0].route_start
         claims.append((_ADMISSION, steps.arrival, first_start))
         claims.append((_RETRY, first_start, attempt.route_start))
-        claims += _placement_claims(attempt)
+        claims += _placement_claims(attempt, steps.attempts[0])
     return claims
 
 

@@ -77,6 +77,14 @@ class AttemptSteps:
     message: tuple[int, int] | None = None
     """The way of the prompt to another process's queue."""
     error_us: int = 0
+    route_end: int | None = None
+
+    def move(self, prefill_us: int, decode_us: int) -> None:
+        """Moves all steps of each worker by so many microseconds."""
+        if self.prefill is not None and prefill_us:
+            self.prefill = PrefillSteps._make(_moved(self.prefill, prefill_us))
+        if self.decode is not None and decode_us:
+            self.decode = DecodeSteps._make(_moved(self.decode, decode_us))
 
     def add_task(self, sent_us: int, answered_us: int, task: latency_pb2.TaskSteps) -> None:
         """Adds the prefill.
@@ -129,6 +137,10 @@ def prefill_steps(
     computed_us = (times.compute_start_us, times.compute_end_us)
     sent_us = (times.first_write_us, times.last_write_us, times.sent_us)
     return PrefillSteps._make((received_us, *_at(received_us, computed_us + sent_us)))
+
+
+def _moved(steps: Sequence[int | None], by_us: int) -> list[int | None]:
+    return [None if one is None else one + by_us for one in steps]
 
 
 def _at(start_us: int, after_us: Sequence[int]) -> list[int | None]:

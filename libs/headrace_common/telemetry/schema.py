@@ -13,6 +13,11 @@ SPAN_REQUEST: Final = "headrace.request"
 SPAN_TOKENIZE: Final = "headrace.tokenize"
 # Selection of a decode worker.
 SPAN_ROUTE: Final = "headrace.route"
+# From the end of an attempt that failed to the next attempt, where it is 5 ms or more.
+SPAN_BACK_OFF: Final = "headrace.back_off"
+# A time after the first token without another, or after the last one until the client had the answer. It is far
+# longer than usual in this answer.
+SPAN_GAP: Final = "headrace.gap"
 # One attempt, with one transfer id; parent of both workers' spans.
 SPAN_ATTEMPT: Final = "headrace.attempt"
 # From the request to the decode worker to its reservation, or to the prefill queue if that comes before.
@@ -74,12 +79,17 @@ ATTRIBUTE_PROMPT_TOKENS: Final = "gen_ai.usage.input_tokens"
 ATTRIBUTE_CONVERSATION_ID: Final = "gen_ai.conversation.id"
 # Tokens generated.
 ATTRIBUTE_COMPLETION_TOKENS: Final = "gen_ai.usage.output_tokens"
+# Prompt tokens found in the decode worker's prefix cache, as in the usage over HTTP.
+ATTRIBUTE_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 # Tokens of the answer that earlier workers generated.
 ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 # One reason, "stop" or "length".
 ATTRIBUTE_FINISH_REASON: Final = "gen_ai.response.finish_reasons"
 # Number of the attempt, from 1.
 ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
+# "failure" where an attempt failed, "client" where the client did not take what was ready. Else empty, and in stored
+# traces what other requests of this router show of that time.
+ATTRIBUTE_GAP_CAUSE: Final = "headrace.gap.cause"
 # Source of the first token: "decode", "prefill" or "hidden" (decode, from prefill's hidden state). With "decode", the
 # transfer is within headrace.first_token. Otherwise it is within headrace.second_token.
 ATTRIBUTE_FIRST_TOKEN: Final = "headrace.first_token_by"

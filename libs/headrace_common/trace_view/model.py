@@ -87,12 +87,22 @@ class TraceStep:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenGap:
+    """A long time without a token. `cause` is "failure", "client", what other requests show, or empty."""
+
+    start_ns: int
+    duration_ns: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class TraceView:
     """One request.
 
     `parts` add up to `ttft_ns`: the time to the first token, or to the end of a request without one (`answered` is
     false). `second_parts` add up to the time from the first token to the second, where prefill or its state made the
-    first. Both have names such as "queue", in the order of a request. `hidden_ns` is the transfer beside computing.
+    first. Both have names such as "queue", in the order of a request. `usual` and `second_usual` are the medians of
+    like requests, and empty before there are enough. `hidden_ns` is the transfer beside computing.
     """
 
     trace_id: str
@@ -113,11 +123,10 @@ class TraceView:
     error: str = ""
     other: str = ""
     """The best other placement. Empty without an estimate."""
-
-    @property
-    def largest_part(self) -> str | None:
-        """The part that took longest."""
-        return max(self.parts, key=self.parts.__getitem__, default=None)
+    usual: Mapping[str, int] = field(default_factory=dict)
+    second_usual: Mapping[str, int] = field(default_factory=dict)
+    gaps: tuple[TokenGap, ...] = ()
+    error_reason: str = ""
 
     @property
     def last_link(self) -> Link | None:

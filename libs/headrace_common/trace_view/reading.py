@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.inference.v1 import trace_pb2
+from headrace.inference.v1 import latency_pb2, trace_pb2
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
+from headrace_common.latency.parts import TimePart, sum_from_proto
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import PART_ATTRIBUTES
 from headrace_common.telemetry.layer_stamps import unpack_writes
 from headrace_common.trace_view.model import (
     Link,
+    TokenGap,
     TraceStep,
     TraceView,
 )
@@ -120,17 +122,29 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
         error=root.span.error if root else "",
         other=regret_text(root.span.attributes) if root else "",
+        usual=_usual(trace.usual.first_token),
+        second_usual=_usual(trace.usual.second_token),
+        gaps=tuple(
+            TokenGap(one.start_ns, one.end_ns - one.start_ns, one.text(schema.ATTRIBUTE_GAP_CAUSE))
+            for one in named[schema.SPAN_GAP]
+        ),
+        error_reason=root.text(schema.ATTRIBUTE_ERROR_REASON) if root else "",
     )
+
+
+def _usual(message: latency_pb2.LatencySum) -> dict[str, int]:
+    found = sum_from_proto(message).parts_us.items()
+    return {_name(part): _NS_PER_US * time_us for part, time_us in found}
+
+
+def _name(part: TimePart) -> str:
+    return part.label.replace("_", " ")
 
 
 def _parts(attributes: Mapping[str, str]) -> dict[str, int]:
     """The nanoseconds of each part in the attributes of a span, in the order of a request."""
     times = ((part, attributes.get(name, "")) for part, name in PART_ATTRIBUTES.items())
-    return {
-        part.label.replace("_", " "): int(text) * _NS_PER_US
-        for part, text in times
-        if text.isdecimal()
-    }
+    return {_name(part): int(text) * _NS_PER_US for part, text in times if text.isdecimal()}
 
 
 def _origin_ns(trace: trace_pb2.Trace) -> int:
@@ -178,6 +192,8 @@ def _step(one: TimedSpan, depth: int) -> TraceStep:
     label = span.name.removeprefix("headrace.").removeprefix(f"{service}.").replace("_", " ")
     if span.name == schema.SPAN_ATTEMPT:
         label = f"{label} {one.text(schema.ATTRIBUTE_ATTEMPT)}".rstrip()
+    elif span.name == schema.SPAN_GAP:
+        label = f"no token: {one.text(schema.ATTRIBUTE_GAP_CAUSE)}".removesuffix(": ")
     return TraceStep(
         depth=depth,
         name=span.name,

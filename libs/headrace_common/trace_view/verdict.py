@@ -1,13 +1,13 @@
-"""Names what most of a request's time to first token went to, in one sentence. Pure."""
+"""Names what made a request slow, or what most of its time went to, in one sentence. Pure."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-from statistics import median
 from typing import Final
 
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import Link, TraceView
+from headrace_common.telemetry.layer_stamps import LayerStamps
+from headrace_common.trace_view.culprit import Culprit, culprit_of, slow_layer, slow_link
+from headrace_common.trace_view.model import Link, TokenGap, TraceStep, TraceView
 
 
 def format_ms(duration_ns: int) -> str:
@@ -40,31 +40,58 @@ def format_percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole > 0 else "0 %"
 
 
-SLOW_LINK: Final = 0.5
-"""A link below this share of the median speed is called slow."""
-SLOW_LAYER: Final = 3.0
-"""A layer that took this many times the median is called slow, if it also is a large share of the computation."""
-_SLOW_LAYER_SHARE: Final = 0.2
+_USUAL_NS_MIN: Final = 100_000
 _WAITS: Final = {
     "compute": "was ready late: the link was idle",
-    "lease": "waited for decode's reservation",
     "window": "waited for room in the write window",
     "queue": "waited for the sender's thread",
     "staging_slot": "waited for a staging slot",
     "gather": "was copied to staging memory",
     "unfinished": "did not land",
 }
+_LATE: Final = "DEADLINE_EXCEEDED"
 
 
 def verdict(view: TraceView) -> str:
     """Such as "68 % transfer exposed: link prefill-1/r2 -> decode-0/r1 moved at 0.3 GB/s, median is 2.1"."""
+    attempted = any(step.name == schema.SPAN_ATTEMPT for step in view.steps)
+    if view.error_reason not in ("", _LATE) and not attempted:
+        return f"refused after {format_ms(view.total_ns)} by {view.error_reason}: {view.error}"
     failed = f"failed: {view.error}; " if view.error else ""
-    part = view.largest_part
-    if part is None or view.ttft_ns <= 0:
-        return f"{failed}no times have arrived"
-    part_ns = view.parts[part]
-    share = format_percent(part_ns, view.ttft_ns)
-    return f"{failed}{share} {part}: {_detail(view, part, part_ns)}"
+    culprit = culprit_of(view)
+    if culprit is None:
+        if view.ttft_ns <= 0:
+            return f"{failed}no times have arrived"
+        part = max(view.parts, key=view.parts.__getitem__)
+        failed += "nothing unusual, " if view.usual and not view.error else ""
+        culprit = Culprit(part, view.parts[part], view.ttft_ns)
+    failed += "second token: " if culprit.second else ""
+    share = format_percent(culprit.time_ns, culprit.whole_ns)
+    gap = culprit.gap
+    detail = _gap_detail(view, gap) if gap else _detail(view, culprit.part, culprit.time_ns)
+    return f"{failed}{share} {culprit.part}{_compared(culprit)}: {detail}"
+
+
+def _compared(culprit: Culprit) -> str:
+    """Such as ", 26 times its usual 3.30 ms"."""
+    usual_ns = culprit.usual_ns
+    if usual_ns is None or culprit.time_ns < 1.5 * usual_ns:
+        return ""
+    if usual_ns < _USUAL_NS_MIN:
+        return ", usually none"
+    return f", {culprit.time_ns / usual_ns:.2g} times its usual {format_ms(usual_ns)}"
+
+
+def _gap_detail(view: TraceView, gap: TokenGap) -> str:
+    duration, end_ns = format_ms(gap.duration_ns), gap.start_ns + gap.duration_ns
+    if gap.cause == "client":
+        return f"the client did not read for {duration}"
+    if gap.cause == "failure":
+        failed = [step for step in _failed_attempts(view) if step.start_ns < end_ns]
+        reason = f"{failed[-1].label} failed: {failed[-1].error}" if failed else "a failure"
+        return f"{duration} after {reason}"
+    worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
+    return f"no token came from {worker} for {duration}: {gap.cause}".removesuffix(": ")
 
 
 def _detail(view: TraceView, part: str, part_ns: int) -> str:
@@ -75,9 +102,7 @@ def _detail(view: TraceView, part: str, part_ns: int) -> str:
         case "prefill":
             return _prefill_detail(view, part_ns)
         case "retry":
-            errors = [step.error for step in view.steps if step.name == schema.SPAN_ATTEMPT]
-            reason = next((error for error in errors if error), "no reason has arrived")
-            return f"{duration} of attempts that failed: {reason}"
+            return _retry_detail(view, part_ns)
         case "tokenize":
             return f"{duration} for the template and {view.prompt_tokens:,} tokens"
         case "decode wait":
@@ -101,6 +126,20 @@ _WORDS: Final = {
 }
 
 
+def _retry_detail(view: TraceView, part_ns: int) -> str:
+    """Whether attempts took the time, or the pauses after them."""
+    failed = _failed_attempts(view)
+    reason = failed[0].error if failed else "no reason has arrived"
+    paused = [step.duration_ns for step in view.steps if step.name == schema.SPAN_BACK_OFF]
+    if 2 * sum(paused) > part_ns:
+        return f"back-off for {format_ms(sum(paused))} after an attempt that failed: {reason}"
+    return f"{format_ms(part_ns)} of attempts that failed: {reason}"
+
+
+def _failed_attempts(view: TraceView) -> list[TraceStep]:
+    return [step for step in view.steps if step.name == schema.SPAN_ATTEMPT and step.error]
+
+
 def _decode_wait_detail(view: TraceView, part_ns: int) -> str:
     """The router waits for a slot before it chooses workers, and a decode worker after the KV cache has arrived."""
     duration = format_ms(part_ns)
@@ -117,14 +156,27 @@ def _transfer_detail(view: TraceView, duration: str) -> str:
     link = view.last_link
     if link is None:
         return f"{duration} from the end of computing to the arrival of the KV cache"
-    if len(view.links) > 1 and 0 < link.gb_s < SLOW_LINK * view.median_gb_s:
+    if slow_link(view) is not None:
         middle = format_gb_s(view.median_gb_s)
         return f"link {link.name} moved at {format_gb_s(link.gb_s)} GB/s, median is {middle}"
     write = link.last_write
     if write is not None and write.cause in _WAITS:
         waited = f"for {format_ms(write.cause_ns)}"
         return f"layer {write.layer} of link {link.name} {_WAITS[write.cause]} {waited}"
+    if write is not None and write.cause == "lease":
+        return _lease_detail(view, link, write)
     return f"link {link.name} moved {_moved(link)}"
+
+
+def _lease_detail(view: TraceView, link: Link, write: LayerStamps) -> str:
+    """Whether the write waited for decode's blocks, or for the first messages between the workers after that."""
+    reserved = [step for step in view.steps if step.name == schema.SPAN_DECODE_RESERVE]
+    end_ns = max((step.start_ns + step.duration_ns for step in reserved), default=0)
+    reserving_ns = min(write.cause_ns, max(0, end_ns - write.ready_ns))
+    handshake_ns = write.cause_ns - reserving_ns
+    if handshake_ns >= reserving_ns:
+        return f"link {link.name} waited {format_ms(handshake_ns)} for the handshake with {link.destination}"
+    return f"link {link.name} waited {format_ms(reserving_ns)} for decode's reservation"
 
 
 def _moved(link: Link) -> str:
@@ -140,28 +192,13 @@ def _prefill_detail(view: TraceView, part_ns: int) -> str:
     remote = any(step.name == schema.SPAN_PREFILL for step in view.steps)
     name = schema.SPAN_PREFILL if remote else schema.SPAN_DECODE
     worker = _worker(view, name, "the worker")
-    slow = _slow_layer(view, part_ns)
+    slow = slow_layer(view, part_ns)
     if slow is not None:
         layer, took_ns, middle_ns = slow
         return (
             f"layer {layer} took {format_ms(took_ns)} on {worker}, median is {format_ms(middle_ns)}"
         )
     return f"{worker} computed for {format_ms(part_ns)}"
-
-
-def _slow_layer(view: TraceView, part_ns: int) -> tuple[int, int, int] | None:
-    """The layer that took longest, its time and the median, if it took very long. Read from when layers were ready."""
-    link = view.last_link
-    if link is None:
-        return None
-    writes = sorted(link.writes, key=lambda write: write.ready_ns)
-    gaps = [(later.ready_ns - earlier.ready_ns, later.layer) for earlier, later in pairwise(writes)]
-    if len(gaps) < 2:
-        return None
-    took_ns, layer = max(gaps)
-    middle_ns = round(median(gap for gap, _ in gaps))
-    slow = took_ns > SLOW_LAYER * middle_ns and took_ns > _SLOW_LAYER_SHARE * part_ns
-    return (layer, took_ns, middle_ns) if slow else None
 
 
 def _worker(view: TraceView, name: str, otherwise: str) -> str:

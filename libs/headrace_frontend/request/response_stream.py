@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Final, Protocol
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -25,6 +26,7 @@ from headrace_kv.layout import WorkerRef
 
 PENDING_TOKENS_MAX = 1_024
 _PACED_SHARE: Final = 0.5
+_LONGEST_MAX: Final = 8
 
 
 class Outlet(Protocol):
@@ -45,6 +47,29 @@ class Outlet(Protocol):
         False, and nothing is sent, unless it is `writable` and the client needs nothing but the text.
         """
         ...
+
+
+class LongestTimes:
+    """The longest of many times, at most 8, of more than 20 ms each."""
+
+    __slots__ = ("_found", "least_ns")
+
+    def __init__(self) -> None:
+        self.least_ns = 20_000_000
+        """A time that is not longer is not kept."""
+        self._found: list[tuple[int, int]] = []
+
+    def add(self, time_ns: int, end_ns: int) -> None:
+        """Keeps a time, in place of the shortest when there are too many."""
+        if time_ns > self.least_ns:
+            heappush(self._found, (time_ns, end_ns))
+        if len(self._found) > _LONGEST_MAX:
+            heappop(self._found)
+            self.least_ns = self._found[0][0]
+
+    def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
+        """The start and the end of each by the monotonic clock, the earliest first."""
+        return sorted((end - time, end) for time, end in self._found if time > longer_than_ns)
 
 
 class ResponseStream:
@@ -78,6 +103,13 @@ class ResponseStream:
         self.last_token_ns = 0
         self.first_message_ns = 0
         """When the message with the first token was made."""
+        self.end_ns = 0
+        """The end of the response, before the client has all of it."""
+        self.longest_gaps = LongestTimes()
+        """Times without tokens after the first one."""
+        self.client_waits = LongestTimes()
+        """Times in which too many tokens were not sent yet for another to be added."""
+        self._waits_since_ns = 0
         self.stopped = False
         """Whether a stop string is complete. Tokens added after that are ignored."""
         self._text = CompletionText(request)
@@ -193,8 +225,11 @@ class ResponseStream:
             self.first_token_ns = now_ns
         else:
             self.second_token_ns = self.second_token_ns or now_ns
+            gap_ns = now_ns - self.last_token_ns
             if self.gaps is not None:
-                self.gaps.record(1e-9 * (now_ns - self.last_token_ns))
+                self.gaps.record(1e-9 * gap_ns)
+            if gap_ns > self.longest_gaps.least_ns:
+                self.longest_gaps.add(gap_ns, now_ns)
         self.last_token_ns = now_ns
         if self._text.has_stop_strings:
             self._add_until_stop(token_ids, logprobs)
@@ -230,7 +265,7 @@ class ResponseStream:
 
     def when_drained(self, call: Callable[[], None]) -> None:
         """Calls `call` once, when all tokens are in messages. Only the last such call is made."""
-        self._on_drained = call
+        self._on_drained, self._waits_since_ns = call, time.monotonic_ns()
 
     def finish(
         self,
@@ -288,7 +323,7 @@ class ResponseStream:
 
     def _end(self) -> None:
         """The next message is the last, or the error. It does not wait for the gap between messages."""
-        self._ended = True
+        self._ended, self.end_ns = True, time.monotonic_ns()
         self._stop_timer()
         self._readable.set()
 
@@ -363,6 +398,8 @@ class ResponseStream:
         self._due_s = now_s + self._share * self._load.message_sent(now_s)
         if self._on_drained is not None:
             on_drained, self._on_drained = self._on_drained, None
+            now_ns = time.monotonic_ns()
+            self.client_waits.add(now_ns - self._waits_since_ns, now_ns)
             on_drained()
 
 

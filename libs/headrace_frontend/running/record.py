@@ -20,6 +20,7 @@ from opentelemetry.util.types import AttributeValue
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
+from headrace_common.latency.alignment import alignment_of
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.clocks import ClockDifference
 from headrace_common.latency.steps import MAKERS, AttemptSteps, RequestSteps
@@ -34,6 +35,7 @@ from headrace_common.telemetry.latency import (
 from headrace_common.telemetry.later import NO_RESOURCE, SpanMaker
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.gaps import Gap, gaps_of
 
 Attributes = dict[str, AttributeValue]
 
@@ -52,6 +54,8 @@ class AttemptRecord(AttemptSteps):
     """How far the clocks of the workers that have reported are ahead of this process's monotonic one, by worker id."""
     error: str = ""
     """Empty unless the attempt has failed."""
+    end: int = 0
+    """When it ended, by the clock of its steps; 0 before that."""
     context: SpanContext | None = None
     """The ids of the attempt's span, if it has one."""
     outcome: asyncio.Future[Any] | None = None
@@ -113,6 +117,8 @@ class RequestRecord(RequestSteps):
     """The response, once the request was admitted and prepared, until the request has ended."""
     tokens_ns: tuple[int, int, int] = (0, 0, 0)
     """Arrival of the first, second and last token, by the monotonic clock. 0 without it."""
+    gaps: tuple[Gap, ...] = ()
+    """The long times without a token, once the request has ended."""
     usage: inference_pb2.Usage | None = None
     """None for a request that has failed."""
     finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
@@ -125,6 +131,7 @@ class RequestRecord(RequestSteps):
     """When the request ended. 0 before that."""
     end_us: int = 0
     """When the last report had arrived, by the monotonic clock."""
+    _sums: Breakdown | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.trace_id = trace.format_trace_id(self.context.trace_id)
@@ -188,12 +195,22 @@ class RequestRecord(RequestSteps):
             self.second_token = self._token_at(response.second_token_ns // 1_000)
         if response.first_message_ns:
             self.first_message = response.first_message_ns // 1_000
+        self._align()
+
+    def _align(self) -> None:
+        tokens = (self.first_token, self.second_token)
+        for index, attempt in enumerate(self.attempts):
+            first_us, second_us = (one[0] if one and one[1] == index else None for one in tokens)
+            attempt.move(*alignment_of(attempt, first_us, second_us))
 
     def break_down(self) -> Breakdown:
         """The sums. Without a first token, the first one lasts to the end of the request, or until now."""
         if not self.end_us:
             self.update()
-        return break_down(self, self.end_us or now_us())
+            return break_down(self, now_us())
+        if self._sums is None:
+            self._sums = break_down(self, self.end_us)
+        return self._sums
 
     def ended(self, error: BaseException | None) -> None:
         """The request has ended, by an error or with its answer."""
@@ -214,6 +231,9 @@ class RequestRecord(RequestSteps):
                 response.second_token_ns,
                 response.last_token_ns,
             )
+            failures_ns = [1_000 * one.end for one in self.attempts if one.error]
+            own_ns = self.arrival_unix_ns - self.arrival_ns
+            self.gaps = gaps_of(response, failures_ns, self.end_unix_ns - own_ns)
             self.usage, self.finish_reason = response.usage, response.finish_reason
             self.first_token_by = response.first_token_by
         for attempt in self.attempts:
@@ -243,6 +263,10 @@ class RequestRecord(RequestSteps):
                 attributes = sum_attributes(breakdown.second)
                 times = (first_ns, second_ns)
                 yield maker.at(schema.SPAN_SECOND_TOKEN, self.context, times, attributes)
+            for start_ns, end_ns, cause in self.gaps:
+                attributes = {schema.ATTRIBUTE_GAP_CAUSE: cause}
+                times = (ahead_ns + start_ns, ahead_ns + end_ns)
+                yield maker.at(schema.SPAN_GAP, self.context, times, attributes)
         previous: SpanContext | None = None
         for attempt in self.attempts:
             yield from attempt.spans(self, maker, previous)
@@ -276,6 +300,7 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_FIRST_TOKEN] = maker if answered else None
             known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
             known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens
+            known[schema.ATTRIBUTE_CACHE_READ_TOKENS] = usage.decode_cached_tokens
             known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
             known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
             known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]

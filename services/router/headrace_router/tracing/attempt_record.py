@@ -32,6 +32,7 @@ from headrace_router.placement import Decision, candidate_text
 from headrace_router.prefill_queue.task import QueuedTask
 
 _WORKERS_MAX: Final = 4_096
+_PAUSE_MIN_US: Final = 5_000
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
 
 
@@ -73,13 +74,11 @@ class RoutedAttempt(AttemptRecord):
 
     worker_clocks: WorkerClocks = field(default_factory=WorkerClocks, kw_only=True)
     decision: Decision | None = None
-    route_end: int = 0
     route_error: str = ""
     transfer_id: str = ""
     number: int = 0
     generated_tokens: int = 0
     begin: int = 0
-    end: int = 0
     reason: str = ""
     """That of its error."""
     prefill_worker_id: str = ""
@@ -144,6 +143,16 @@ class RoutedAttempt(AttemptRecord):
             if queued.worker is not None and queued.pulled_ns:
                 self._add_prefill(queued, queued.worker.worker_id)
 
+    def move(self, prefill_us: int, decode_us: int) -> None:
+        AttemptRecord.move(self, prefill_us, decode_us)
+        for service, by_us in (("prefill", prefill_us), ("decode", decode_us)):
+            worker_id = self.worker_id(service)
+            known = self.differences.get(worker_id)
+            if known is not None and by_us:
+                # The spans of this worker move as its steps do.
+                ahead_ns = known.ahead_ns - 1_000 * by_us
+                self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
+
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
 
@@ -204,6 +213,10 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
+        earlier = request.attempts[: request.attempts.index(self)]
+        paused = max((one.end or self.begin for one in earlier), default=self.begin)
+        if self.begin - paused >= _PAUSE_MIN_US:
+            yield maker.of_steps(schema.SPAN_BACK_OFF, request.context, (paused, self.begin))
         yield maker.of_steps(
             schema.SPAN_ATTEMPT,
             request.context,

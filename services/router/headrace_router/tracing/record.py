@@ -138,7 +138,7 @@ class TraceContents(NamedTuple):
         for request in self.requests:
             for span in request.spans():
                 yield (_ROUTER, ""), span
-            for attempt in _attempts(request):
+            for attempt in routed_attempts(request):
                 for name, service in _WORKER_SPANS.items():
                     if (name, _span_id(attempt)) not in self.workers:
                         process = (service, attempt.worker_id(service))
@@ -149,7 +149,7 @@ class TraceContents(NamedTuple):
 class TraceRecord:
     """The requests and spans of one trace. Requests that share a client's trace share its record. Not thread-safe."""
 
-    __slots__ = ("_requests", "_sent", "_start_unix_ns", "names", "sequence", "stored_bytes")
+    __slots__ = ("_sent", "_start_unix_ns", "names", "requests", "sequence", "stored_bytes")
 
     def __init__(self) -> None:
         self.sequence = 0
@@ -158,7 +158,8 @@ class TraceRecord:
         self.names: tuple[str, ...] = ()
         """The ids of the last requests of this trace, the newest last, at most NAMES_PER_TRACE_MAX."""
         self._start_unix_ns = 0
-        self._requests: tuple[RequestRecord, ...] = ()
+        self.requests: tuple[RequestRecord, ...] = ()
+        """Those that have ended, the newest last."""
         self._sent: _SentSpans | None = None
 
     @property
@@ -169,12 +170,12 @@ class TraceRecord:
     @property
     def complete(self) -> bool:
         """Whether the newest request has ended, and all spans of the successful attempts' workers have arrived."""
-        ended = {request.request_id for request in self._requests}
+        ended = {request.request_id for request in self.requests}
         sent = self._sent or _SentSpans()
         expected = {
             (name, _span_id(attempt))
-            for request in self._requests
-            for attempt in (_attempts(request) if request.sampled else ())
+            for request in self.requests
+            for attempt in (routed_attempts(request) if request.sampled else ())
             for name in _WORKER_SPANS
             if not attempt.error and (name == schema.SPAN_DECODE or attempt.prefill_worker_id)
         }
@@ -211,14 +212,14 @@ class TraceRecord:
         size = request.stored_bytes
         if self.stored_bytes + size > bytes_max:
             return None
-        self._requests += (request,)
+        self.requests += (request,)
         self.stored_bytes += size
         return size
 
     def contents(self) -> TraceContents:
         """What a reader gets."""
         sent = self._sent or _SentSpans()
-        return TraceContents(self._requests, tuple(sent.spans.values()), frozenset(sent.workers))
+        return TraceContents(self.requests, tuple(sent.spans.values()), frozenset(sent.workers))
 
     def summary(self, trace_id: str) -> trace_pb2.Trace:
         """The trace without its spans."""
@@ -230,7 +231,7 @@ class TraceRecord:
         )
 
 
-def _attempts(request: RequestRecord) -> list[RoutedAttempt]:
+def routed_attempts(request: RequestRecord) -> list[RoutedAttempt]:
     """Those that have a span."""
     return [one for one in request.attempts if isinstance(one, RoutedAttempt) and one.context]
 

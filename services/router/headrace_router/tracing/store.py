@@ -12,6 +12,7 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_frontend.running.record import RequestRecord
+from headrace_router.tracing.comparison import compare
 from headrace_router.tracing.record import (
     SPAN_ID_BYTES,
     SpanBatch,
@@ -143,7 +144,11 @@ class TraceStore:
                 )
             trace_id, record = found
             trace, contents = record.summary(trace_id), record.contents()
+            others = [request for _, one in stored for request in reversed(one.requests)]
         trace.spans.extend(contents.spans())
+        if contents.requests:
+            first = min(contents.requests, key=lambda request: request.arrival_ns)
+            compare(trace, first, others)
         return trace
 
     def list_page(self, page_size: int, page_token: str) -> tuple[Sequence[trace_pb2.Trace], str]:

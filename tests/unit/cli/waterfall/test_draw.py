@@ -19,7 +19,7 @@ from headrace_cli.waterfall import (
 )
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import LayerStamps
-from headrace_common.trace_view.model import Link, TraceStep, TraceView
+from headrace_common.trace_view.model import Link, TokenGap, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 
 MS = 10**6
@@ -157,6 +157,25 @@ def test_every_line_fits_whatever_the_trace_says(first_seed: int) -> None:
         for line in lines:
             assert len(line.plain) <= clamp_width(width), (seed, line.plain)
             assert "\n" not in line.plain
+
+
+def test_an_attempt_after_the_first_token_is_drawn() -> None:
+    def step(name: str, label: str, start_ms: int, ms: int, error: str = "") -> TraceStep:
+        return TraceStep(1, name, label, "router", "", start_ms * MS, ms * MS, error)
+
+    steps = (
+        step(schema.SPAN_ATTEMPT, "attempt 1", 0, 400, "worker gone"),
+        step(schema.SPAN_GAP, "no token: failure", 300, 500),
+        step(schema.SPAN_ATTEMPT, "attempt 2", 410, 590),
+    )
+    gaps = (TokenGap(300 * MS, 500 * MS, "failure"),)
+    one = view({"prefill": 100.0}, steps=steps, gaps=gaps, total_ns=1_000 * MS)
+    shown = "\n".join(line.plain.rstrip() for line in draw_trace(one, width=80, ascii_only=True))
+    assert "50 % without a token: 500 ms after attempt 1 failed: worker gone" in shown
+    *_, axis, first, reason, gap, second = shown.splitlines()
+    assert axis.split() == ["ms", "0", "500", "1,000"]
+    assert (first.count("#"), gap.count("#"), second.count("#")) == (15, 19, 22)
+    assert reason.strip() == "! worker gone"
 
 
 @pytest.mark.parametrize("name", RECORDED)

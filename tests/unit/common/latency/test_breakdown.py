@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_common.latency.alignment import alignment_of
 from headrace_common.latency.breakdown import break_down
 from headrace_common.latency.parts import Sum
 from headrace_common.latency.steps import (
@@ -60,6 +61,14 @@ def test_a_first_token_from_hidden_state() -> None:
     assert found.exposed_us == 20
 
 
+def test_a_pause_before_a_retry_is_no_choice_of_workers() -> None:
+    failed = AttemptSteps(40, 41)
+    # The workers are chosen in 1 us, and avoided for 100.
+    later = replace(REMOTE, route_start=50, route_end=51, start=151)
+    found = parts(break_down(request(failed, later), 1_000).first)
+    assert (found["route"], found["retry"]) == (1, 10 + 100)
+
+
 @given(st.data())
 def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
     times = st.none() | st.integers(-200, 1_200)
@@ -76,6 +85,8 @@ def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
                 first_token_by=st.sampled_from(FirstTokenBy),
                 decode=st.none() | st.builds(DecodeSteps, st.integers(0, 900), *[times] * 7),
                 prefill=st.none() | st.builds(PrefillSteps, st.integers(0, 900), *[times] * 5),
+                error_us=st.integers(0, 500),
+                route_end=times,
             )
         )
         for _ in range(data.draw(st.integers(0, 3)))
@@ -91,6 +102,10 @@ def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
         second_token=data.draw(tokens),
         first_message=data.draw(times),
     )
+    for attempt in attempts:
+        moves = alignment_of(attempt, data.draw(times), data.draw(times))
+        assert all(abs(move) <= attempt.error_us for move in moves)
+        attempt.move(*moves)
     found = break_down(steps, 1_000)
     for one in (found.first, found.second):
         if one is not None:

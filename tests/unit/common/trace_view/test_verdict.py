@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import Cause, LayerStamps
-from headrace_common.trace_view.model import Link, TraceStep, TraceView
+from headrace_common.trace_view.model import Link, TokenGap, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 
@@ -74,6 +77,101 @@ def test_a_layer_that_was_not_moved_names_its_wait() -> None:
     )
 
 
+def usual_view(parts_ms: dict[str, int], usual_ms: dict[str, int], **changes: Any) -> TraceView:
+    """A request with these parts, among others that have the usual ones."""
+    parts, usual = ({name: ms * MS for name, ms in one.items()} for one in (parts_ms, usual_ms))
+    total_ns = sum(parts.values())
+    made = TraceView("t", "r", 0, True, total_ns, total_ns, parts, (), STEPS[2:], usual=usual)
+    return replace(made, **changes)
+
+
+USUAL = {"prefill": 96, "transfer exposed": 3, "first step": 12, "network": 5}
+
+
+def test_the_part_that_exceeds_the_usual_is_named_and_not_the_largest() -> None:
+    slow = usual_view({**USUAL, "transfer exposed": 86}, USUAL, links=(link(0, 2),))
+    assert verdict(slow) == (
+        "43 % transfer exposed, 29 times its usual 3.00 ms: link p/r0 -> d/r1 moved 1.9 MiB in "
+        "2.00 ms, 1 GB/s"
+    )
+    waited = usual_view({**USUAL, "queue": 90}, USUAL)
+    assert verdict(waited).startswith("44 % queue, usually none: 90.00 ms until")
+
+
+def test_nothing_is_named_where_all_is_usual() -> None:
+    noisy = usual_view({**USUAL, "prefill": 110, "network": 8}, USUAL)
+    assert verdict(noisy).startswith("nothing unusual, 83 % prefill: ")
+
+
+def test_a_link_that_is_always_slow_is_named() -> None:
+    links = (link(0, 80), link(1, 2), link(2, 2))
+    always = {**USUAL, "transfer exposed": 80}
+    assert "link p/r0 -> d/r1 moved at" in verdict(usual_view(always, always, links=links))
+
+
+def test_what_the_clocks_may_have_moved_is_not_named() -> None:
+    doubtful = usual_view({**USUAL, "network": 30}, USUAL, clock_error_ns=30 * MS)
+    assert verdict(doubtful).startswith("nothing unusual")
+    known = replace(doubtful, clock_error_ns=20 * MS)
+    assert verdict(known).startswith("21 % network, 6 times its usual 5.00 ms")
+
+
+def test_the_second_token_has_a_culprit_too() -> None:
+    second, usual = {"transfer exposed": 90 * MS}, {"transfer exposed": 3 * MS}
+    slow = usual_view(USUAL, USUAL, second_parts=second, second_usual=usual)
+    assert verdict(slow).startswith("second token: 100 % transfer exposed, 30 times its usual")
+
+
+@pytest.mark.parametrize(
+    ("reserved_ms", "sentence"),
+    [
+        (4, "link p/r0 -> d/r1 waited 7.00 ms for the handshake with d"),
+        (11, "link p/r0 -> d/r1 waited 6.00 ms for decode's reservation"),
+    ],
+)
+def test_a_handshake_is_no_reservation(reserved_ms: int, sentence: str) -> None:
+    waited = link(0, 2, (write(3, 5, "lease"),))
+    steps = (*STEPS[2:], step(schema.SPAN_DECODE_RESERVE, reserved_ms - 1, "decode-0"))
+    found = verdict(view("transfer exposed", (waited,), steps))
+    assert found == f"80 % transfer exposed: {sentence}"
+
+
+def test_a_back_off_names_the_failure_before_it() -> None:
+    pause = replace(step(schema.SPAN_BACK_OFF, 3), duration_ns=70 * MS)
+    assert verdict(view("retry", steps=(*STEPS, pause))) == (
+        "80 % retry: back-off for 70.00 ms after an attempt that failed: worker gone"
+    )
+
+
+GAPS = {
+    "failure": "3,000 ms after attempt failed: worker gone",
+    "client": "the client did not read for 3,000 ms",
+    "": "no token came from decode-0 for 3,000 ms",
+}
+
+
+@pytest.mark.parametrize("cause", GAPS)
+def test_a_gap_after_the_first_token_is_named(cause: str) -> None:
+    attempt = TraceStep(1, schema.SPAN_ATTEMPT, "attempt", "router", "", 0, 900 * MS, "worker gone")
+    late = usual_view(
+        USUAL,
+        USUAL,
+        total_ns=4_000 * MS,
+        gaps=(TokenGap(800 * MS, 3_000 * MS, cause),),
+        steps=(attempt, *STEPS[2:]),
+    )
+    assert verdict(late) == f"75 % without a token: {GAPS[cause]}"
+
+
+def test_a_refusal_names_its_rule() -> None:
+    refused = usual_view(
+        {"admission": 1}, {}, steps=(), error="prompt: too long", error_reason="INVALID_REQUEST"
+    )
+    assert verdict(refused) == "refused after 1.00 ms by INVALID_REQUEST: prompt: too long"
+    late = replace(refused, error="too late", error_reason="DEADLINE_EXCEEDED")
+    assert verdict(late).startswith("failed: too late; 100 % admission: 1.00 ms until the router")
+
+
 def test_a_failure_comes_first_and_nothing_is_invented() -> None:
     empty = TraceView("t", "r", 0, False, 0, 0, {}, (), (), error="QUEUE_FULL")
     assert verdict(empty) == "failed: QUEUE_FULL; no times have arrived"
@@ -82,4 +180,5 @@ def test_a_failure_comes_first_and_nothing_is_invented() -> None:
 def test_a_request_that_has_not_ended_has_no_parts() -> None:
     first = trace_pb2.Span(name=schema.SPAN_FIRST_TOKEN, span_id="f", parent_span_id="r")
     view = read_trace(trace_pb2.Trace(spans=[first]))
-    assert (view.parts, view.ttft_ns, view.largest_part) == ({}, 0, None)
+    assert (view.parts, view.ttft_ns) == ({}, 0)
+    assert verdict(view) == "no times have arrived"

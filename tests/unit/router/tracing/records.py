@@ -17,12 +17,13 @@ START_UNIX_NS = 100
 """The requests last 70 ns, and their steps 1 ms."""
 
 
-def decision(*, remote: bool) -> Any:
-    worker = SimpleNamespace(ref=WorkerRef("decode-0", "aa"), endpoint="[::1]:7")
+def decision(*, remote: bool, worker_id: str = "decode-0") -> Any:
+    worker = SimpleNamespace(ref=WorkerRef(worker_id, "aa"), endpoint="[::1]:7")
     return SimpleNamespace(
         worker=worker,
         remote=remote,
         explanation="cheapest",
+        missing_tokens=8,
         candidates=(),
         prefill=None,
         others=(),

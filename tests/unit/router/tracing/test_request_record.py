@@ -86,3 +86,11 @@ def test_a_task_that_no_worker_pulled_has_failed_in_the_queue() -> None:
     waiting.pulled = None
     (queue,) = named(ended(waiting).spans())[schema.SPAN_QUEUE]
     assert (queue.status.description, times_us(queue)) == ("never pulled", (260, 900))
+
+
+def test_a_pause_between_two_attempts_has_a_span() -> None:
+    failed, later = failed_attempt(), attempt(remote=False)
+    assert schema.SPAN_BACK_OFF not in named(ended(failed, later).spans())
+    later.begin = 100_190
+    (pause,) = named(ended(failed, later).spans())[schema.SPAN_BACK_OFF]
+    assert times_us(pause) == (190, 100_190)
