@@ -159,83 +159,62 @@ async def run_answers(
 
 async def write_response(
     response: ResponseStream,
-    producing: Awaitable[None],
+    work: Awaitable[None],
     write: ResponseWriter,
     outlet: Outlet | None = None,
 ) -> None:
-    """Writes a response to the client while `producing` fills it in this task. Raises its error.
+    """Writes a response to the client while `work` fills it in this task. Raises its error.
 
     A reader in a task of its own writes the messages. With `outlet`, the response sends itself, and the reader starts
     when the client does not take a message at once.
     """
-    reader = _Reader(response, write)
+    producer = asyncio.current_task()
+    assert producer is not None, "a response is written in a task"
+    reading: asyncio.Task[None] | None = None
+    producing, failed = True, False
+
+    def end(task: asyncio.Task[None]) -> None:
+        nonlocal failed
+        if producing and not task.cancelled() and task.exception() is not None:
+            # Nothing else would make room for more tokens.
+            failed = True
+            producer.cancel()
+
+    def start_reading() -> None:
+        nonlocal reading
+        reading = asyncio.create_task(_write_all(response, write))
+        reading.add_done_callback(end)
+
     if outlet is None:
-        reader.start()
+        start_reading()
     else:
-        response.use_outlet(outlet, reader.start)
+        response.use_outlet(outlet, start_reading)
     try:
         try:
-            await producing
+            await work
         except asyncio.CancelledError:
-            if not reader.failed:
+            if not failed:
                 raise
-            reader.producer.uncancel()
+            producer.uncancel()
         # `next_message` raises it again.
         except Exception as error:  # noqa: BLE001
             response.fail(error)
+        producing = False
         last = response.last_message()
         if last is not None:
             await write(last)
         else:
-            await reader.finish()
+            await (_write_all(response, write) if reading is None else reading)
     finally:
+        producing = False
         response.stop_sending()
-        if reader.started:
-            await reader.close()
+        if reading is not None:
+            await end_task(reading)
 
 
-class _Reader:
-    """Writes the messages that a response does not send itself."""
-
-    def __init__(self, response: ResponseStream, write: ResponseWriter) -> None:
-        self._response = response
-        self._write = write
-        task = asyncio.current_task()
-        assert task is not None, "a response is written in a task"
-        self.producer = task
-        self._producing = True
-        self._task: asyncio.Task[None] | None = None
-        self.failed = False
-        """Whether it has cancelled the task that made it: nothing else would make room for more tokens."""
-
-    @property
-    def started(self) -> bool:
-        """Whether it has a task."""
-        return self._task is not None
-
-    def start(self) -> None:
-        """From now on, a task writes all messages."""
-        self._task = asyncio.create_task(self._write_all())
-        self._task.add_done_callback(self._end)
-
-    async def finish(self) -> None:
-        """Writes the rest of a response that has ended. Raises the response's error."""
-        self._producing = False
-        await (self._write_all() if self._task is None else self._task)
-
-    async def close(self) -> None:
-        """Ends the task."""
-        self._producing = False
-        await end_task(self._task)
-
-    async def _write_all(self) -> None:
-        while (message := await self._response.next_message()) is not None:
-            await self._write(message)
-
-    def _end(self, task: asyncio.Task[None]) -> None:
-        if self._producing and not task.cancelled() and task.exception() is not None:
-            self.failed = True
-            self.producer.cancel()
+async def _write_all(response: ResponseStream, write: ResponseWriter) -> None:
+    while (message := await response.next_message()) is not None:
+        await write(message)
 
 
 def request_id_of(request: inference_pb2.GenerateRequest) -> str:

@@ -59,6 +59,11 @@ class LoopLoad:
         self._messages = 0
         """Sent by all streams since the last measurement."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether messages have kept the loop busy lately."""
+        return self.gap_s > GAP_MIN_S
+
     def message_sent(self, now_s: float) -> float:
         """A stream sends a message now, by time.monotonic. The least seconds from it to the next one of the stream.
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
@@ -256,10 +256,10 @@ class AdmissionPermit:
         priority: Priority,
         deadline: Deadline,
         place: Held,
-        resources: _Resources,
+        shared: Admission,
     ) -> None:
         self.tenant, self.priority, self._deadline = tenant, priority, deadline
-        self._resources = resources
+        self._shared = shared
         self._held = [place]
         self._tokens: Held | None = None
         self._slot: Held | None = None
@@ -276,7 +276,7 @@ class AdmissionPermit:
 
         Raises QueueFull, DeadlineExceeded, or InvalidRequest for a prompt beyond the bound.
         """
-        tokens = self._resources.tokens
+        tokens = self._shared.tokens
         if count > tokens.pool.capacity:
             raise InvalidRequest(
                 {
@@ -288,7 +288,7 @@ class AdmissionPermit:
 
     async def acquire_images(self, size: int) -> None:
         """Admits the bytes of a request's images, until it ends. Raises QueueFull or DeadlineExceeded."""
-        images = self._resources.images
+        images = self._shared.images
         # Images beyond the bound by themselves are admitted alone.
         size = min(size, images.pool.capacity)
         if size:
@@ -299,13 +299,13 @@ class AdmissionPermit:
 
         Does nothing while no worker of the model has been seen.
         """
-        slots = self._resources.slots.get(model)
+        slots = self._shared.slots_of(model)
         if slots is not None:
             self._slot = await self._acquire(slots, 1)
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
-        slots = self._resources.slots.get(model)
+        slots = self._shared.slots_of(model)
         return slots.expected_wait_s(self.tenant, self.priority) if slots is not None else 0.0
 
     @property
@@ -331,19 +331,6 @@ class AdmissionPermit:
             held.close()
 
 
-class _Resources(NamedTuple):
-    """What requests share. `slots`: by model."""
-
-    requests: BoundedResource
-    tokens: BoundedResource
-    images: BoundedResource
-    slots: dict[str, BoundedResource]
-
-    @property
-    def all(self) -> Iterator[BoundedResource]:
-        yield from (self.requests, self.tokens, self.images, *self.slots.values())
-
-
 class Admission:
     """Admits requests. One event loop owns it."""
 
@@ -351,54 +338,36 @@ class Admission:
         def bounded(name: str, unit: str, capacity: int) -> BoundedResource:
             return BoundedResource(name, unit, FairPool(capacity, weights), limits.wait_s)
 
-        self._shared = _Resources(
-            bounded("requests", "requests", limits.max_num_seqs),
-            bounded("tokens", "queued tokens", limits.max_queued_tokens),
-            bounded("images", "bytes of images", limits.image_bytes),
-            {},
-        )
+        self.requests = bounded("requests", "requests", limits.max_num_seqs)
+        """Places of admitted requests."""
+        self.tokens = bounded("tokens", "queued tokens", limits.max_queued_tokens)
+        """Prompt tokens of requests before their first token."""
+        self.images = bounded("images", "bytes of images", limits.image_bytes)
+        """Of admitted requests."""
+        self._slots: dict[str, BoundedResource] = {}
+        """By model."""
         self._limits = limits
         self._weights = weights
 
-    @property
-    def max_num_seqs(self) -> int:
-        """The bound on admitted requests."""
-        return self._shared.requests.pool.capacity
-
-    @property
-    def max_queued_tokens(self) -> int:
-        """The bound on prompt tokens of requests before their first token."""
-        return self._shared.tokens.pool.capacity
-
-    @property
-    def requests(self) -> int:
-        """The number of admitted requests."""
-        return self._shared.requests.pool.used
+    def slots_of(self, model: str) -> BoundedResource | None:
+        """The slots of a model's decode workers. None while no worker of it has been seen."""
+        return self._slots.get(model)
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for admission."""
-        return sum(one.pool.waiting for one in self._shared.all)
+        all_resources = (self.requests, self.tokens, self.images, *self._slots.values())
+        return sum(one.pool.waiting for one in all_resources)
 
     @property
     def slots(self) -> int:
         """The slots of decode workers that this process may use, of all models."""
-        return sum(one.pool.capacity for one in self._shared.slots.values())
+        return sum(one.pool.capacity for one in self._slots.values())
 
     @property
     def used_slots(self) -> int:
         """The slots that admitted requests occupy."""
-        return sum(one.pool.used for one in self._shared.slots.values())
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of requests before their first token."""
-        return self._shared.tokens.pool.used
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of the images of admitted requests."""
-        return self._shared.images.pool.used
+        return sum(one.pool.used for one in self._slots.values())
 
     def resize_slots(self, model: str, slots: int) -> None:
         """Sets how many slots of the model's decode workers this process may use.
@@ -409,17 +378,15 @@ class Admission:
         if not slots:
             return
         capacity = min(slots, self._limits.max_num_seqs)
-        if model in self._shared.slots:
-            self._shared.slots[model].pool.resize(capacity)
+        if model in self._slots:
+            self._slots[model].pool.resize(capacity)
             return
         pool = FairPool(capacity, self._weights, queue_above_share=True)
-        self._shared.slots[model] = BoundedResource(
-            "slots", "decode slots", pool, self._limits.wait_s
-        )
+        self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
 
     def waiting_for_slot(self, model: str) -> int:
         """The number of requests that wait for a slot of the model's decode workers."""
-        slots = self._shared.slots.get(model)
+        slots = self._slots.get(model)
         return slots.pool.waiting if slots is not None else 0
 
     async def admit(
@@ -429,9 +396,8 @@ class Admission:
 
         Raises QueueFull with a retry delay, or DeadlineExceeded.
         """
-        shared = self._shared
-        shared.tokens.reject_if_full(tenant, priority)
-        place = shared.requests.take(tenant, 1, priority)
+        self.tokens.reject_if_full(tenant, priority)
+        place = self.requests.take(tenant, 1, priority)
         if place is None:
-            place = await shared.requests.acquire(tenant, 1, deadline, priority)
-        return AdmissionPermit(tenant, priority, deadline, place, shared)
+            place = await self.requests.acquire(tenant, 1, deadline, priority)
+        return AdmissionPermit(tenant, priority, deadline, place, self)

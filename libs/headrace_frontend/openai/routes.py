@@ -77,14 +77,14 @@ class Generation:
         return sum([request.n for request in self.requests])
 
 
-class Answering:
+class _Answering:
     """Answers generations."""
 
     def __init__(self, parts: ClientParts, intake: Intake) -> None:
         self._parts = parts
         self._intake = intake
 
-    async def answer(self, exchange: HttpExchange, generation: Generation) -> None:
+    async def _answer(self, exchange: HttpExchange, generation: Generation) -> None:
         """Sends the answer. Raises InvalidRequest with OpenAI's names of the fields."""
         form, body = generation.format, generation.body
         includes = body.includes
@@ -277,13 +277,8 @@ class TokenizeRoutes:
         await exchange.respond_object({"prompt": text})
 
 
-class GenerateRoutes:
+class GenerateRoutes(_Answering):
     """Makes requests of the InferenceService from bodies, and formats for the answers."""
-
-    def __init__(self, parts: ClientParts, intake: Intake) -> None:
-        self._parts = parts
-        self._intake = intake
-        self._answering = Answering(parts, intake)
 
     async def complete(self, exchange: HttpExchange) -> None:
         """/v1/completions."""
@@ -305,7 +300,7 @@ class GenerateRoutes:
             format=form,
             generates=body.generates,
         )
-        await self._answering.answer(exchange, generation)
+        await self._answer(exchange, generation)
 
     async def chat(self, exchange: HttpExchange) -> None:
         """/v1/chat/completions."""
@@ -384,7 +379,7 @@ class GenerateRoutes:
             deadline=deadline,
             format=new_format(head, model, rules),
         )
-        await self._answering.answer(exchange, generation)
+        await self._answer(exchange, generation)
 
     def _head(self, body: GenerationBody, response_id: str) -> tuple[ResponseHead, str]:
         """The head, and the served model. Raises InvalidRequest when neither a model nor an adapter is served."""

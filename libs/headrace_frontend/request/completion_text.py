@@ -38,20 +38,23 @@ class CompletionText:
 
     def replay(self, token_ids: list[int]) -> None:
         """Advances over tokens that the client already has."""
-        if self.has_stop_strings:
-            for number, token_id in enumerate(self._without_stop_tokens(token_ids), start=1):
-                self._scan(token_id, number)
-        else:
+        if not self.has_stop_strings:
             self.extend(token_ids)
+            return
+        for number, token_id in enumerate(token_ids, start=1):
+            self.append(token_id, number)
 
     def append(self, token_id: int, number: int) -> str:
         """The text that the completion's token number `number`, from 1, adds. Stop strings are found."""
-        return "" if token_id in self._stop_token_ids else self._scan(token_id, number)
+        if token_id in self._stop_token_ids:
+            return ""
+        may_stop = number > self._min_tokens
+        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
 
     def extend(self, token_ids: list[int]) -> str:
         """The text that tokens add, converted in one call. Stop strings are not found. It may keep the list."""
         if not self._stop_token_ids.isdisjoint(token_ids):
-            token_ids = self._without_stop_tokens(token_ids)
+            token_ids = [one for one in token_ids if one not in self._stop_token_ids]
         return self._detokenizer.extend(token_ids)
 
     def finish(self, completion_tokens: int) -> str:
@@ -61,13 +64,6 @@ class CompletionText:
             may_stop = completion_tokens > self._min_tokens
             rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
         return rest + self._stop_scanner.flush()
-
-    def _scan(self, token_id: int, number: int) -> str:
-        may_stop = number > self._min_tokens
-        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
-
-    def _without_stop_tokens(self, token_ids: list[int]) -> list[int]:
-        return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
 
 
 def wants_prompt_logprobs(request: PreparedRequest) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
@@ -134,7 +133,7 @@ class RequestRecord(RequestSteps):
     _sums: Breakdown | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.trace_id = trace.format_trace_id(self.context.trace_id)
+        self.trace_id = f"{self.context.trace_id:032x}"
 
     @property
     def sampled(self) -> bool:

@@ -152,9 +152,9 @@ class PairCosts:
     extra: Numbers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidates:
-    """The workers at one moment.
+    """The workers at one moment. It must not be changed.
 
     `cached_tokens` has shape [worker]: the cached prompt tokens of each worker of the table, with slower tiers counted
     for less. It is None when nothing is known. `prefill` gives the pulling prefill workers by layout fingerprint, and

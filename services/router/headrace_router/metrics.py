@@ -60,18 +60,18 @@ def _gauges(
         return {
             "prefill": queue.depth,
             "prefill tokens": queue.queued_tokens,
-            "requests": admission.requests,
+            "requests": admission.requests.pool.used,
             "slots": admission.used_slots,
             "waiting": admission.waiting,
-            "tokens": admission.queued_tokens,
+            "tokens": admission.tokens.pool.used,
         }
 
     def limits() -> Mapping[str, float]:
         return {
             "prefill": queue.max_queued_tasks,
-            "requests": admission.max_num_seqs,
+            "requests": admission.requests.pool.capacity,
             "slots": admission.slots,
-            "tokens": admission.max_queued_tokens,
+            "tokens": admission.tokens.pool.capacity,
         }
 
     def differences() -> Mapping[str, float]:

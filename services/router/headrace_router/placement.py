@@ -58,9 +58,11 @@ class RoutePolicy:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlacementRequest:
-    """The request to place. Workers in `failed` are never chosen, those in `suspect` only as the last resort.
+    """The request to place. It must not be changed: freezing it would take most of the time to make it.
+
+    Workers in `failed` are never chosen, those in `suspect` only as the last resort.
 
     `local_only` forces prefill on the decode worker. `remaining_s` is the time to the deadline. Only workers with the
     `adapter` are chosen. `early_first`: whether a prefill worker makes the first token, or sends its hidden state.
@@ -89,9 +91,9 @@ def candidate_text(one: inference_pb2.Candidate) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
-    """The chosen decode worker, whether a prefill worker computes the prompt, and why."""
+    """The chosen decode worker, whether a prefill worker computes the prompt, and why. It must not be changed."""
 
     worker: Worker
     remote: bool

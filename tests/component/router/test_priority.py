@@ -27,7 +27,7 @@ async def test_a_class_above_the_granted_one_is_refused_by_name(rig: Rig) -> Non
     assert isinstance(unknown, InvalidRequest)
     assert list(unknown.violations) == ["priority"]
     assert not decode.requests
-    assert rig.router.admission.requests == 0
+    assert rig.router.admission.requests.pool.used == 0
     for tenant, priority, sent in (
         ("chat", _HIGH, _HIGH),
         ("plain", 0, 0),

@@ -149,9 +149,11 @@ class Worker:
         return adapter in self.adapters or adapter in self.earlier_adapters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
     """A decode worker at one moment: what it reported, and what this router has reserved on it since.
+
+    It must not be changed.
 
     `held_tokens` is the capacity of its reserved blocks, growth included, and `total_tokens` that of all its blocks.
     `external_requests` are those of other routers, as of the latest status. A `stalled` worker is not reachable.

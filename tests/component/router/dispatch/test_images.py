@@ -92,17 +92,17 @@ async def test_the_bytes_of_images_are_bounded(rig: Rig) -> None:
         started.set()
         await asyncio.Event().wait()
 
-    rig.router.admission._shared.images.pool.capacity = 2**20
+    rig.router.admission.images.pool.capacity = 2**20
     await rig.add_decode(recite(1, wait))
     large = image_file(form="JPEG", comment=b"x" * 60_000) + bytes(2**21)
     first = asyncio.create_task(ask(rig, [large], prefill_placement=0))
     await started.wait()
     admission = rig.router.admission
-    assert admission.image_bytes == 2**20
+    assert admission.images.pool.used == 2**20
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    await until(lambda: admission.image_bytes == 0)
+    await until(lambda: admission.images.pool.used == 0)
 
 
 async def test_clients_of_openai_and_anthropic_send_images(rig: Rig) -> None:

@@ -46,7 +46,7 @@ async def test_a_wait_ends_at_the_deadline_and_leaks_nothing() -> None:
     permits.pop().close()
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
-    assert (admission.requests, admission.waiting) == (1, 0)
+    assert (admission.requests.pool.used, admission.waiting) == (1, 0)
 
 
 async def _permit(admission: Admission, tenant: str, tokens: int) -> AdmissionPermit:
@@ -69,9 +69,9 @@ async def test_queued_tokens_are_bounded_until_the_first_token() -> None:
     with pytest.raises(QueueFull):
         await admission.admit("a", _LATER)
     with closing(second):
-        assert admission.queued_tokens == 100
+        assert admission.tokens.pool.used == 100
     first.close()
-    assert (admission.queued_tokens, admission.requests) == (0, 0)
+    assert (admission.tokens.pool.used, admission.requests.pool.used) == (0, 0)
 
 
 async def test_another_tenant_gets_its_share_of_the_queued_tokens() -> None:
@@ -116,7 +116,7 @@ async def test_beyond_its_share_of_the_slots_a_tenant_waits_for_a_while_and_is_r
     assert (admission.used_slots, admission.slots, admission.waiting) == (2, 2, 0)
     for permit in held:
         permit.close()
-    assert (admission.used_slots, admission.requests) == (0, 0)
+    assert (admission.used_slots, admission.requests.pool.used) == (0, 0)
 
 
 async def test_within_its_share_of_the_slots_a_tenant_is_never_rejected() -> None:

@@ -298,7 +298,7 @@ async def test_the_slot_that_becomes_free_goes_to_the_class_with_the_least_for_i
     tasks = []
     for priority, end in zip(order, ends, strict=True):
         tasks.append(asyncio.create_task(run(priority, end)))
-        await until(lambda: admission.requests == len(tasks))
+        await until(lambda: admission.requests.pool.used == len(tasks))
     await until(lambda: admission.waiting_for_slot("m") == 3)
     for end in (ends[0], ends[3], ends[2], ends[1]):
         end.set()

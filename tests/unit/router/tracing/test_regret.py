@@ -55,7 +55,7 @@ def test_there_is_no_estimate_where_the_decision_or_its_outcome_is_another_one()
     assert regret_of(ended()) is None
     twice = attempt(remote=False)
     assert twice.decision is not None
-    twice.decision.others = (EARLIER,)  # type: ignore[misc]
+    twice.decision.others = (EARLIER,)
     assert regret_of(ended(twice)) is not None
     assert regret_of(ended(twice, twice)) is None
 
