@@ -240,7 +240,8 @@ class RequestInput:
     def __init__(self, caller: str, memory: InputMemory = _INPUT) -> None:
         self.caller = caller
         self._memory = memory
-        self._size = 0
+        self.size = 0
+        """Bytes that have arrived, without those of a small request."""
         self._is_admitted = self._is_refused = self._is_cancelled = False
         self._task: asyncio.Task[object] | None = None
 
@@ -252,14 +253,16 @@ class RequestInput:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.admit()
         _CURRENT.set(None)
-        if self._is_cancelled and self._task is not None:
-            self._task.uncancel()
+        # An error of the task refers to this object.
+        task, self._task = self._task, None
+        if self._is_cancelled and task is not None:
+            task.uncancel()
             if kind is asyncio.CancelledError:
                 raise _no_memory() from None
 
     def set_size(self, size: int) -> None:
         """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""
-        self._size = size
+        self.size = size
         if not (self._is_admitted or self._is_refused):
             self._memory.hold(self, size)
         if self._is_refused and asyncio.current_task() is not None:
@@ -267,7 +270,7 @@ class RequestInput:
 
     def add(self, size: int) -> None:
         """So many more bytes have arrived. Raises QueueFull as `set_size` does."""
-        self.set_size(self._size + size)
+        self.set_size(self.size + size)
 
     def admit(self) -> None:
         """The bytes count elsewhere from now on."""

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.callers.bounds import FewEach
+from headrace_common.callers.bounds import FewEach, current_input
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.tasks import lower_priority
-from headrace_frontend.request.chat import plain_text_bytes
-from headrace_frontend.request.images import image_bytes
+from headrace_frontend.request.chat import plain_text_bytes, text_bytes
+from headrace_frontend.request.images import has_image
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.sampling import beyond_vocabulary
 from headrace_frontend.request.validation import PreparedRequest, prepare
@@ -30,6 +30,8 @@ _INLINE_BYTES = 2_048
 _INLINE_TEXT_BYTES = 8_192
 # A text of this size takes some 50 ms. Shorter ones do not wait for longer ones.
 _SHORT_BYTES = 64 * 1_024
+# An image is hashed, and its metadata is read, which takes less time than tokenizing.
+_IMAGE_BYTES_PER_TEXT_BYTE = 32
 Result = TypeVar("Result")
 
 
@@ -134,8 +136,8 @@ class RequestPreparer:
         sampling, wanted = request.sampling, request.sampling.max_tokens
         context = self.max_model_len(self.choice(request.model).model)
         # A prompt has fewer tokens than bytes, but an image may have more.
-        is_short = wanted + request.ByteSize() <= context and not image_bytes(request.chat)
-        if not context or is_short:
+        has_images = any(map(has_image, request.chat.messages))
+        if not context or (not has_images and wanted + request.ByteSize() <= context):
             return
         sampling.ClearField("max_tokens")
         prepared = await self.tokenize(request, tenant)
@@ -201,12 +203,17 @@ class RequestPreparer:
             start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
+        if any(map(has_image, request.chat.messages)):
+            sent = current_input()
+            image_bytes = 0 if sent is None else sent.size
+            cost_bytes = text_bytes(request.chat) + image_bytes // _IMAGE_BYTES_PER_TEXT_BYTE
+            return await self._threads.run(
+                tenant, max(cost_bytes, _INLINE_BYTES + 1), prepare_request
+            )
         size_bytes = request.ByteSize()
         if size_bytes <= _INLINE_BYTES or self._is_quick(request, size_bytes):
             return prepare_request()
-        # An image is hashed, and its metadata is read, which takes less time than tokenizing.
-        cost_bytes = size_bytes - image_bytes(request.chat) * 31 // 32
-        return await self._threads.run(tenant, max(cost_bytes, _INLINE_BYTES + 1), prepare_request)
+        return await self._threads.run(tenant, size_bytes, prepare_request)
 
     def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
         """Whether a request has little but a prompt that is encoded fast."""

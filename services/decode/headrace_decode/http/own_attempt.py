@@ -132,6 +132,7 @@ class OwnAttempt:
         )
         tokens = request.prepared.all_token_ids(request.response.generated)
         self._call.token_ids.MergeFrom(tokens.ids)
+        self._call.images.extend(request.prepared.images)
         self._reserved: decode_pb2.Reserved | None = None
         self._record: OwnRecord | None = None
 

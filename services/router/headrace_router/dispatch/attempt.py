@@ -181,6 +181,7 @@ class Attempt:
             self.decode_worker,
             self._request,
             self._token_ids,
+            self._prepared.images,
             deadline=self._deadline,
             carrier=self._carrier,
             waited_for=self._waited_for,

@@ -19,6 +19,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
+from headrace_frontend.request.images import PromptImages
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.link import DecodeLinks
@@ -37,6 +38,7 @@ class DecodeCall:
         worker: WorkerRef,
         request: decode_pb2.GenerateRequest,
         token_ids: inference_pb2.TokenIds,
+        images: PromptImages = (),
         *,
         deadline: Deadline,
         carrier: Mapping[str, str],
@@ -48,7 +50,7 @@ class DecodeCall:
         self._carrier = carrier
         self._waited_for = waited_for
         self._links = links
-        self._link, self.answer = links.open(request, token_ids, deadline, carrier)
+        self._link, self.answer = links.open(request, token_ids, deadline, carrier, images)
         """What the worker has sent, with its times."""
         self._read_ahead: asyncio.Task[AnswerEvent] | None = None
 

@@ -16,6 +16,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.logs import CauseLog
+from headrace_frontend.request.images import PromptImages
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord, now_us
@@ -163,6 +164,7 @@ class RequestDispatcher:
         priority: Priority = Priority.NORMAL,
         tenant: str = DEFAULT_TENANT,
         planned: WorkerRef | None = None,
+        images: PromptImages = (),
     ) -> TaskTerms:
         """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
         cached: dict[WorkerRef, int] = {}
@@ -179,6 +181,7 @@ class RequestDispatcher:
             priority=priority,
             tenant=tenant,
             planned=planned,
+            images=images,
         )
 
     def _new_record(self, request: RequestRecord) -> RoutedAttempt:
@@ -325,6 +328,7 @@ class RequestDispatcher:
             priority=request.prepared.priority,
             tenant=request.prepared.tenant,
             planned=decision.prefill,
+            images=request.prepared.images,
         )
         first_token = first_token_maker(
             request.prepared, self.policy(), decision.remote, generated_tokens, number
