@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.callers.bounds import current_input
 from headrace_common.errors import NotFound
 from headrace_frontend.config import FrontendConfig
 
@@ -163,7 +164,10 @@ class ConversationStore:
         return sum(tenant.stored_bytes for tenant in self._tenants.values())
 
     async def resume(self, tenant: str, response_id: str) -> ContinuedChat:
-        """The next turn of the conversation with an answer. An empty id begins one. Raises NotFound."""
+        """The next turn of the conversation with an answer. An empty id begins one. Raises NotFound.
+
+        Its messages count as if the client had sent them again: see RequestInput.
+        """
         if not response_id:
             return ContinuedChat(self, tenant)
         found = self.find_here(tenant, response_id)
@@ -175,6 +179,8 @@ class ConversationStore:
                 f"the conversation of response {shown_id} is not kept any more; send all of its messages",
                 metadata={"response_id": shown_id},
             )
+        if (sent := current_input()) is not None:
+            sent.add(len(found))
         kept = self._tenants.get(tenant)
         name = response_id if kept is None else kept.name_of(response_id)
         return ContinuedChat(self, tenant, name, response_id, found)

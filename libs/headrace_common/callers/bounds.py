@@ -6,6 +6,8 @@ A caller is a tenant, or where no API key is known, a host.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import ipaddress
 import time
 from collections import Counter, OrderedDict, deque
@@ -166,6 +168,17 @@ class FewEach:
                 del self._turns[caller]
 
 
+# The allocator keeps freed memory that lies below memory in use. A request with images leaves much of it.
+_TRIM_BYTES_MIN: Final = 4 * 1024 * 1024
+_TRIM_AFTER_S: Final = 5.0
+
+
+def _trim() -> None:
+    # Errors of requests may be in cycles with what these had.
+    gc.collect(1)
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 class Input(Protocol):
     """What one client sends. `caller` shares the memory with its other inputs."""
 
@@ -185,8 +198,20 @@ class InputMemory:
         self._bytes_max = bytes_max
         self._inputs: dict[str, dict[Input, int]] = {}
         self._by_caller: Counter[str] = Counter()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._trimmed_s = -_TRIM_AFTER_S
         self.bytes = 0
         """Of all inputs."""
+
+    async def wait_for_room(self, caller: str) -> None:
+        """Waits while the inputs of a caller have half of the memory or more."""
+        while 2 * self._by_caller[caller] >= self._bytes_max:
+            freed = asyncio.get_running_loop().create_future()
+            self._waiting.add(freed)
+            try:
+                await freed
+            finally:
+                self._waiting.discard(freed)
 
     def hold(self, holder: Input, size: int) -> None:
         """Sets the bytes of an input. May end it, or others."""
@@ -208,6 +233,16 @@ class InputMemory:
         self._by_caller[holder.caller] -= size
         if not held:
             del self._inputs[holder.caller], self._by_caller[holder.caller]
+        for freed in self._waiting:
+            if not freed.done():
+                freed.set_result(None)
+
+    def trim_later(self) -> None:
+        """Returns freed memory to the system in a while, on a thread. Repeats are ignored until then."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._trimmed_s + _TRIM_AFTER_S:
+            self._trimmed_s = loop.time()
+            loop.call_later(_TRIM_AFTER_S, loop.run_in_executor, None, _trim)
 
     def _end_oldest(self) -> bool:
         caller = max(self._by_caller, key=self._by_caller.__getitem__)
@@ -224,7 +259,7 @@ INPUT_BYTES_MAX: Final = 256 * 1024 * 1024
 """Bytes in one process that clients have sent, or had fetched, in requests that are not admitted with them yet."""
 COUNTED_BYTES: Final = 65_536
 """Whole requests of fewer bytes are not counted there: calls in flight bound them."""
-READS_MAX: Final = 16
+READS_MAX: Final = 8
 """Requests of a caller that are received at a time over gRPC. Only a complete one can be counted."""
 _INPUT: Final = InputMemory(INPUT_BYTES_MAX)
 _CURRENT: Final = ContextVar["RequestInput | None"]("input", default=None)
@@ -240,7 +275,8 @@ class RequestInput:
     def __init__(self, caller: str, memory: InputMemory = _INPUT) -> None:
         self.caller = caller
         self._memory = memory
-        self._size = 0
+        self.size = 0
+        """Bytes that have arrived, without those of a small request."""
         self._is_admitted = self._is_refused = self._is_cancelled = False
         self._task: asyncio.Task[object] | None = None
 
@@ -251,15 +287,23 @@ class RequestInput:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.admit()
+        if self.size >= _TRIM_BYTES_MIN:
+            self._memory.trim_later()
         _CURRENT.set(None)
-        if self._is_cancelled and self._task is not None:
-            self._task.uncancel()
+        # An error of the task refers to this object.
+        task, self._task = self._task, None
+        if self._is_cancelled and task is not None:
+            task.uncancel()
             if kind is asyncio.CancelledError:
                 raise _no_memory() from None
 
+    async def wait_for_room(self) -> None:
+        """Waits while the caller has half of the memory or more."""
+        await self._memory.wait_for_room(self.caller)
+
     def set_size(self, size: int) -> None:
         """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""
-        self._size = size
+        self.size = size
         if not (self._is_admitted or self._is_refused):
             self._memory.hold(self, size)
         if self._is_refused and asyncio.current_task() is not None:
@@ -267,7 +311,7 @@ class RequestInput:
 
     def add(self, size: int) -> None:
         """So many more bytes have arrived. Raises QueueFull as `set_size` does."""
-        self.set_size(self._size + size)
+        self.set_size(self.size + size)
 
     def admit(self) -> None:
         """The bytes count elsewhere from now on."""

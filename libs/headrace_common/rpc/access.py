@@ -166,6 +166,7 @@ class CallerInterceptor(WrappingInterceptor):
             sent = current_input()
             assert sent is not None, "a request is read in a call"
             async with self._reading.of(sent.caller):
+                await sent.wait_for_room()
                 data = await self._read(context)
                 if len(data) >= COUNTED_BYTES:
                     sent.add(len(data))

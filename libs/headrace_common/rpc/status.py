@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any
 
 import grpc
@@ -193,7 +194,20 @@ async def _reporting(method: str, context: Context) -> AsyncIterator[None]:
 
 
 def reported_error(error: Exception, method: str) -> HeadraceError:
-    """The error to send for one that a handler raised. A bug becomes InternalError, with an id and in the log."""
+    """The error to send for one that a handler raised. A bug becomes InternalError, with an id and in the log.
+
+    Frees what the handler's functions had in memory, such as images: they and the error may refer to each other.
+    """
+    try:
+        return _logged(error, method)
+    finally:
+        cause: BaseException | None = error
+        while cause is not None:
+            clear_frames(cause.__traceback__)
+            cause = cause.__context__
+
+
+def _logged(error: Exception, method: str) -> HeadraceError:
     if isinstance(error, HeadraceError):
         if error.code is grpc.StatusCode.INTERNAL:
             _LOG.error("%s failed: %s", method, error.detail, exc_info=error)

@@ -30,7 +30,7 @@ _REMEDIES: Final = {
     "slots": "add decode workers, or set the router's admission_wait_s to 0 to wait until the deadline",
 }
 """What an operator can do, by the name of the resource."""
-IMAGES_MIB: Final = 1_024
+IMAGES_MIB: Final = 512
 """Of images in requests that have not ended, before more are rejected."""
 _RETRY_MIN_S: Final = 0.05
 _RETRY_MAX_S: Final = 60.0

@@ -30,16 +30,6 @@ def images_of(chat: inference_pb2.Chat) -> Iterator[tuple[str, bytes]]:
                     yield f"chat.messages[{index}].parts[{number}].image", part.image.data
 
 
-def image_bytes(chat: inference_pb2.Chat) -> int:
-    """The bytes of all images, about. It copies none."""
-    return sum(
-        part.image.ByteSize()
-        for message in chat.messages
-        for part in message.parts
-        if part.HasField("image")
-    )
-
-
 def has_image(message: inference_pb2.ChatMessage) -> bool:
     """Whether a message has an image."""
     return any(part.HasField("image") for part in message.parts)

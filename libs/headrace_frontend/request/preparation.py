@@ -9,11 +9,12 @@ from functools import partial
 from typing import Protocol
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.callers.bounds import current_input
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
-from headrace_frontend.request.chat import plain_text_bytes
+from headrace_frontend.request.chat import plain_text_bytes, text_bytes
 from headrace_frontend.request.computations import (
     DECODE,
     TOKENIZE,
@@ -21,7 +22,7 @@ from headrace_frontend.request.computations import (
     Result,
     TextThreads,
 )
-from headrace_frontend.request.images import image_bytes
+from headrace_frontend.request.images import has_image
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.sampling import beyond_vocabulary
 from headrace_frontend.request.validation import PreparedRequest, prepare
@@ -29,6 +30,8 @@ from headrace_text.codec import TextCodec
 
 # The event loop itself prepares a request of this size, if it has little but text for a fast encoder.
 _INLINE_TEXT_BYTES = 8_192
+# An image is hashed, and its metadata is read, which takes less time than tokenizing.
+_IMAGE_BYTES_PER_TEXT_BYTE = 32
 
 
 class ModelWorkers(Protocol):
@@ -176,14 +179,17 @@ class RequestPreparer:
             start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
+        if any(map(has_image, request.chat.messages)):
+            sent = current_input()
+            image_bytes = 0 if sent is None else sent.size
+            cost_bytes = text_bytes(request.chat) + image_bytes // _IMAGE_BYTES_PER_TEXT_BYTE
+            return await self.run(
+                tenant, TOKENIZE, max(cost_bytes, TOKENIZE.loop_max + 1), prepare_request
+            )
         size_bytes = request.ByteSize()
         if size_bytes <= TOKENIZE.loop_max or self._is_quick(request, size_bytes):
             return prepare_request()
-        # An image is hashed, and its metadata is read, which takes less time than tokenizing.
-        cost_bytes = size_bytes - image_bytes(request.chat) * 31 // 32
-        return await self.run(
-            tenant, TOKENIZE, max(cost_bytes, TOKENIZE.loop_max + 1), prepare_request
-        )
+        return await self.run(tenant, TOKENIZE, size_bytes, prepare_request)
 
     def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
         """Whether a request has little but a prompt that is encoded fast."""

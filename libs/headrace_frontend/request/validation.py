@@ -115,6 +115,8 @@ class PreparedRequest:
     """When this was made, by the monotonic clock: the start of the wait for it, and the end."""
     images: PromptImages = ()
     """Images in the prompt, in order."""
+    image_bytes: int = 0
+    """Bytes of all images."""
     image_prefix_ids: array[int] | None = None
     """`prefix_ids` of a prompt with images."""
 
@@ -127,11 +129,6 @@ class PreparedRequest:
     def prefix_ids(self) -> array[int]:
         """The words that prefixes are hashed from: the tokens, and in place of placeholders the content of images."""
         return self.token_ids if self.image_prefix_ids is None else self.image_prefix_ids
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of all images."""
-        return sum(len(image.data) for image in self.images)
 
     @property
     def served_name(self) -> str:
@@ -214,6 +211,8 @@ def prepare(
         includes_latency=request.include_latency,
         tokenized_ns=(start_ns, time.monotonic_ns()),
         images=images,
+        # Protobuf copies them, which takes milliseconds.
+        image_bytes=sum(len(image.data) for image in images),
         image_prefix_ids=hashed_token_ids(token_ids, images) if images else None,
     )
 
@@ -368,9 +367,9 @@ def decode_request(
     incarnation: str,
     remote_prefill: bool,
 ) -> decode_pb2.GenerateRequest:
-    """The request to one incarnation of a decode worker, without tokens and a ticket, for a first token from decode.
+    """The request to one incarnation of a decode worker, for a first token from decode: without tokens, images, ticket.
 
-    `generated` is the completion so far. `PreparedRequest.all_token_ids` has the tokens.
+    `generated` is the completion so far. `PreparedRequest` has the images, and the tokens by `all_token_ids`.
     """
     call = decode_pb2.GenerateRequest(
         request_id=request.request_id,
@@ -383,7 +382,6 @@ def decode_request(
         cache_salt=request.cache_salt,
         tenant_salt=request.tenant_salt,
         priority=request.priority.to_proto(),
-        images=request.images,
     )
     if request.adapter is not None:
         call.adapter.CopyFrom(adapter_to_proto(request.adapter))

@@ -27,6 +27,7 @@ from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
+from headrace_frontend.request.images import PromptImages
 from headrace_router.decode_link.answer import AnswerSink, LinkedAnswer, LinkedAnswers
 
 # Most bytes of a credit or a cancel.
@@ -42,7 +43,9 @@ class OutgoingRequests:
     def __init__(self, bytes_max: int) -> None:
         """`bytes_max`: the size from which messages are split. A single open may be longer."""
         self._bytes_max = bytes_max
-        self._opens: dict[int, tuple[decode_pb2.LinkOpen, inference_pb2.TokenIds]] = {}
+        self._opens: dict[
+            int, tuple[decode_pb2.LinkOpen, inference_pb2.TokenIds, PromptImages]
+        ] = {}
         self._credits: dict[int, int] = {}
         self._cancels: list[int] = []
         self._interval_us = 0
@@ -57,9 +60,14 @@ class OutgoingRequests:
         low, high = sorted((interval_us, self._sent_interval_us))
         return high >= 2 * low and high > 0
 
-    def open(self, opened: decode_pb2.LinkOpen, token_ids: inference_pb2.TokenIds) -> None:
-        """Adds a request, and its tokens. Ids must increase."""
-        self._opens[opened.stream_id] = opened, token_ids
+    def open(
+        self,
+        opened: decode_pb2.LinkOpen,
+        token_ids: inference_pb2.TokenIds,
+        images: PromptImages = (),
+    ) -> None:
+        """Adds a request, and its tokens and images. Ids must increase."""
+        self._opens[opened.stream_id] = opened, token_ids, images
 
     def grant(self, stream_id: int, credit_tokens: int) -> None:
         """Adds to the credit of a request."""
@@ -91,13 +99,17 @@ class OutgoingRequests:
         del self._cancels[:fitting]
         while self._opens:
             stream_id = next(iter(self._opens))
-            opened, token_ids = self._opens[stream_id]
+            opened, token_ids, images = self._opens[stream_id]
             open_bytes = opened.ByteSize() + _OPEN_BYTES + _TOKEN_BYTES * len(token_ids.ids)
+            if images:
+                # Protobuf would serialize them to count them.
+                open_bytes = self._bytes_max
             if open_bytes > room_bytes and room_bytes < self._bytes_max:
                 break
             del self._opens[stream_id]
             message.opens.append(opened)
             message.opens[-1].request.token_ids.MergeFrom(token_ids.ids)
+            message.opens[-1].request.images.extend(images)
             room_bytes -= open_bytes
         return None if room_bytes == self._bytes_max else message
 
@@ -158,8 +170,11 @@ class DecodeLink:
         deadline: Deadline,
         carrier: Mapping[str, str],
         sink: AnswerSink,
+        images: PromptImages = (),
     ) -> LinkedAnswer:
-        """Sends a request, with these tokens. `carrier` is that of the caller's span. `sink` gets all events.
+        """Sends a request, with these tokens and images. `carrier` is that of the caller's span.
+
+        `sink` gets all events.
 
         The caller must end it by `release`.
         """
@@ -176,6 +191,7 @@ class DecodeLink:
                 credit_tokens=WINDOW_TOKENS,
             ),
             token_ids,
+            images,
         )
         self._outgoing.set_token_interval(self._token_interval_us)
         self._wake.set()
@@ -339,10 +355,11 @@ class DecodeLinks:
         deadline: Deadline,
         carrier: Mapping[str, str],
         sink: AnswerSink,
+        images: PromptImages = (),
     ) -> tuple[DecodeLink, LinkedAnswer]:
         """As `DecodeLink.open`. The link must release the answer."""
         link = self._usable()
-        return link, link.open(request, token_ids, deadline, carrier, sink)
+        return link, link.open(request, token_ids, deadline, carrier, sink, images)
 
     def _usable(self) -> DecodeLink:
         link = self._current

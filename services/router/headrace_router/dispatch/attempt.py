@@ -110,7 +110,12 @@ class Attempt(RunningAttempt):
             )
         self._links = links
         self._link, self._answer = links.open(
-            call, self._token_ids, request.deadline, self._carrier, self
+            call,
+            self._token_ids,
+            request.deadline,
+            self._carrier,
+            self,
+            request.prepared.images,
         )
         record.opened(self._answer, first_token)
 

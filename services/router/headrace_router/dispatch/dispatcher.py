@@ -17,6 +17,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, QueueFull, WorkerGone
 from headrace_common.logs import CauseLog
+from headrace_frontend.request.images import PromptImages
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord, now_us
@@ -170,6 +171,7 @@ class RequestDispatcher:
         priority: Priority = Priority.NORMAL,
         tenant: str = DEFAULT_TENANT,
         planned: WorkerRef | None = None,
+        images: PromptImages = (),
     ) -> TaskTerms:
         """The terms of a prefill task for decode worker `worker`."""
         refs = self.queue.workers.pulling().get(fingerprint(worker.layout), frozenset())
@@ -184,6 +186,7 @@ class RequestDispatcher:
             priority=priority,
             tenant=tenant,
             planned=planned,
+            images=images,
         )
 
     def _new_record(self, request: RequestRecord, number: int) -> RoutedAttempt:
@@ -338,6 +341,7 @@ class RequestDispatcher:
             priority=prepared.priority,
             tenant=prepared.tenant,
             planned=decision.prefill,
+            images=request.prepared.images,
         )
 
     async def _outcome_of(

@@ -55,7 +55,7 @@ def prefill_task(
 ) -> prefill_pb2.PrefillTask:
     """The task that computes the KV cache for `request` and its tokens, from the reservation's `start_token`.
 
-    Decode computes the KV cache of the last token itself when it makes the first token.
+    Its terms have the images. Decode computes the KV cache of the last token itself when it makes the first token.
     """
     worker = decision.worker
     sampling = None
@@ -77,7 +77,6 @@ def prefill_task(
         cache_salt=request.cache_salt,
         adapter=request.adapter if request.HasField("adapter") else None,
         bounds=request.bounds if request.HasField("bounds") else None,
-        images=request.images,
     )
     if first_token == BY_DECODE:
         del task.token_ids[-1]

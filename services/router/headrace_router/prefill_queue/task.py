@@ -16,6 +16,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
 from headrace_common.registry.adapters import Adapter
 from headrace_common.rpc.token_ids import detach_token_ids
+from headrace_frontend.request.images import PromptImages
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import KvLayout, WorkerRef
 
@@ -44,7 +45,7 @@ class TaskTerms:
     `deadline_s` is by the router's monotonic clock. The queue never hands the task to a worker in `avoid`. `cached`
     gives the prompt tokens that each worker has cached. A worker may return the task unopened `returns_max` times.
     `front` puts the task before all tasks of its tenant and class that were never handed out.
-    `planned` gets the task if it has room.
+    `planned` gets the task if it has room. `images` are those of the task's prompt.
     """
 
     deadline_s: float
@@ -55,6 +56,7 @@ class TaskTerms:
     priority: Priority = Priority.NORMAL
     tenant: str = DEFAULT_TENANT
     planned: WorkerRef | None = None
+    images: PromptImages = ()
 
     def missing_tokens(self, tokens: int) -> int:
         """Of `tokens`, those that the worker with the longest cached prefix has to compute."""
@@ -85,6 +87,7 @@ class QueuedTask:
         self.decode = WorkerRef(task.decode_worker_id, task.decode_incarnation)
         self.group_key = group_key
         self._token_ids = detach_token_ids(task)
+        self._images = terms.images
         self.tokens = len(self._token_ids.ids)
         self.missing_tokens = terms.missing_tokens(self.tokens)
         self.number = number
@@ -159,6 +162,7 @@ class QueuedTask:
         """The task for a worker, with its ticket and the time that is left for it now."""
         message = prefill_pb2.PullResponse(task=self.task)
         message.task.token_ids.MergeFrom(self._token_ids.ids)
+        message.task.images.extend(self._images)
         message.task.handoff_ticket = handoff_ticket
         message.task.priority = self.priority.to_proto()
         message.task.remaining.CopyFrom(duration_from_seconds(self._deadline.remaining_s()))
