@@ -1,8 +1,9 @@
 """Functions that depend on vLLM's internals rather than on its connector interface or its documented API.
 
 cache_groups.py, continuation.py, drafts.py, grammar_costs.py, parallel.py, rank/hidden_states.py,
-scheduler/budget_scheduler.py and service/first_token_sampler.py depend on them as well. tests/vllm/test_contract.py checks all that these modules and
-connector.py use against the installed version. Importing this module imports neither vllm nor torch.
+scheduler/budget_scheduler.py and service/first_token_sampler.py depend on them as well. tests/vllm/test_contract.py
+checks all that these modules and connector.py use against the installed version. Importing this module imports neither
+vllm nor torch.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class GrammarCosts:
 class BoundedGrammar:
     """One answer's grammar, as vLLM uses it. Beyond a bound it permits every token and accepts none.
 
-    Then vLLM ends the request with an error. A grammar that has reached a limit of its library would permit the end of
-    the answer only, and the request would end as if its answer were complete.
+    Then vLLM ends the request with an error. At a limit of its library, a grammar permits the end of the answer only.
+    Without this, the request would end as if its answer were complete.
     """
 
     def __init__(
