@@ -50,6 +50,13 @@ async def envoy_before(
     ports = tuple(free_port() for _ in MODES)
     config = folder / f"envoy-{ports[0]}.json"
     config.write_text(json.dumps(configuration(ports, workers, picker, certificate)))
+    async with envoy_running(config, ports):
+        yield tuple(f"127.0.0.1:{port}" for port in ports)
+
+
+@asynccontextmanager
+async def envoy_running(config: Path, ports: Collection[int]) -> AsyncIterator[None]:
+    """Runs Envoy with a configuration that listens on these ports."""
     log = config.with_suffix(".log")
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -61,7 +68,7 @@ async def envoy_before(
     try:
         for port in ports:
             await until(partial(_accepts, port), _START_S, log.read_text, 0.1)
-        yield tuple(f"127.0.0.1:{port}" for port in ports)
+        yield
     finally:
         if process.returncode is None:
             process.terminate()

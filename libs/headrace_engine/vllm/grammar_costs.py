@@ -68,9 +68,9 @@ class GrammarCosts:
         self._tenants.setdefault(tenant, _Tenant()).count(spent_s)
 
     def exceeds(self, tenant: str, token_s: float | None) -> bool:
-        """Whether the tenant is beyond its time, and a grammar is a cause that takes `token_s` for a token.
+        """Whether the tenant is beyond its time, and a grammar that takes `token_s` for a token is a cause.
 
-        It is, when all the tenant's answers together exceed the time of a step at that cost. None: its first token.
+        It is a cause when all the tenant's answers would exceed the time of a step at that cost. None: its first token.
         """
         found = self._tenants.get(tenant)
         return found is not None and found.exceeds(token_s)
@@ -79,8 +79,8 @@ class GrammarCosts:
 class BoundedGrammar:
     """One answer's grammar, as vLLM uses it. Beyond a bound it permits every token and accepts none.
 
-    Then vLLM ends the request with an error. A grammar that has reached a limit of its library would permit the end of
-    the answer only, and the request would end as if its answer were complete.
+    Then vLLM ends the request with an error. At a limit of its library, a grammar permits the end of the answer only.
+    Without this, the request would end as if its answer were complete.
     """
 
     def __init__(

@@ -239,12 +239,28 @@ def test_settings_of_values_reach_the_services_and_those_of_the_chart_are_refuse
         ("worker.hostNetwork=true", "network policies do not cover the host's network"),
         ("router.settings.max_num_seqs=7", "max_num_seqs"),
         ("settings.max_num_seqs=7", "max_num_seqs"),
+        ("router.proxy.port=1", "port"),
     ],
 )
 def test_wrong_values_are_refused_by_name(flag: str, remedy: str) -> None:
     done = template(*TRIAL, "--set", flag)
     assert done.returncode
     assert remedy in done.stderr.replace("additional properties 'replica'", "replica")
+
+
+def test_a_proxy_bounds_http2_before_a_router_that_only_it_reaches() -> None:
+    found = manifests(*TRIAL, "--set", "router.proxy.enabled=true")
+    data = of_kind(found, "ConfigMap")["router"]["data"]
+    assert tomllib.loads(data["settings.toml"])["listen"] == "127.0.0.1:7060"
+    assert data["envoy.yaml"].strip() == (ROOT / "docker" / "envoy.yaml").read_text().strip()
+    router, proxy = workloads(found)["router"]["spec"]["template"]["spec"]["containers"]
+    assert router["securityContext"] == proxy["securityContext"]
+    assert [mount.get("readOnly") for mount in proxy["volumeMounts"]] == [True]
+    # Each name of a port exists once.
+    assert [port["name"] for port in proxy["ports"]] == ["grpc"]
+    assert "grpc" not in {port["name"] for port in router["ports"]}
+    done = template("--set", "router.proxy.enabled=true,credentials.kind=tls")
+    assert "clients' TLS would end at the proxy" in done.stderr
 
 
 def test_the_schema_has_the_names_of_all_settings() -> None:

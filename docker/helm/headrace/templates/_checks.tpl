@@ -13,6 +13,9 @@
 {{- if and $values.metrics.enabled (not $values.metrics.keysSecret) -}}
 {{- fail "metrics.keysSecret: name a Secret with metrics_keys and metrics_key" -}}
 {{- end -}}
+{{- if and $values.router.proxy.enabled (eq $values.credentials.kind "tls") -}}
+{{- fail "router.proxy: clients' TLS would end at the proxy; set credentials.kind to tokens, or run a proxy of your own" -}}
+{{- end -}}
 {{- if and $values.keda.enabled $values.planner.enabled (eq $values.planner.mode "kubernetes") -}}
 {{- fail "keda.enabled: the planner sets the replicas already; choose one of both" -}}
 {{- end -}}

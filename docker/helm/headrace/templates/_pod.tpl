@@ -158,10 +158,30 @@ livenessProbe:
 {{- toYaml $resources -}}
 {{- end -}}
 
+{{/* Envoy before the gRPC port of a router. It ends after the router, which drains. */}}
+{{- define "headrace.proxy" -}}
+{{- $proxy := .root.Values.router.proxy -}}
+- name: proxy
+  image: {{ $proxy.image }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [envoy, -c, /etc/headrace/envoy.yaml, --disable-hot-restart, -l, warning]
+  ports: [{ name: grpc, containerPort: 7050 }]
+  readinessProbe: { tcpSocket: { port: grpc }, periodSeconds: 5 }
+  lifecycle:
+    preStop: { exec: { command: [sleep, "{{ add .root.Values.router.drainSeconds 10 }}"] } }
+  resources:
+    {{- toYaml $proxy.resources | nindent 4 }}
+  securityContext:
+    {{- include "headrace.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - { name: settings, mountPath: /etc/headrace, readOnly: true }
+{{- end -}}
+
 {{/* The template of a component's pods. */}}
 {{- define "headrace.podTemplate" -}}
 {{- $values := .root.Values -}}
 {{- $own := index $values .component -}}
+{{- $proxied := and (eq .component "router") $values.router.proxy.enabled -}}
 metadata:
   labels:
     {{- include "headrace.labels" . | nindent 4 }}
@@ -170,7 +190,7 @@ metadata:
     {{- end }}
   annotations:
     # A pod starts again when its settings change. Credentials are read again without that.
-    checksum/settings: {{ printf "%s%s" (include "headrace.settingsFile" .) ($own.rules) | sha256sum }}
+    checksum/settings: {{ printf "%s%s" (include "headrace.settingsFile" .) (ternary (.root.Files.Get "files/envoy.yaml") $own.rules $proxied) | sha256sum }}
     {{- with $own.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -224,7 +244,7 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
       ports:
-        {{- range $name, $port := include "headrace.ports" . | fromYaml }}
+        {{- range $name, $port := omit (include "headrace.ports" . | fromYaml) (ternary "grpc" "" $proxied) }}
         - { name: {{ $name }}, containerPort: {{ $port }} }
         {{- end }}
       {{- include "headrace.probes" . | nindent 6 }}
@@ -239,6 +259,9 @@ spec:
         {{- include "headrace.containerSecurity" . | nindent 8 }}
       volumeMounts:
         {{- include "headrace.volumeMounts" . | nindent 8 }}
+    {{- if $proxied }}
+    {{- include "headrace.proxy" . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "headrace.volumes" . | nindent 4 }}
 {{- end -}}

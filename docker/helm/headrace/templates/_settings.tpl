@@ -48,7 +48,7 @@ store: memory
 registry: {{ $registry | quote }}
 {{- end }}
 {{- if eq .component "router" }}
-listen: "0.0.0.0:{{ $ports.grpc }}"
+listen: {{ ternary "127.0.0.1:7060" (printf "0.0.0.0:%v" $ports.grpc) $values.router.proxy.enabled | quote }}
 http_listen: {{ ternary "0.0.0.0:7056" "" $values.router.http | quote }}
 status_listen: {{ ternary "0.0.0.0:7057" "" $values.router.status | quote }}
 endpoint_picker_listen: {{ ternary "0.0.0.0:9002" "" $values.inferencePool.enabled | quote }}
