@@ -122,7 +122,10 @@ class OutgoingTransfer:
         decode, wait_s = self.target.decode, self.peer.answer_wait_s
         return TransferTimeout(
             f"{decode} has not answered the Open of {self.transfer_id} within {wait_s:g} s",
-            metadata={"transfer_id": self.transfer_id, "waited_for": f"the reservation of {decode}"},
+            metadata={
+                "transfer_id": self.transfer_id,
+                "waited_for": f"the reservation of {decode}",
+            },
         )
 
     # Events of the stream.
