@@ -15,25 +15,39 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from headrace_common.errors import Cancelled, ConfigError, HeadraceError, InternalError
+from headrace_common.logs import CONTROL_ESCAPES
 
 # Wide enough for rows with the longest names. Lines are not filled up to it.
 PIPED_WIDTH = 1_000
 
 
+class PlainConsole(Console):
+    """Escapes characters that control a terminal: texts of clients and workers may have some."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """As Console does."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(text.translate(CONTROL_ESCAPES), style)
+
+
 def answer_console() -> Console:
     """The console for results. Without a terminal it has no colour and a fixed width."""
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+    console = PlainConsole(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else PlainConsole(highlight=False, width=PIPED_WIDTH)
 
 
 def notice_console() -> Console:
     """The console for progress, hints and errors."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return PlainConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def can_draw_blocks(console: Console) -> bool:
@@ -53,7 +67,8 @@ def message_object(message: Message) -> dict[str, Any]:
 
 def json_text(document: Mapping[str, Any], *, one_line: bool = False) -> str:
     """The document as text."""
-    return json.dumps(document, indent=None if one_line else 2, ensure_ascii=False)
+    text = json.dumps(document, indent=None if one_line else 2, ensure_ascii=False)
+    return text.translate(CONTROL_ESCAPES)
 
 
 def print_json(document: Mapping[str, Any], *, one_line: bool = False) -> None:

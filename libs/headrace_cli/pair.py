@@ -21,6 +21,7 @@ from headrace_common.errors import (
     DeadlineExceeded,
     HeadraceError,
     InternalError,
+    InvalidRequest,
     TransferTimeout,
     WorkerGone,
 )
@@ -104,6 +105,7 @@ def _is_single(body: Mapping[str, Any]) -> bool:
 log = logging.getLogger(__name__)
 
 _STATUSES: Final[Mapping[type[HeadraceError], HTTPStatus]] = {
+    InvalidRequest: HTTPStatus.BAD_REQUEST,
     WorkerGone: HTTPStatus.BAD_GATEWAY,
     DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
 }
@@ -164,6 +166,8 @@ class PairProxy:
         except aiohttp.ClientError as error:
             why = str(error) or type(error).__name__
             return _error_response(WorkerGone(f"{self._decode} does not answer: {why}"))
+        except RecursionError:
+            return _error_response(InvalidRequest({"body": "has too many levels of JSON"}))
         except HeadraceError as error:
             return _error_response(error)
         finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -17,6 +18,20 @@ NAMES_MAX: Final = 8_192
 REPEAT_S: Final = 10.0
 """Time in which a cause is logged once."""
 _CAUSES_MAX: Final = 1_024
+MESSAGE_CHARACTERS_MAX: Final = 4_096
+"""Characters of a record's message: peers send a part of it."""
+_CONTROLS: Final = (
+    *(*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)),
+    # They end a line, or change the order of the text after them.
+    *(*range(0x200E, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A)),
+)
+CONTROL_ESCAPES: Final = {code: f"\\u{code:04x}" for code in _CONTROLS}
+"""For str.translate: what stands in place of characters that control a terminal. A newline stays."""
+PEER_RECORDS_PER_S: Final = 1.0
+PEER_RECORDS_AT_ONCE: Final = 5.0
+KIND_RECORDS_PER_S: Final = 20.0
+KIND_RECORDS_AT_ONCE: Final = 100.0
+_PEER_CHARACTERS_MAX: Final = 128
 _TRACEPARENT_PARTS: Final = 4
 _GRPC_SERVER_LOGGER: Final = "grpc._cython.cygrpc"
 # A private class of gRPC: its name is compared, so that this module needs no private import.
@@ -90,6 +105,59 @@ def _moment(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
+def _message_of(record: logging.LogRecord) -> str:
+    message = record.getMessage()
+    if len(message) <= MESSAGE_CHARACTERS_MAX:
+        return message
+    return f"{message[:MESSAGE_CHARACTERS_MAX]}... ({len(message)} characters)"
+
+
+class RepeatFilter(logging.Filter):
+    """Bounds the records of a kind about a peer, which is the first argument, and those of a kind about all peers.
+
+    A kind is a line of this repository that logs. The next record states how many were left out.
+    """
+
+    def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._monotonic_s = monotonic_s
+        self._lock = threading.Lock()
+        # Since when records may be logged, at the rate of the bound. And the records that were left out.
+        self._kinds: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for one too many."""
+        if not record.name.startswith("headrace") or record.levelno < logging.INFO:
+            return True
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        peer = str(arguments[0])[:_PEER_CHARACTERS_MAX] if arguments else ""
+        kind = record.pathname, record.lineno
+        with self._lock:
+            repeats = self._left_out(
+                (*kind, f"peer {peer}"), PEER_RECORDS_PER_S, PEER_RECORDS_AT_ONCE
+            )
+            if repeats >= 0:
+                others = self._left_out((*kind, ""), KIND_RECORDS_PER_S, KIND_RECORDS_AT_ONCE)
+                repeats = max(repeats, others) if others >= 0 else -1
+        if repeats < 0:
+            return False
+        if repeats:
+            record.msg = f"{record.getMessage()} ({repeats} more like this before)"
+            record.args = ()
+        return True
+
+    def _left_out(self, key: tuple[str, int, str], per_s: float, at_once: float) -> int:
+        """The records of a key that were left out before this one. -1 when this one is too many, too."""
+        now_s = self._monotonic_s()
+        since_s, count = self._kinds.pop(key, (0.0, 0))
+        since_s = max(since_s, now_s - at_once / per_s)
+        fits = since_s + 1 / per_s <= now_s + 1e-6
+        self._kinds[key] = (since_s + 1 / per_s, 0) if fits else (since_s, count + 1)
+        if len(self._kinds) > _CAUSES_MAX:
+            self._kinds.popitem(last=False)
+        return count if fits else -1
+
+
 class LineFormatter(logging.Formatter):
     """UTC time, level, service, worker, module, message, trace and span; newlines as \\n."""
 
@@ -99,7 +167,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
-        message = record.getMessage()
+        message = _message_of(record)
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
         if record.stack_info:
@@ -108,7 +176,7 @@ class LineFormatter(logging.Formatter):
         trace_id, span_id = TRACE_NAMES.find(record)
         if trace_id:
             line += f" trace={trace_id} span={span_id}"
-        return line.replace("\r", "\\r").replace("\n", "\\n")
+        return line.replace("\r", "\\r").replace("\n", "\\n").translate(CONTROL_ESCAPES)
 
 
 class JsonFormatter(logging.Formatter):
@@ -125,7 +193,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             **self._origin,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message_of(record),
         }
         trace_id, span_id = TRACE_NAMES.find(record)
         if trace_id:
@@ -134,7 +202,7 @@ class JsonFormatter(logging.Formatter):
             fields["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             fields["stack"] = record.stack_info
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(fields, ensure_ascii=False).translate(CONTROL_ESCAPES)
 
 
 class EndedCallFilter(logging.Filter):
@@ -174,6 +242,7 @@ def setup_logging(level: str, service: str, worker_id: str, log_format: str = "t
     handler = logging.StreamHandler(sys.stderr)
     formatter = JsonFormatter if log_format == "json" else LineFormatter
     handler.setFormatter(formatter(service, worker_id))
+    handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -111,7 +111,7 @@ class Credentials:
         held = self._held_for(endpoint)
         if held is None:
             return ()
-        # Of deployments with one local key, the port tells which is meant.
+        # Deployments with one local key differ by their ports.
         proof = held.proof(receiver if receiver and self.token_file else audience_of(endpoint))
         return (
             ((TOKEN_KEY, held.token), (PROOF_KEY, proof)) if proof else ((TOKEN_KEY, held.token),)

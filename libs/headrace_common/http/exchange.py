@@ -287,8 +287,11 @@ def _check_json(headers: Mapping[str, str], bytes_max: int) -> None:
     if headers.get("content-encoding", "identity") != "identity":
         raise HttpError(415, "content_encoding", "send the body without content-encoding")
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > bytes_max:
+    if length.isdecimal() and (len(length) > _LENGTH_DIGITS_MAX or int(length) > bytes_max):
         raise too_large(bytes_max)
+
+
+_LENGTH_DIGITS_MAX: Final = 18
 
 
 def _late_body() -> HttpError:

@@ -10,6 +10,7 @@ from typing import Final
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import unix_ns_from_timestamp
 from headrace_common.telemetry import schema
+from headrace_common.trace_view.reading import whole_number
 
 # A prompt's last block is computed in any case, and so is what the template adds to an answer.
 _UNSEEN_TOKENS_MAX: Final = 256
@@ -97,5 +98,4 @@ def _is_of(span: trace_pb2.Span, request_id: str) -> bool:
 
 
 def _number(attributes: Mapping[str, str], name: str) -> int:
-    text = attributes.get(name, "")
-    return int(text) if text.isdecimal() else 0
+    return whole_number(attributes.get(name, "")) or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,7 @@ class TimedSpan:
 
     def number(self, attribute: str) -> int:
         """An attribute as an integer; 0 where it is missing or no number."""
-        text = self.text(attribute)
-        return int(text) if text.lstrip("-").isdecimal() else 0
+        return whole_number(self.text(attribute)) or 0
 
     def real(self, attribute: str) -> float:
         """An attribute as a number; 0 where it is missing or none."""
@@ -132,6 +132,14 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
     )
 
 
+_WHOLE: Final = re.compile(r"-?[0-9]{1,18}")
+
+
+def whole_number(text: str) -> int | None:
+    """The number that an attribute of a peer's span has as text; None for another text."""
+    return int(text) if _WHOLE.fullmatch(text) else None
+
+
 def _usual(message: latency_pb2.LatencySum) -> dict[str, int]:
     found = sum_from_proto(message).parts_us.items()
     return {_name(part): _NS_PER_US * time_us for part, time_us in found}
@@ -144,7 +152,11 @@ def _name(part: TimePart) -> str:
 def _parts(attributes: Mapping[str, str]) -> dict[str, int]:
     """The nanoseconds of each part in the attributes of a span, in the order of a request."""
     times = ((part, attributes.get(name, "")) for part, name in PART_ATTRIBUTES.items())
-    return {_name(part): int(text) * _NS_PER_US for part, text in times if text.isdecimal()}
+    return {
+        _name(part): number * _NS_PER_US
+        for part, text in times
+        if (number := whole_number(text)) is not None
+    }
 
 
 def _origin_ns(trace: trace_pb2.Trace) -> int:

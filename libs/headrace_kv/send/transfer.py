@@ -67,6 +67,8 @@ class OutgoingTransfer:
         self._plan: WritePlan | None = None
         self.open_again_s = _NEVER_S
         """When to repeat Open, unless decode answers before."""
+        self.answer_due_s = _NEVER_S
+        """When decode must have answered Open."""
         # From Open until Commit or the loss of the stream, decode waits for the end of the transfer.
         self._decode_waits = False
         # Each with the total of the peer's window waits at the time of the push.
@@ -115,6 +117,17 @@ class OutgoingTransfer:
             metadata={"transfer_id": self.transfer_id, "waited_for": awaited},
         )
 
+    def unanswered_error(self) -> TransferTimeout:
+        """The error of an Open that decode leaves without an answer: the slot is for others then."""
+        decode, wait_s = self.target.decode, self.peer.answer_wait_s
+        return TransferTimeout(
+            f"{decode} has not answered the Open of {self.transfer_id} within {wait_s:g} s",
+            metadata={
+                "transfer_id": self.transfer_id,
+                "waited_for": f"the reservation of {decode}",
+            },
+        )
+
     # Events of the stream.
 
     def sends_to(self, layout: KvLayout) -> bool:
@@ -133,6 +146,7 @@ class OutgoingTransfer:
         opening = handoff_pb2.Open(transfer_id=self.transfer_id, ticket=self.target.ticket)
         self._send(handoff_pb2.HandoffRequest(open=opening))
         self.open_again_s = now_s + _ASK_AGAIN_S
+        self.answer_due_s = min(self.answer_due_s, now_s + self.peer.answer_wait_s)
 
     def reservation_received(self, reservation: Reservation, message_bytes: int) -> None:
         """Decode answered Open. Repeats are ignored. Raises ProtocolViolation when the blocks hold too little."""
@@ -142,7 +156,8 @@ class OutgoingTransfer:
         self.message_received(message_bytes)
         context = self._context
         self._plan = WritePlan(context.rank, context.layout, layout, reservation)
-        self.open_again_s = _NEVER_S
+        self.open_again_s = self.answer_due_s = _NEVER_S
+        self.peer.open_ended(answered=True)
         self._reserved_ns = time.monotonic_ns()
         self._send_hidden_state()
 
@@ -374,6 +389,9 @@ class OutgoingTransfers:
             self.end_when_quiet(transfer)
         elif now_s >= transfer.target.deadline_s:
             self.fail(transfer, transfer.timeout_error())
+        elif now_s >= transfer.answer_due_s:
+            self.fail(transfer, transfer.unanswered_error())
+            transfer.peer.open_ended(answered=False)
         else:
             if now_s >= transfer.open_again_s:
                 transfer.open(now_s)

@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from headrace.engine.v1.link_pb2 import SentLink
 from headrace.kv.v1 import handoff_pb2
@@ -244,6 +244,11 @@ class LinkRecord:
             words.extend([NEVER if word == NEVER else max(0, min(word, _WORD_MAX)) for word in row])
 
 
+# Decode may answer after its engine's running step.
+ANSWER_WAIT_MAX_S: Final = 8.0
+ANSWER_WAIT_MIN_S: Final = 1.0
+
+
 class SenderPeer:
     """One incarnation of a decode worker: its stream, the writes that wait, and once the stream is ready its memory.
 
@@ -253,6 +258,8 @@ class SenderPeer:
 
     def __init__(self, context: SenderContext, stream: HandoffStream) -> None:
         self.stream = stream
+        self.answer_wait_s = ANSWER_WAIT_MAX_S
+        """How long the worker may leave an Open without an answer."""
         self.digest_share = 0.0
         """The part of all (transfer, layer) pairs that the worker wants digests of."""
         self._context = context
@@ -268,6 +275,11 @@ class SenderPeer:
     def layout(self) -> KvLayout | None:
         """The worker's KV layout; None before the stream is ready."""
         return self._descriptor.layout if self._descriptor is not None else None
+
+    def open_ended(self, *, answered: bool) -> None:
+        """The worker has answered an Open, or left it without an answer for too long. It may wait less then."""
+        longer_s = min(ANSWER_WAIT_MAX_S, 2 * self.answer_wait_s)
+        self.answer_wait_s = longer_s if answered else ANSWER_WAIT_MIN_S
 
     def stream_ready(self, descriptor: KvDescriptor, digest_share: float) -> None:
         """The handshake is complete."""

@@ -203,6 +203,10 @@ async def test_malformed_requests_are_rejected() -> None:
         assert (await it.send(b"nonsense\r\n\r\n"))[0] == 400
         large = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{}"
         assert (await it.send(large))[0] == 413
+        for body in (b"[" * 100_000, b'{"a":' * 100_000):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            deep = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            assert (await it.send(deep))[0] == 400
         assert it.decode.bodies == []
 
 

@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from headrace_common.logs import (
+    MESSAGE_CHARACTERS_MAX,
     NAMES_MAX,
     TRACE_NAMES,
     CauseLog,
@@ -20,6 +21,7 @@ from headrace_common.logs import (
     GrpcServerLogger,
     JsonFormatter,
     LineFormatter,
+    RepeatFilter,
     TraceNames,
     setup_logging,
 )
@@ -36,6 +38,47 @@ def test_a_record_is_one_line_with_its_origin() -> None:
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING headrace-kiln kiln-0 kiln: first\\nsecond",
         line,
     )
+
+
+def test_a_text_of_a_peer_is_cut_and_controls_no_terminal() -> None:
+    attack = "\x1b]0;owned\x07 \x9b2J \u202egnp.exe \x7f" + "x" * 900_000
+    line = LineFormatter("headrace-kiln", "").format(record_of(attack))
+    fields = LineFormatter, JsonFormatter
+    for formatter in fields:
+        line = formatter("kiln", "").format(record_of(attack))
+        assert line.isprintable()
+        assert len(line) < MESSAGE_CHARACTERS_MAX + 500
+    assert json.loads(line)["message"].startswith(attack[:1_000])
+    assert "900025 characters" in line
+
+
+def record_about(
+    *arguments: object, line: int = 1, name: str = "headrace_kiln"
+) -> logging.LogRecord:
+    return logging.LogRecord(name, logging.WARNING, "kiln.py", line, "%s: %s", arguments, None)
+
+
+def test_repeats_are_counted_by_kind_and_peer() -> None:
+    now_s = 100.0
+    repeats = RepeatFilter(lambda: now_s)
+    passed = [repeats.filter(record_about("p0", number)) for number in range(1_000)]
+    assert passed == [True] * 5 + [False] * 995
+    # Another peer, another kind, and other libraries.
+    for other in (
+        record_about("p1", 1),
+        record_about("p0", 1, line=2),
+        record_about("p0", 1, name="grpc"),
+    ):
+        assert repeats.filter(other)
+    now_s += 1.0
+    record = record_about("p0", "again")
+    assert repeats.filter(record)
+    assert record.getMessage() == "p0: again (995 more like this before)"
+    assert not repeats.filter(record_about("p0", "again"))
+    now_s += 60.0
+    # A peer with a new name for each record.
+    passed = [repeats.filter(record_about(f"task-{number}", 1)) for number in range(150_000)]
+    assert passed == [True] * 100 + [False] * 149_900
 
 
 def test_a_traceback_stays_on_the_line() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ _LEAVES: Final = b"leaves\n"
 _ALL_LEAVE: Final = b"all leave\n"
 _LOST: Final = b"lost "
 # A host that is lost closes no connection.
+_RANK: Final = re.compile(rb"[0-9]{1,8}")
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
@@ -96,7 +98,7 @@ class RankGroup:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(_WELCOME)
         rank = await _line(reader)
-        number = int(rank) if rank.strip().isdigit() else 0
+        number = int(rank) if _RANK.fullmatch(rank.strip()) else 0
         if 0 < number < self._place.size and number not in self._peers:
             await self._add(number, reader, writer)
         else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -92,11 +93,14 @@ def _read_deadline(
     return Deadline.after(left_s)
 
 
+_PORT: Final = re.compile(r"[0-9]{1,5}")
+
+
 def _read_pair_address(params: Mapping[str, Any], problems: dict[str, str]) -> str:
     host, port = params.get("remote_host"), str(params.get("remote_port"))
     if not isinstance(host, str) or not host:
         problems["remote_host"] = "must be the host of the prefill engine's pair address"
-    if not port.isdecimal() or not 0 < int(port) <= PORT_MAX:
+    if not _PORT.fullmatch(port) or not 0 < int(port) <= PORT_MAX:
         problems["remote_port"] = "must be the port of the prefill engine's pair address"
     return f"{host}:{port}"
 

@@ -11,6 +11,7 @@ from typing import Final
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.trace_view.reading import whole_number
 from headrace_frontend.running.record import RequestRecord
 from headrace_router.tracing.comparison import compare
 from headrace_router.tracing.record import (
@@ -155,7 +156,7 @@ class TraceStore:
         """One page of traces without spans, newest first, and the next page's token. Raises InvalidRequest."""
         if page_size > PAGE_SIZE_MAX:
             raise InvalidRequest({"page_size": f"must be at most {PAGE_SIZE_MAX}, not {page_size}"})
-        if page_token and not (page_token.isascii() and page_token.isdecimal()):
+        if page_token and whole_number(page_token) is None:
             raise InvalidRequest({"page_token": "must be a next_page_token, unchanged"})
         size = page_size or PAGE_SIZE_DEFAULT
         with self._lock:

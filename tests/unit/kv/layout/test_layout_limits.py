@@ -9,7 +9,16 @@ import pytest
 
 from headrace.kv.v1 import layout_pb2
 from headrace_common.errors import LayoutMismatch
-from headrace_kv.layout import KvLayout, layout_from_proto, layout_to_proto
+from headrace_kv.layout import (
+    KvDescriptor,
+    KvLayout,
+    RankMemory,
+    descriptor_from_proto,
+    descriptor_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+)
+from headrace_kv.shard_map import place_regions
 from headrace_registry.validation import descriptor_violations, layout_violations
 
 MOST = 2**32 - 1
@@ -72,3 +81,30 @@ def test_workers_and_registry_reject_a_layout_beyond_all_bounds_fast(
     assert layout_violations(layout, "layout")
     assert descriptor_violations(layout_pb2.KvDescriptor(layout=layout), "descriptor")
     assert time.process_time() - started_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"layer": 2}, "none of the 2 layers"),
+        ({"block_count": 0}, "has no blocks"),
+        ({"unit_bytes": 0}, "units of 0 bytes"),
+        ({"block_tokens": 0}, "blocks of 0 tokens"),
+        ({"offset_bytes": 2**40}, "ends outside the memory"),
+        ({"block_stride_bytes": 2**40}, "ends outside the memory"),
+    ],
+)
+def test_a_descriptor_with_impossible_memory_is_rejected(
+    changes: dict[str, int], fault: str
+) -> None:
+    placed = place_regions(LAYOUT, 0, (4,))
+    memory = RankMemory(0, "tcp", "10.0.0.7:1", 1 << 32, placed.arena_bytes, placed.regions)
+    descriptor = descriptor_to_proto(KvDescriptor(LAYOUT, (memory,)))
+    assert descriptor_from_proto(descriptor).ranks == (memory,)
+    for name, value in changes.items():
+        setattr(descriptor.ranks[0].regions[1], name, value)
+    with pytest.raises(LayoutMismatch, match=fault):
+        descriptor_from_proto(descriptor)
+    descriptor.ranks[0].base_address = 2**64 - 1
+    with pytest.raises(LayoutMismatch):
+        descriptor_from_proto(descriptor)

@@ -143,6 +143,16 @@ def test_a_transfer_completes_when_nothing_is_left_to_copy(stream_ends: bool) ->
     assert stage.released == []
 
 
+def test_a_stream_of_unknown_opens_ends() -> None:
+    stage = Stage()
+    for number in range(3_000):
+        stage.handle(open=handoff_pb2.Open(transfer_id=f"unknown-{number}"))
+    (error,) = stage.ended_streams
+    assert "opened 1024 transfers that are not reserved" in error.detail
+    assert len(stage.sent) == 1 + 1_024
+    assert stage.transfer.active
+
+
 def test_only_one_worker_fills_a_transfer() -> None:
     stage = Stage()
     stage.peer = stage.connect("prefill-1")

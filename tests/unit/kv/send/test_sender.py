@@ -548,6 +548,28 @@ async def test_open_is_sent_again_until_it_is_answered() -> None:
     assert rank.reasons == [("b", "PROTOCOL_VIOLATION")]
 
 
+async def test_a_worker_that_answers_no_open_frees_the_slot_by_its_name() -> None:
+    rank = Rank()
+    # Half a second more each, until the next sweep. Then a worker that answers again may take longer again.
+    for name, wait_s, answers in (
+        *(("a", 8.0, False), ("b", 1.0, False), ("c", 1.0, False), ("d", 1.0, True)),
+        *(("e", 2.0, False), ("f", 1.0, False)),
+    ):
+        rank.connect(name)
+        rank.ready()
+        rank.later(wait_s - 0.1)
+        if answers:
+            rank.reserve(name)
+        assert name not in dict(rank.reasons)
+        rank.later(0.6)
+        assert (name in dict(rank.reasons)) is not answers
+    reports = [(one.reason, one.detail) for one in rank.reports]
+    assert reports[0] == (
+        "TRANSFER_TIMEOUT",
+        f"{DECODE} has not answered the Open of a within 8 s",
+    )
+
+
 # A device, which writes what was pushed some time later.
 
 

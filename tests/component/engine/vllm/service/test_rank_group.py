@@ -108,7 +108,7 @@ async def test_others_cannot_join() -> None:
     groups = [RankGroup(GroupPlace(rank, 2, HOST, port), lambda: None) for rank in range(2)]
     first = asyncio.create_task(groups[0].join(SOON_S))
     await asyncio.sleep(0)
-    for hello in (b"2\n", b"0\n", b"x\n", b""):
+    for hello in (b"2\n", b"0\n", b"x\n", b"", b"1" * 50_000 + b"\n"):
         await until(lambda: _listens(port), SOON_S)
         reader, writer = await asyncio.open_connection(HOST, port)
         writer.write(hello)
