@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol, TypeAlias
 
 from headrace_common.callers.priority import Priority
@@ -23,7 +24,7 @@ from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.tiers.load_times import LoadTimes
 from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.guard import Networks
-from headrace_kv.transport.memory import Memory
+from headrace_kv.transport.memory import Memory, WordSums
 
 ConstraintKind: TypeAlias = Literal[
     "json", "json_object", "regex", "choice", "grammar", "structural_tag"
@@ -352,6 +353,8 @@ class Engine(ABC):
     """The LoRA adapters that requests may name; set by `start`. Several may have one name."""
     steps: StepWatch | None = None
     """Whether it steps. None for an engine that does not report its steps."""
+    landed_sums: Mapping[int, WordSums] = MappingProxyType({})
+    """Sums of the KV memory of each rank, set by `start`. Not for the thread of the event loop."""
     compares_blocks: bool = False
     """Whether it can compute a received block again; set by `start`."""
 

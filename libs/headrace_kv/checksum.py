@@ -2,19 +2,19 @@
 
 A digest is 64-bit XXH3 over the range's bytes by ascending destination address. Both sides derive that order from the
 copy plan, so it depends neither on their layouts nor on the transport. The seed comes from the handoff ticket, so a
-digest is valid for one handoff only.
+digest is valid for one handoff only. Where decode's memory is on a device, a word sum takes the place of the XXH3.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from headrace_kv.runs import Int64Array, Runs
-from headrace_kv.transport.memory import Memory
+from headrace_kv.transport.memory import Memory, WordSums
 
 DigestMode = Literal["off", "sampled", "on"]
 SAMPLED_SHARE: Final = 1 / 16
@@ -38,21 +38,44 @@ def is_digested(share: float, transfer_id: str, layer: int) -> bool:
     return xxh3_64_intdigest(f"{layer}:{transfer_id}".encode()) < share * 2.0**64
 
 
+class DigestTerms(NamedTuple):
+    """What a decode worker wants: digests of a `share` of layers. With `word_sums`, these are word sums."""
+
+    share: float
+    word_sums: bool = False
+
+
 def source_digest(memory: Memory, runs: Runs, seed: int) -> int:
     """Digest of the bytes that the runs copy, read from `memory`."""
-    return _digest(memory, runs, runs.source_addresses, seed)
+    return _digest(memory, *_ordered(runs, runs.source_addresses), seed)
 
 
 def destination_digest(memory: Memory, runs: Runs, seed: int) -> int:
     """Digest of the bytes at the runs' destinations, read from `memory`."""
-    return _digest(memory, runs, runs.destination_addresses, seed)
+    return _digest(memory, *_ordered(runs, runs.destination_addresses), seed)
 
 
-def _digest(memory: Memory, runs: Runs, addresses: Int64Array, seed: int) -> int:
-    lengths = runs.lengths
+def source_word_sum(memory: WordSums, runs: Runs, seed: int) -> int:
+    """As source_digest, with a word sum."""
+    addresses, lengths = _ordered(runs, runs.source_addresses)
+    return memory.word_sum(addresses, lengths, seed)
+
+
+def destination_word_sum(memory: WordSums, runs: Runs, seed: int) -> int:
+    """As destination_digest, with a word sum."""
+    addresses, lengths = _ordered(runs, runs.destination_addresses)
+    return memory.word_sum(addresses, lengths, seed)
+
+
+def _ordered(runs: Runs, addresses: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """One side of the runs and their lengths, by ascending destination address."""
     if len(runs) > 1 and bool((np.diff(runs.destination_addresses) < 0).any()):
         order = np.argsort(runs.destination_addresses)
-        addresses, lengths = addresses[order], lengths[order]
+        return addresses[order], runs.lengths[order]
+    return addresses, runs.lengths
+
+
+def _digest(memory: Memory, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
     state = xxh3_64(seed=seed)
     if memory.on_host and len(lengths) and lengths.mean() >= _LONG_RUN_BYTES:
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.transport.memory import Bytes
+from headrace_kv.transport.memory import HOST_MEMORY, Bytes
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
@@ -101,6 +101,23 @@ def test_gather_then_scatter(place: Place, found: list[tuple[int, int, int]]) ->
     place.memory.scatter(area, addresses, lengths)
     for expected, actual in zip(contents, place.contents(), strict=True):
         assert np.array_equal(expected, actual)
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs(), st.sampled_from([0, 1, 2**64 - 1]))
+def test_word_sums_are_those_of_a_processor(
+    place: Place, found: list[tuple[int, int, int]], seed: int
+) -> None:
+    random = np.random.default_rng(5)
+    contents = [random.integers(0, 256, SIZE, np.uint8) for _ in range(3)]
+    place.fill(contents)
+    addresses = np.array([place.starts[tensor] + 4 * offset for tensor, offset, _ in found])
+    lengths = np.array([4 * length for _, _, length in found])
+    slices = [contents[one][4 * at : 4 * (at + length)] for one, at, length in found]
+    packed = np.concatenate(slices)
+    whole = np.array([packed.ctypes.data]), np.array([len(packed)])
+    expected = HOST_MEMORY.word_sum(*whole, seed)
+    assert place.memory.word_sum(addresses, lengths, seed) == expected
 
 
 def test_main_memory_is_read_and_never_written(place: Place) -> None:

@@ -72,7 +72,9 @@ async def test_services_answer_the_same_by_every_way(
     require_engines(device, MODEL)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     listen = f"127.0.0.1:{free_port()}"
-    settings = (("router", "http_listen", listen), *settings_of(device))
+    # Both ranks of a hand-over compute digests in their own memory.
+    digests = ("decode", "digest", "on")
+    settings = (("router", "http_listen", listen), digests, *settings_of(device))
     async with (
         suite(tmp_path, engine="vllm", model=str(MODEL), settings=settings) as it,
         openai.AsyncOpenAI(base_url=f"http://{listen}/v1", api_key="none", timeout=60) as client,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, TransferFailed, WorkerGone
+from headrace_kv.checksum import DigestTerms
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
@@ -99,7 +100,9 @@ class SenderEnd(HandoffStream):
         elif message.WhichOneof("message") == "welcome":
             self._grant_lease(self._hello_s, message.welcome)
             assert self.descriptor is not None
-            self._post(StreamReady(self, self.descriptor, message.welcome.digest_share))
+            self._post(
+                StreamReady(self, self.descriptor, DigestTerms(message.welcome.digest_share))
+            )
             self._watch_lease()
         else:
             try:

@@ -89,6 +89,8 @@ class Watched:
             span=trace.INVALID_SPAN,
         )
         self.canary.attempt_arrived(cast("DecodeAttempt", attempt))
+        for rest in self.canary._resting.values():
+            await asyncio.wrap_future(rest.digests)
         overwrite()
         self.canary.attempt_closed(cast("DecodeAttempt", attempt))
         assert answer.reservation is not None
@@ -285,11 +287,8 @@ class Overwritten:
 async def overwritten(model: str) -> Overwritten:
     """Writes into received blocks beside any reservation, while a request runs, and while they are cached only."""
     config: dict[str, object] = {"model": model, "num_gpu_blocks_override": BLOCK_COUNT}
-    async with running_pair(prefill=config, decode=config) as pair:
-        memory = pair.decode.landed_memory(0)
-        assert memory is not None
-        checks = DigestChecks(pair.decode.descriptor, "on", memory_of=lambda rank: memory)
-        watched = Watched(pair, checks=checks)
+    async with running_pair(sums=True, prefill=config, decode=config) as pair:
+        watched = Watched(pair, checks=pair.checks)
 
         def outcomes() -> list[str]:
             found = [one.outcome for one in watched.comparisons]
@@ -315,7 +314,6 @@ async def overwritten(model: str) -> Overwritten:
         reused = outcomes()
         rejected = [one.worker_id for one in watched.canary.corrupt_senders.rejected]
         await watched.canary.close()
-        checks.close()
         return Overwritten(honest, written, reused, rejected)
 
 

@@ -120,6 +120,7 @@ class Pair:
         self.decode = decode
         self.refs = refs
         self.receiver: Receiver
+        self.checks: DigestChecks | None = None
         self.endpoint = ""
         self.released: list[str] = []
         self._transfer_ids: list[str] = []
@@ -329,9 +330,12 @@ async def reset(engine: VllmEngine) -> None:
 
 @asynccontextmanager
 async def running_pair(
-    *, digests: bool = False, **changes: dict[str, object]
+    *, digests: bool = False, sums: bool = False, **changes: dict[str, object]
 ) -> AsyncIterator[Pair]:
-    """Starts both engines, before this process uses gRPC. `changes`: settings by role. `digests`: decode checks all."""
+    """Starts both engines, before this process uses gRPC. `changes`: settings by role.
+
+    With `digests`, decode checks all. With `sums`, by word sums of its ranks.
+    """
     configs = {role: engine_config(role, **changes.get(role, {})) for role in ("prefill", "decode")}
     refs = {role: config.ref for role, config in configs.items()}
 
@@ -354,6 +358,11 @@ async def running_pair(
             memories = [decode.landed_memory(rank.rank) for rank in decode.descriptor.ranks]
             found = [memory for memory in memories if memory is not None]
             checks = DigestChecks(decode.descriptor, "on", memory_of=found.__getitem__)
+        elif sums:
+            checks = DigestChecks(
+                decode.descriptor, "on", sums_of=dict(decode.landed_sums).__getitem__
+            )
+        pair.checks = checks
         pair.receiver = Receiver(
             ref=refs["decode"],
             layout=decode.descriptor.layout,

@@ -20,7 +20,16 @@ from headrace_kv.runs import Int64Array
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.guard import Networks
-from headrace_kv.transport.memory import PASSED, Bytes, Mark, MemoryRanges, Piece, gather
+from headrace_kv.transport.memory import (
+    HOST_MEMORY,
+    PASSED,
+    WORD_FACTOR,
+    Bytes,
+    Mark,
+    MemoryRanges,
+    Piece,
+    gather,
+)
 
 _WORD_BYTES = 8
 
@@ -267,6 +276,18 @@ class TorchMemory:
     def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
         self.to_device([Piece(addresses, lengths, source)])
 
+    def word_sum(self, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
+        if self._host.spans and self._host.covers(addresses, lengths):
+            return HOST_MEMORY.word_sum(addresses, lengths, seed)
+        way = self._gathering
+        with way.copying():
+            total = torch.zeros((), dtype=torch.int64, device=self.device)
+            for start, packed in self._queue_packed(way, addresses, lengths):
+                for words in packed.view(torch.int32).split(self._limits.buffer_bytes // 4):
+                    total += _weighted(words, start // 4, seed)
+                    start += 4 * len(words)  # noqa: PLW2901
+        return int(total.item()) % 2**64
+
     def to_host(self, pieces: Iterable[Piece], mark: Mark = PASSED) -> None:
         """See DeviceMemory.to_host."""
         way = self._gathering
@@ -284,6 +305,13 @@ class TorchMemory:
     def _queue_gather(
         self, way: _Direction, addresses: Int64Array, lengths: Int64Array, host: Tensor
     ) -> None:
+        for start, packed in self._queue_packed(way, addresses, lengths):
+            host[start : start + len(packed)].copy_(packed, non_blocking=True)
+
+    def _queue_packed(
+        self, way: _Direction, addresses: Int64Array, lengths: Int64Array
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The bytes of the runs on the device, in parts, and where each part begins. A part ends with the next one."""
         spans = self._spans
         for part in self._batches(spans, addresses, lengths):
             if part.direct:
@@ -296,7 +324,7 @@ class TorchMemory:
                     words = spans[segment.span].words(rows)
                     index = self._upload(rows.index)
                     torch.index_select(words, 0, index, out=way.packed(offset, rows))
-            host[part.start : part.stop].copy_(packed, non_blocking=True)
+            yield part.start, packed
 
     def _queue_scatter(
         self, way: _Direction, addresses: Int64Array, lengths: Int64Array, host: Tensor
@@ -328,6 +356,17 @@ class TorchMemory:
             # From other memory, the call would wait for all that the stream has to do before.
             words = words.pin_memory()
         return words.to(self.device, non_blocking=True)
+
+
+def _weighted(words: Tensor, first_word: int, seed: int) -> Tensor:
+    """The part of a word sum. Products of 64-bit integers wrap, also on devices."""
+    numbers = torch.arange(first_word, first_word + len(words), device=words.device)
+    weights = (numbers * _signed(WORD_FACTOR) + _signed(seed)) | 1
+    return ((words.to(torch.int64) & 0xFFFF_FFFF) * weights).sum()
+
+
+def _signed(number: int) -> int:
+    return number - (number >> 63 << 64)
 
 
 def _run(spans: tuple[_Span, ...], segment: Segment) -> Tensor:

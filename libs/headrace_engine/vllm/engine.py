@@ -139,7 +139,7 @@ class VllmEngine(Engine):
 
     async def attach(self) -> None:
         """Connects to the launched processes. Raises InternalError when they do not attach in time."""
-        from headrace_engine.vllm.link.server import LinkServer
+        from headrace_engine.vllm.link.server import LinkServer, RankSums
         from headrace_engine.vllm.service.kv_events import KvEventReader, events_endpoint
 
         if self._llm is None or self._adapters is None:
@@ -154,6 +154,8 @@ class VllmEngine(Engine):
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
         self.compares_blocks = can_compare(self.descriptor.layout)
         self._rank_memories = self._link.shared_memories()
+        ranks = (one.rank for one in self.descriptor.ranks)
+        self.landed_sums = {rank: RankSums(self._link, rank) for rank in ranks}
         if self._config.role == "decode" and self._config.local_broadcast:
             self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._rank_memories)
         pass_tokens(self._llm, self._takers)

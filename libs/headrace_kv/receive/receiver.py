@@ -175,6 +175,7 @@ class Receiver:
             lease_ttl=duration_from_seconds(self.lease_ttl_s),
             quarantine=duration_from_seconds(self._policy.transport_s),
             digest_share=0.0 if self._checks is None else self._checks.share,
+            word_sums=self._checks is not None and self._checks.word_sums,
         )
 
     def expect(self, transfer_id: str) -> None:

@@ -300,12 +300,17 @@ class IncomingTransfer:
             layer=layer.layer,
             start_token=layer.start_token,
             end_token=layer.end_token,
-            digest=layer.digest if layer.HasField("digest") else None,
+            digest=self._digest_of(layer),
         )
         if self.copies is not None:
             self.copies.land(landed)
         if self.checks is not None:
             self.checks.land(landed, peer.ref)
+
+    def _digest_of(self, layer: handoff_pb2.LayerDone) -> int | None:
+        if self.checks is not None and self.checks.word_sums:
+            return layer.word_sum if layer.HasField("word_sum") else None
+        return layer.digest if layer.HasField("digest") else None
 
     def land_hidden_state(self, peer: PrefillPeer, state: handoff_pb2.HiddenState) -> None:
         """Raises as IncomingHiddenState.receive, and ProtocolViolation for a rank that must not send it."""

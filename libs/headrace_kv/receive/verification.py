@@ -25,14 +25,21 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_common.tasks import call_when_done
-from headrace_kv.checksum import DigestMode, destination_digest, digest_share, is_digested
+from headrace_kv.checksum import (
+    DigestMode,
+    destination_digest,
+    destination_word_sum,
+    digest_share,
+    is_digested,
+)
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
 from headrace_kv.receive.local_broadcast import ResumeTransfer
+from headrace_kv.runs import Runs
 from headrace_kv.shard_map import Edge, Key, heads_held
-from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.memory import HOST_MEMORY, Memory, WordSums
 
 _log = logging.getLogger(__name__)
 
@@ -130,8 +137,8 @@ _NAMED_LIMIT = 8
 class DigestChecks:
     """Reads ranges of `descriptor`'s memory back, on a thread of its own.
 
-    `memory_of` gives this process's access to a rank's memory. A prefill worker is rejected after `mismatch_limit`
-    corrupt transfers.
+    `memory_of` gives this process's access to a rank's memory, or with `sums_of` the rank's own sums, which are used
+    then. A prefill worker is rejected after `mismatch_limit` corrupt transfers.
     """
 
     def __init__(
@@ -140,6 +147,7 @@ class DigestChecks:
         mode: DigestMode,
         *,
         memory_of: Callable[[int], Memory] = lambda rank: HOST_MEMORY,
+        sums_of: Callable[[int], WordSums] | None = None,
         mismatch_limit: int = 3,
     ) -> None:
         self.share = digest_share(mode)
@@ -147,8 +155,14 @@ class DigestChecks:
         self._layout = descriptor.layout
         self._ranks = {rank.rank: rank for rank in descriptor.ranks}
         self._memory_of = memory_of
+        self._sums_of = sums_of
         self._planners: dict[int, CopyPlanner] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
+
+    @property
+    def word_sums(self) -> bool:
+        """Whether digests are word sums."""
+        return self._sums_of is not None
 
     def checks(self, reservation: Reservation, resume: ResumeTransfer) -> RangeChecks:
         """The checks of a new transfer."""
@@ -192,6 +206,11 @@ class DigestChecks:
         index = self._layout.group_index(landed.layer)
         span = reserved_span(self._layout, reservation, index, landed.start_token, landed.end_token)
         runs = self._planner(rank).plan(own, landed.layer, span)
+        return self._digest_of(rank, runs, seed)
+
+    def _digest_of(self, rank: int, runs: Runs, seed: int) -> int:
+        if self._sums_of is not None:
+            return destination_word_sum(self._sums_of(rank), runs, seed)
         return destination_digest(self._memory_of(rank), runs, seed)
 
     def _digest_block(self, block_id: int) -> tuple[int, ...]:
@@ -203,7 +222,7 @@ class DigestChecks:
             heads = len(heads_held(rank % ranks, ranks, group.head_count))
             for layer in set(group.layers).intersection(self._layout.layers_of(rank)):
                 runs = self._planner(rank).plan(Edge(rank, rank, 0, 0, heads), layer, span)
-                found.append(destination_digest(self._memory_of(rank), runs, 0))
+                found.append(self._digest_of(rank, runs, 0))
         return tuple(found)
 
     def _planner(self, rank: int) -> CopyPlanner:
@@ -226,6 +245,11 @@ class RangeChecks:
         self._waiting: list[LayerLanded] = []
         self._checking: tuple[LayerLanded, ...] = ()
         self._stopped = False
+
+    @property
+    def word_sums(self) -> bool:
+        """See DigestChecks."""
+        return self._checks.word_sums
 
     @property
     def pending_keys(self) -> Collection[Key]:

@@ -305,7 +305,7 @@ class SendLoop:
 
     def _change_stream(self, peer: SenderPeer, event: StreamReady | StreamLost) -> None:
         if isinstance(event, StreamReady):
-            peer.stream_ready(event.descriptor, event.digest_share)
+            peer.stream_ready(event.descriptor, event.digests)
             for transfer in self.transfers.all(peer):
                 if not transfer.stopped:
                     self.transfers.open(transfer, event.descriptor.layout)

@@ -33,6 +33,7 @@ from headrace_common.process.kill_timer import KillTimer
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
+from headrace_kv.checksum import DigestTerms
 from headrace_kv.compatibility import require_compatible
 from headrace_kv.hidden_state import HiddenFormat
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef, layout_to_proto
@@ -100,7 +101,7 @@ class StreamReady:
 
     stream: HandoffStream
     descriptor: KvDescriptor
-    digest_share: float
+    digests: DigestTerms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,7 +294,9 @@ class HandoffStream:
         try:
             welcome = await self._shake_hands(call)
             self._handshake_complete = True
-            self._post(StreamReady(self, descriptor, welcome.digest_share))
+            self._post(
+                StreamReady(self, descriptor, DigestTerms(welcome.digest_share, welcome.word_sums))
+            )
             writer = asyncio.create_task(self._send_queued(call))
             await self._receive_messages(call)
             if not self._closing:

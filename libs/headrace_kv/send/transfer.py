@@ -486,8 +486,8 @@ class OutgoingTransfers:
         transfer.batch_started()
         try:
             if write.next_batch is None:
-                memory, share = self._context.transport.memory, transfer.peer.digest_share
-                write.digest_source(memory, share, transfer.digest_seed)
+                memory, terms = self._context.transport.memory, transfer.peer.digests
+                write.digest_source(memory, terms, transfer.digest_seed)
         finally:
             if batch.future.done():
                 self.land(batch, time.monotonic_ns())

@@ -17,7 +17,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
-from headrace_kv.checksum import is_digested, source_digest
+from headrace_kv.checksum import DigestTerms, is_digested, source_digest, source_word_sum
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs
 from headrace_kv.layout import KvDescriptor, KvLayout
 from headrace_kv.messages import LayerRange
@@ -69,6 +69,7 @@ class LayerWrite:
         self._window_before_ns = window_before_ns
         self.results: list[WriteResult] = []
         self._digest: int | None = None
+        self._word_sum: int | None = None
 
     @property
     def landed(self) -> bool:
@@ -100,13 +101,16 @@ class LayerWrite:
         """Starts no further batch."""
         self.next_batch = None
 
-    def digest_source(self, memory: Memory, share: float, seed: int) -> None:
+    def digest_source(self, memory: Memory, terms: DigestTerms, seed: int) -> None:
         """Computes the digest if decode wants one of this layer, see is_digested.
 
         The transport has every batch, and may still send: the source stays as it is until the transfer is quiet.
         """
-        if is_digested(share, self.transfer_id, self.layer):
-            self._digest = source_digest(memory, self.runs, seed)
+        if is_digested(terms.share, self.transfer_id, self.layer):
+            if terms.word_sums:
+                self._word_sum = source_word_sum(memory, self.runs, seed)
+            else:
+                self._digest = source_digest(memory, self.runs, seed)
 
     def layer_done(self) -> handoff_pb2.LayerDone:
         """The acknowledgement of the whole write."""
@@ -118,6 +122,7 @@ class LayerWrite:
             end_token=self.end_token,
             payload_bytes=self.payload_bytes,
             digest=self._digest,
+            word_sum=self._word_sum,
         )
 
     def _advance(self) -> None:
@@ -260,8 +265,8 @@ class SenderPeer:
         self.stream = stream
         self.answer_wait_s = ANSWER_WAIT_MAX_S
         """How long the worker may leave an Open without an answer."""
-        self.digest_share = 0.0
-        """The part of all (transfer, layer) pairs that the worker wants digests of."""
+        self.digests = DigestTerms(0.0)
+        """What the worker wants."""
         self._context = context
         self._descriptor: KvDescriptor | None = None
         # By decode rank, and whether the source is main memory.
@@ -281,10 +286,10 @@ class SenderPeer:
         longer_s = min(ANSWER_WAIT_MAX_S, 2 * self.answer_wait_s)
         self.answer_wait_s = longer_s if answered else ANSWER_WAIT_MIN_S
 
-    def stream_ready(self, descriptor: KvDescriptor, digest_share: float) -> None:
+    def stream_ready(self, descriptor: KvDescriptor, digests: DigestTerms) -> None:
         """The handshake is complete."""
         self._descriptor = descriptor
-        self.digest_share = digest_share
+        self.digests = digests
 
     def add(self, transfer_id: str) -> None:
         """The transfer has ranges to plan. It keeps its place when it waits already."""

@@ -16,7 +16,7 @@ import numpy as np
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.copy_plan import Int64Array
 from headrace_kv.layout import RankMemory
-from headrace_kv.transport.memory import Bytes, bytes_at, gather, scatter
+from headrace_kv.transport.memory import Bytes, bytes_at, gather, packed_word_sum, scatter
 
 SHARED_BYTES_MIN: Final = 32 * 1024 * 1024
 """Allocators give every allocation of this size pages of its own (mallopt(3): DEFAULT_MMAP_THRESHOLD_MAX)."""
@@ -109,6 +109,9 @@ class MappedMemory:
 
     def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
         scatter(source, self._here(addresses), lengths)
+
+    def word_sum(self, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
+        return packed_word_sum(self, addresses, lengths, seed)
 
     def _here(self, addresses: Int64Array) -> Int64Array:
         return addresses + self._shift

@@ -17,6 +17,9 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.copy_plan import Int64Array, Runs
 
 PAGE_BYTES = 4096
+WORD_BYTES: Final = 4
+WORD_FACTOR: Final = 0x9E3779B97F4A7C15
+_SUMMED_BYTES: Final = 256 * 1024
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
@@ -97,7 +100,18 @@ class MemoryRanges:
         return bool(inside.all())
 
 
-class Memory(Protocol):
+class WordSums(Protocol):
+    """Memory that is summed where it is."""
+
+    def word_sum(self, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
+        """The word sum of runs in this order, see handoff.proto. Addresses and lengths are multiples of 4.
+
+        Shapes [run]. Blocks. Raises TransferFailed.
+        """
+        ...
+
+
+class Memory(WordSums, Protocol):
     """The memory of one process that holds the ends of runs. Any thread may call its methods."""
 
     on_host: bool
@@ -138,8 +152,26 @@ class HostMemory:
     def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
         scatter(source, addresses, lengths)
 
+    def word_sum(self, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
+        return packed_word_sum(self, addresses, lengths, seed)
+
 
 HOST_MEMORY = HostMemory()
+
+
+def packed_word_sum(memory: Memory, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
+    """As WordSums.word_sum, by copies to this process."""
+    buffer = memory.allocate(min(_SUMMED_BYTES, int(lengths.sum())))
+    total = first_word = 0
+    ordered = Runs(addresses, addresses, lengths)
+    for part in ordered.batches(max(1, len(ordered)), _SUMMED_BYTES):
+        memory.gather(part.source_addresses, part.lengths, buffer)
+        words = buffer[: part.payload_bytes].view(np.uint32).astype(np.uint64)
+        numbers = np.arange(first_word, first_word + len(words), dtype=np.uint64)
+        words *= (numbers * np.uint64(WORD_FACTOR) + np.uint64(seed)) | np.uint64(1)
+        total += int(words.sum())
+        first_word += len(words)
+    return total % 2**64
 
 
 def kind_of(memory: Memory) -> str:

@@ -26,7 +26,7 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     digest: DigestMode = Field(
         "off",
         description='Whether received bytes are compared with the sender\'s digest: "off", "sampled" (a sixteenth of '
-        'all layers) or "on". Needs KV memory of processors.',
+        'all layers) or "on". Devices compute it in their own memory.',
     )
     canary_interval_requests: int = Field(
         500,

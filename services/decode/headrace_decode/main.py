@@ -34,6 +34,7 @@ from headrace_engine.worker.receiving import KvReceiving
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
 from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.transport.memory import WORD_BYTES
 
 if TYPE_CHECKING:
     from headrace_decode.http.door import HttpDoor
@@ -210,16 +211,16 @@ def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
         return None
     memories = {rank.rank: engine.landed_memory(rank.rank) for rank in engine.descriptor.ranks}
     readable = {rank: memory for rank, memory in memories.items() if memory is not None}
-    if len(readable) < len(memories):
+    if len(readable) == len(memories):
+        return DigestChecks(engine.descriptor, config.digest, memory_of=readable.__getitem__)
+    sums = engine.landed_sums
+    parts = [part for group in engine.descriptor.layout.groups for part in group.parts]
+    if not sums or any(part.unit_bytes % WORD_BYTES for part in parts):
         raise ConfigError(
-            f'digest is "{config.digest}", but this process cannot read the engine\'s KV memory, which is on a device '
-            'or has less than 32 MiB on a rank: set digest to "off"'
+            f'digest is "{config.digest}", but the engine cannot sum its KV memory, which is on a device and may have '
+            f'units of other sizes than {WORD_BYTES} bytes: set digest to "off"'
         )
-    return DigestChecks(
-        engine.descriptor,
-        config.digest,
-        memory_of=readable.__getitem__,
-    )
+    return DigestChecks(engine.descriptor, config.digest, sums_of=sums.__getitem__)
 
 
 def _capacity(config: DecodeConfig, engine: Engine) -> Capacity:

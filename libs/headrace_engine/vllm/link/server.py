@@ -33,6 +33,7 @@ from headrace_kv.layout import (
     layout_from_proto,
     rank_memory_from_proto,
 )
+from headrace_kv.runs import Int64Array
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 UNSENT_MAX = 65_536
 QUERIES_MAX = 1024
+_SUM_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -57,6 +59,30 @@ class _Peer:
     def name(self) -> str:
         """For log messages."""
         return "scheduler" if self.attachment.scheduler else f"rank {self.attachment.rank}"
+
+
+class RankSums:
+    """WordSums of a rank's memory. Make it on the link's event loop, and call it on other threads."""
+
+    def __init__(self, link: LinkServer, rank: int) -> None:
+        self._link, self._rank, self._loop = link, rank, asyncio.get_running_loop()
+
+    def word_sum(self, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
+        query = link_pb2.SumWords(
+            addresses=addresses.tobytes(), lengths=lengths.tobytes(), seed=seed
+        )
+        asking = self._link.ask_rank(self._rank, link_pb2.AttachResponse(sum_words=query))
+        answering = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        try:
+            answer = answering.result(_SUM_TIMEOUT_S).words_summed
+        except TimeoutError:
+            answering.cancel()
+            raise TransferFailed(
+                f"rank {self._rank} did not sum its KV in {_SUM_TIMEOUT_S:g} s"
+            ) from None
+        if answer.detail:
+            raise TransferFailed(f"rank {self._rank} cannot sum its KV: {answer.detail}")
+        return answer.word_sum
 
 
 class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):

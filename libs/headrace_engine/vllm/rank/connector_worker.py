@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
@@ -104,6 +106,8 @@ class ConnectorWorker:
         # One thread, which keeps the order of the updates.
         self._admissions = ThreadPoolExecutor(1, "kv-admit")
         self._samples = ThreadPoolExecutor(1, "first-token")
+        self._sums = ThreadPoolExecutor(1, "word-sums")
+        self._fence: Callable[[], None] = lambda: None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service. Raises ConfigError."""
@@ -122,6 +126,7 @@ class ConnectorWorker:
             admitted=None if settings.admitted is None else parse_networks(settings.admitted),
             quiet_s=settings.write_quiet_s,
         )
+        self._fence = order.fence
         memory = rank_memory(
             arena,
             rank=self._rank,
@@ -304,6 +309,7 @@ class ConnectorWorker:
             self._link.close()
         self._admissions.shutdown(wait=True, cancel_futures=True)
         self._samples.shutdown(wait=True, cancel_futures=True)
+        self._sums.shutdown(wait=True, cancel_futures=True)
         if self._transport is not None:
             self._transport.close()
 
@@ -320,6 +326,22 @@ class ConnectorWorker:
             self._samples.submit(self._sample, response)
         elif response.HasField("open_pool"):
             self._open_pool(response.open_pool)
+        elif response.HasField("sum_words"):
+            self._sums.submit(self._sum_words, response)
+
+    def _sum_words(self, query: link_pb2.AttachResponse) -> None:
+        answer, asked = link_pb2.WordsSummed(), query.sum_words
+        addresses, lengths = (
+            np.frombuffer(one, np.int64) for one in (asked.addresses, asked.lengths)
+        )
+        try:
+            assert self._transport is not None
+            # Kernels may not see what network adapters have written before.
+            self._fence()
+            answer.word_sum = self._transport.memory.word_sum(addresses, lengths, asked.seed)
+        except (HeadraceError, RuntimeError) as error:
+            answer.detail = str(error)
+        self._send(words_summed=answer, answered_query_id=query.query_id)
 
     def _sample(self, query: link_pb2.AttachResponse) -> None:
         sampled = sample_beside_steps(query.sample_first)

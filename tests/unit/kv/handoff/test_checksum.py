@@ -12,9 +12,11 @@ from headrace_common.errors import TransferFailed
 from headrace_kv.checksum import (
     SAMPLED_SHARE,
     destination_digest,
+    destination_word_sum,
     digest_share,
     is_digested,
     source_digest,
+    source_word_sum,
 )
 from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.verification import (
@@ -55,6 +57,43 @@ def test_both_sides_agree_on_any_list_of_runs(count: int, length_max: int, seed:
     assert source_digest(HOST_MEMORY, runs, seed + 1) != expected, "another handoff"
     destination[to[order[0]]] ^= 1
     assert destination_digest(HOST_MEMORY, runs, seed) != expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 60), st.sampled_from([1, 40, 20_000]), st.integers(0, 2**32 - 1))
+def test_word_sums_depend_on_the_place_of_each_word(
+    count: int, words_max: int, numbers: int
+) -> None:
+    generator = np.random.default_rng(numbers)
+    lengths = 4 * generator.integers(1, words_max + 1, count)
+    total, seed = int(lengths.sum()), int(generator.integers(2**64, dtype=np.uint64))
+    source = generator.integers(0, 256, total, dtype=np.uint8)
+    starts = np.cumsum(lengths) - lengths
+    order = generator.permutation(count)
+    to = np.empty_like(starts)
+    to[order] = np.cumsum(lengths[order]) - lengths[order]
+    destination = np.zeros_like(source)
+    for i in range(count):
+        destination[to[i] : to[i] + lengths[i]] = source[starts[i] : starts[i] + lengths[i]]
+    runs = Runs(source.ctypes.data + starts, destination.ctypes.data + to, lengths)
+    factor = 0x9E3779B97F4A7C15
+    expected = (
+        sum(
+            word * (index * factor + seed & 2**64 - 1 | 1)
+            for index, word in enumerate(destination.view("<u4").tolist())
+        )
+        % 2**64
+    )
+    assert source_word_sum(HOST_MEMORY, runs, seed) == expected
+    assert destination_word_sum(HOST_MEMORY, runs, seed) == expected
+    words = destination.view("<u4")
+    for bit in (0, 15, 31):
+        words[-1] ^= 1 << bit
+        assert destination_word_sum(HOST_MEMORY, runs, seed) != expected
+        words[-1] ^= 1 << bit
+    if words[0] != words[-1]:
+        words[0], words[-1] = words[-1], words[0]
+        assert destination_word_sum(HOST_MEMORY, runs, seed) != expected
 
 
 def test_sampling_selects_its_share_and_the_same_pairs_on_both_sides() -> None:

@@ -20,6 +20,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.telemetry.layer_stamps import unpack_writes
+from headrace_kv.checksum import DigestTerms
 from headrace_kv.copy_plan import Runs
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.leases import Clock, WriteLease
@@ -187,7 +188,7 @@ class Rank:
     def ready(self, decode: WorkerRef = DECODE) -> None:
         """The stream to a decode worker is ready. Its memory is reached by a session of the worker's name."""
         descriptor = KvDescriptor(LAYOUT, (memory_of(decode.worker_id),))
-        self.sender.post(StreamReady(self.streams[decode], descriptor, 0.0))
+        self.sender.post(StreamReady(self.streams[decode], descriptor, DigestTerms(0.0)))
         self.turn()
 
     def reserve(self, name: str, *block_ids: int, decode: WorkerRef = DECODE) -> None:
