@@ -29,7 +29,7 @@ class ModelConfig:
         values = [(name, self.fields[name]) for name in names if self.fields.get(name)]
         if not values and default is not None:
             return default
-        name, value = values[0] if values else (names[0], None)
+        name, value = values[0] if values else (names[0], "missing")
         if type(value) is not int or not 0 < value < 1 << 40:
             raise ConfigError(f"config.json: {name} is {value}; it must be a whole number from 1")
         return value
