@@ -166,8 +166,7 @@ def first_s(placed: Placed, outcomes: dict[float, RequestOutcome]) -> float:
 
 def estimates(placed: Placed, outcome: RequestOutcome) -> list[tuple[float, OtherDecision]]:
     """As a router makes them. A simulated hand-over has no messages."""
-    end_s = outcome.prompt_s if placed.decision.remote else outcome.ttft_s
-    prompt_s = placed.request_s + end_s - placed.time_s
+    prompt_s = placed.request_s + outcome.ttft_s - placed.time_s
     return [
         (way.estimate_s(prompt_s) - MESSAGES_S * (way.prefill != way.worker.ref), way)
         for way in placed.decision.others

@@ -13,12 +13,10 @@ from headrace_cli.commands import (
     chat,
     credentials,
     doctor,
-    explain,
     pair,
     planner,
     policy,
     profile,
-    record,
     route,
     simulate,
     status,
@@ -39,10 +37,10 @@ app = typer.Typer(
 # The help lists them in this order.
 COMMANDS: Final = {
     "Deployment on this machine": (up,),
-    "Requests": (chat, route, trace, explain),
+    "Requests": (chat, route, trace),
     "Operation": (workers, status, policy, doctor),
     "Credentials": (credentials,),
-    "Numbers of workers": (advise, record, profile, simulate, planner),
+    "Numbers of workers": (advise, profile, simulate, planner),
     "Stock vLLM": (pair,),
 }
 

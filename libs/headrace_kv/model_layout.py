@@ -29,7 +29,7 @@ class ModelConfig:
         values = [(name, self.fields[name]) for name in names if self.fields.get(name)]
         if not values and default is not None:
             return default
-        name, value = values[0] if values else (names[0], None)
+        name, value = values[0] if values else (names[0], "missing")
         if type(value) is not int or not 0 < value < 1 << 40:
             raise ConfigError(f"config.json: {name} is {value}; it must be a whole number from 1")
         return value
@@ -120,7 +120,7 @@ def prompt_bytes(layout: KvLayout, tokens: int) -> int:
 def _group(config: ModelConfig, kind: str, layers: tuple[int, ...]) -> CacheGroup:
     size = DTYPE_BYTES[config.dtype]
     if kind in _STATES:
-        part = Part("state", config.dtype, size * _STATES[kind](config))
+        part = Part("state", config.dtype, _STATES[kind](config, size))
         return CacheGroup(kind, layers, STATE, 1, 0, (part,))
     elements = 2 * config.head_dim
     if config.is_latent:
@@ -131,30 +131,31 @@ def _group(config: ModelConfig, kind: str, layers: tuple[int, ...]) -> CacheGrou
     return CacheGroup(kind, layers, TOKENS, config.kv_heads, _BLOCK_TOKENS, parts, window, chunk)
 
 
-def _convolution(config: ModelConfig) -> int:
-    return config.count("conv_dim", "hidden_size") * (config.count("conv_L_cache") - 1)
+def _convolution(config: ModelConfig, size: int) -> int:
+    return size * config.count("conv_dim", "hidden_size") * (config.count("conv_L_cache") - 1)
 
 
-def _mamba2(config: ModelConfig) -> int:
+def _mamba2(config: ModelConfig, size: int) -> int:
     heads, width = config.count("num_heads"), config.count("head_dim")
     state = config.count("state_size")
     channels = heads * width + 2 * config.count("n_groups") * state
-    return heads * width * state + channels * (config.count("conv_kernel") - 1)
+    return size * (heads * width * state + channels * (config.count("conv_kernel") - 1))
 
 
-def _delta_net(config: ModelConfig) -> int:
+def _delta_net(config: ModelConfig, size: int) -> int:
     keys, values = (
         (config.count(f"linear_num_{one}_heads"), config.count(f"linear_{one}_head_dim"))
         for one in ("key", "value")
     )
     channels = 2 * keys[0] * keys[1] + values[0] * values[1]
     kernel = config.count("linear_conv_kernel_dim")
-    return values[0] * values[1] * keys[1] + channels * (kernel - 1)
+    # The recurrent state is in float32.
+    return 4 * values[0] * values[1] * keys[1] + size * channels * (kernel - 1)
 
 
-_STATES: Final[Mapping[str, Callable[[ModelConfig], int]]] = {
+_STATES: Final[Mapping[str, Callable[[ModelConfig, int], int]]] = {
     "conv": _convolution,
     "mamba2": _mamba2,
     "linear_attention": _delta_net,
 }
-"""The elements of one layer's state, by the kind of the layer."""
+"""The bytes of one layer's state by the kind of the layer, with so many bytes for an element."""

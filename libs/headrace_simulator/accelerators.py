@@ -50,11 +50,9 @@ class Accelerator(BaseModel):
     machine_devices: Annotated[int, Field(ge=1, le=1_024)] = 8
 
 
-_FIGURES: Final = (
-    *("memory_gb", "memory_tb_per_s", "bf16_tflop_per_s", "fp8_tflop_per_s", "link_gb_per_s"),
-)
+_FIGURES: Final = tuple(Accelerator.model_fields)
 ACCELERATORS: Final = {
-    name: Accelerator.model_validate({"name": name, **dict(zip(_FIGURES, numbers, strict=True))})
+    name: Accelerator.model_validate(dict(zip(_FIGURES, (name, *numbers), strict=False)))
     for name, numbers in {
         "H100": (80, 3.35, 989, 1_979, 450),
         "H200": (141, 4.8, 989, 1_979, 450),
@@ -96,12 +94,8 @@ def work_of(config: ModelConfig) -> ModelWork:
     attention = 2 * hidden * query * (heads + config.kv_heads)
     if config.is_latent:
         plain, rope = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
-        query, value, latent = (
-            plain + rope,
-            config.count("v_head_dim"),
-            config.count("kv_lora_rank"),
-        )
-        rank = config.count("q_lora_rank", default=0)
+        query, value = plain + rope, config.count("v_head_dim")
+        latent, rank = config.count("kv_lora_rank"), config.count("q_lora_rank", default=0)
         attention = rank * (hidden + heads * query) if rank else hidden * heads * query
         attention += heads * value * hidden + hidden * (latent + rope)
         attention += latent * heads * (plain + value)

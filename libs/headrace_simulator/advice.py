@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Final
 
 from headrace_common.errors import ConfigError
@@ -93,15 +94,11 @@ def fleets_of(ranks: int, workers: int) -> list[Fleet]:
     return [plain, *splits, *([Fleet(ranks, both=workers)] if workers > 1 else [])]
 
 
-Simulate = Callable[[int, Sequence[Fleet]], Sequence[Mapping[str, Any]]]
-"""The results of fleets with so many ranks."""
-
-
 @dataclass(eq=False, slots=True)
 class Search:
-    """Looks for the fewest devices. `outcomes` has all that was simulated."""
+    """Looks for the fewest devices. `outcomes` has all that `simulate` has made of fleets with so many ranks."""
 
-    simulate: Simulate
+    simulate: Callable[[int, Sequence[Fleet]], Sequence[Mapping[str, Any]]]
     outcomes: dict[Fleet, Outcome] = field(default_factory=dict)
 
     def run(self, workers_max: Mapping[int, int]) -> Outcome:
@@ -113,16 +110,11 @@ class Search:
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if self._meets(ranks, middle) else (middle, high)
-        return self.best(self.outcomes)
-
-    def best(self, among: Iterable[Fleet]) -> Outcome:
-        """The best of these."""
-        return min((self.outcomes[fleet] for fleet in among), key=lambda one: one.rank)
+        return min(self.outcomes.values(), key=attrgetter("rank"))
 
     def _meets(self, ranks: int, workers: int) -> bool:
         fleets = fleets_of(ranks, workers)
-        results = self.simulate(ranks, fleets)
-        found = [Outcome(*pair) for pair in zip(fleets, results, strict=True)]
+        found = list(map(Outcome, fleets, self.simulate(ranks, fleets)))
         self.outcomes.update((one.fleet, one) for one in found)
         return any(one.is_good for one in found)
 

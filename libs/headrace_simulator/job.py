@@ -28,8 +28,6 @@ class RequestOutcome:
     e2e_s: float = math.inf
     cached_tokens: int = 0
     failure: str = ""
-    prompt_s: float = math.inf
-    """From the arrival until a worker had computed the prompt."""
 
     @property
     def end_s(self) -> float:
@@ -53,7 +51,6 @@ class Job:
         self.priority = request.priority
         loop = asyncio.get_running_loop()
         self.arrival_s = loop.time()
-        self.prompt_end_s = 0.0
         self.first_token_s = 0.0
         self.end_s = 0.0
         self.cached_tokens = 0
@@ -72,7 +69,6 @@ class Job:
     def prefilled(self, cached_tokens: int) -> None:
         """A worker has computed the prompt, without the cached tokens."""
         self.cached_tokens = cached_tokens
-        self.prompt_end_s = asyncio.get_running_loop().time()
 
     def made_first_token(self, now_s: float) -> None:
         """The first token of the answer was generated."""
@@ -94,7 +90,6 @@ class Job:
             itl_s=(self.end_s - self.first_token_s) / gaps,
             e2e_s=self.end_s - self.arrival_s,
             cached_tokens=self.cached_tokens,
-            prompt_s=self.prompt_end_s - self.arrival_s,
         )
 
     def failed(self, reason: str) -> RequestOutcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -13,8 +14,9 @@ from typing import Any
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import Arrived, PrefillWork
-from headrace_kv.layout import STATE, TOKENS
+from headrace_kv.layout import STATE, TOKENS, KvLayout
 from headrace_kv.messages import Reservation
+from headrace_kv.model_layout import ModelConfig, kv_layout
 from tests.decoding import decoded
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, reset, running_pair
 
@@ -57,8 +59,9 @@ MODELS = {
 class Cases:
     """Requests to one model's engines. Each answer is compared with that of the decode engine alone."""
 
-    def __init__(self, pair: Pair, expected: Expected) -> None:
+    def __init__(self, pair: Pair, expected: Expected, config: ModelConfig) -> None:
         self._pair = pair
+        self._config = config
         self._expected = expected
         layout = pair.decode.descriptor.layout
         self._block_tokens = layout.block_tokens if layout.block_tokens > 1 else 32
@@ -72,6 +75,18 @@ class Cases:
         layout = self._pair.decode.descriptor.layout
         assert tuple(group.kind for group in layout.groups) == self._expected.kinds, layout
         assert layout.groups[-1].is_windowed == self._expected.has_windows
+        if not self._expected.engine_args:
+            assert self._sizes(layout) == self._sizes(kv_layout(self._config)), "by config.json"
+
+    def _sizes(self, layout: KvLayout) -> dict[tuple[str, int, int], float]:
+        """The bytes of a token of each kind of cache, and of a request of each state."""
+        found: dict[tuple[str, int, int], float] = {}
+        for group in layout.groups:
+            size = group.block_tokens or 1
+            each = len(group.layers) * group.bytes_between(0, size, group.head_count) / size
+            key = (group.kind, group.window_tokens, group.chunk_tokens)
+            found[key] = found.get(key, 0) + each
+        return found
 
     async def lengths(self) -> None:
         """Prompts within a chunk and beyond it, with a last transferred token at the end of a block or not."""
@@ -279,7 +294,8 @@ async def compare(
         layouts = [engine.descriptor.layout for engine in (pair.prefill, pair.decode)]
         found = [len(layout.stage_starts) for layout in layouts]
         assert found == [prefill_stages, decode_stages]
-        cases = Cases(pair, expected)
+        fields = json.loads((Path(model) / "config.json").read_text())
+        cases = Cases(pair, expected, ModelConfig.of(fields | {"dtype": expected.dtype}))
         started_s = time.monotonic() - start_s
         parts: tuple[Callable[[], Awaitable[None]], ...] = (
             cases.groups,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final
 
@@ -75,13 +76,15 @@ def register(app: typer.Typer) -> None:
 def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     model: Annotated[Path, typer.Option(metavar="FILE", help="config.json, or its folder.")],
     accelerator: Annotated[str, typer.Option(help=f"{', '.join(ACCELERATORS)}, or a JSON file.")],
-    devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most devices.")],
+    devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most of all workers.")],
     ttft: Annotated[float, typer.Option(min=1e-3, help="Bound of TTFT, in seconds.")],
     tpot: Annotated[float, typer.Option(min=1e-4, help="Bound of TPOT, in seconds.")],
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded load.")] = None,
     prompt_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
     answer_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
-    hit_share: Annotated[float, typer.Option(min=0, max=0.99, help="Of prompts, cached.")] = 0.0,
+    hit_share: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Share that others have.")
+    ] = 0.0,
     rate: Annotated[float, typer.Option(min=0, help="Requests a second; 0 as in the trace.")] = 0.0,
     network_gbit: Annotated[float, typer.Option(min=0.001, help="Gbit/s of a worker.")] = 100.0,
     profile: Annotated[
@@ -98,16 +101,19 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
         require_extra("headrace advise", "router")
         config, device = read_model(model), accelerator_of(accelerator)
         load = _load(trace, prompt_tokens, answer_tokens, rate, hit_share)
-        profiles = _profiles(config, device, devices, network_gbit, load)
+        size = LoadSize(
+            fmean(one.prompt_tokens for one in load),
+            fmean(one.answer_tokens for one in load),
+            max(one.prompt_tokens + one.answer_tokens for one in load),
+        )
+        profiles = _profiles(config, device, devices, network_gbit, size)
         if ranks and ranks not in profiles:
             sizes = ", ".join(map(str, profiles))
             raise ConfigError(f"--tensor-parallel-size {ranks} does not start; these do: {sizes}")
-        if ranks:
-            profiles = {ranks: profiles[ranks]}
-        if measured := read_profile(profile):
-            if not ranks:
-                raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
-            profiles[ranks] = measured
+        measured = read_profile(profile)
+        if measured and not ranks:
+            raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
+        profiles = {ranks: measured or profiles[ranks]} if ranks else profiles
         with TemporaryDirectory() as folder:
             path = Path(folder) / "load.jsonl"
             path.write_text("".join(one.line() for one in load), encoding="utf-8")
@@ -121,13 +127,13 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
         found = sorted(search.outcomes.values(), key=lambda one: one.rank)
         start = _start(best.fleet, model, ttft, tpot)
         why = reason(best, found)
-        facts = _facts(config, network_gbit, load, profiles[best.fleet.ranks])
+        facts = _facts(config, network_gbit, size, profiles[best.fleet.ranks])
         if as_json:
             ways = [{**asdict(one.fleet), **one.result} for one in found]
             chosen = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
             print_json({**chosen, "ways": ways, "profile": facts})
         else:
-            _show(found, best, [*facts, why], start)
+            _show(found, best, [facts, why], start)
 
 
 def _load(
@@ -143,18 +149,9 @@ def _load(
 
 
 def _profiles(
-    config: ModelConfig,
-    device: Accelerator,
-    devices: int,
-    network_gbit: float,
-    load: Sequence[TraceRequest],
+    config: ModelConfig, device: Accelerator, devices: int, network_gbit: float, size: LoadSize
 ) -> dict[int, WorkerProfile]:
     """Those of workers that start, by their devices. Raises ConfigError where there are none."""
-    size = LoadSize(
-        sum(one.prompt_tokens for one in load) / len(load),
-        sum(one.answer_tokens for one in load) / len(load),
-        max(one.prompt_tokens + one.answer_tokens for one in load),
-    )
     longest = f"a request of the load has {size.longest_tokens} tokens"
     context = config.count("max_position_embeddings", default=size.longest_tokens)
     if size.longest_tokens > context:
@@ -173,18 +170,14 @@ def _profiles(
     return found
 
 
-def _facts(
-    config: ModelConfig, network: float, load: Sequence[TraceRequest], profile: WorkerProfile
-) -> list[str]:
-    tokens = max(1, round(sum(one.prompt_tokens for one in load) / len(load)))
+def _facts(config: ModelConfig, network_gbit: float, size: LoadSize, profile: WorkerProfile) -> str:
+    tokens = round(size.prompt_tokens)
     sent = prompt_bytes(kv_layout(config), tokens)
-    span_s = load[-1].arrival_s - load[0].arrival_s
-    sent_ms = 1e3 * sent * sent_s_per_byte(network)
-    size = f"{sent / (1 << 20):,.1f} MiB and takes {sent_ms:,.1f} ms at {network:g} Gbit/s"
-    return [
-        f"Load: {len(load)} requests in {span_s:.0f} s. The KV of the mean prompt, {tokens} tokens, has {size}.",
-        f"Times of workers: {profile.measured or 'of the file'}.",
-    ]
+    sent_ms = 1e3 * sent * sent_s_per_byte(network_gbit)
+    return (
+        f"The KV of the mean prompt, {tokens} tokens, has {sent / (1 << 20):,.1f} MiB and takes {sent_ms:,.1f} ms at "
+        f"{network_gbit:g} Gbit/s. Times of workers: {profile.measured or 'of the file'}."
+    )
 
 
 def _start(best: Fleet, model: Path, ttft: float, tpot: float) -> list[str]:
@@ -237,11 +230,7 @@ def _row(fleet: Fleet, result: Mapping[str, Any]) -> tuple[str, ...]:
         fleet.label,
         str(fleet.ranks),
         str(fleet.devices),
-        *(
-            time_text(result[name], percentile)
-            for name in ("ttft", "itl")
-            for percentile in ("p50", "p90")
-        ),
+        *(time_text(result[one], at) for one in ("ttft", "itl") for at in ("p50", "p90")),
         *(f"{result[name]:.1%}" for name in ("ttft_attainment", "itl_attainment", "attainment")),
         f"{result['goodput']:.3g}",
     )

@@ -1,4 +1,4 @@
-"""`headrace trace`: where the time of a request went, over all processes."""
+"""`headrace trace` and `explain`: where the time of a request went, and what other decisions would have given."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
 from headrace_common.trace_view.conversation import Turn, turns_of
 from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
+from headrace_common.trace_view.regret import regrets_of
 from headrace_common.trace_view.verdict import format_ms, verdict
 
 PIPED_WIDTH: Final = 80
@@ -51,6 +52,8 @@ _TRACE_TITLES: Final = "started (UTC),request,status,model,TTFT,prompt,answer,ve
 _TRACE_COLUMNS: Final = [*map(Column, _TRACE_TITLES.split(","))]
 _TURN_TITLES: Final = "request prompt cached sent computed answer kept workers why"
 _TURN_COLUMNS: Final = [*map(Column, _TURN_TITLES.split())]
+_REGRET_TITLES: Final = "best other decision,requests,earlier,sum,most,request"
+_REGRET_COLUMNS: Final = [*map(Column, _REGRET_TITLES.split(","))]
 SEARCHED_MAX: Final = 256
 """Traces, newest first, among which the slowest or the last failed one is searched."""
 
@@ -65,12 +68,15 @@ class TraceOrder(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `headrace trace`."""
+    """Adds `headrace trace` and `headrace explain`."""
     app.command(
         cls=AddressedCommand,
         epilog="Examples:  headrace trace   |   headrace trace slowest   |   headrace trace my-request --layers   |   "
         "headrace trace compare my-request other-request   |   headrace trace failed --otlp trace.json",
     )(trace)
+    app.command(
+        cls=AddressedCommand, epilog="Examples:  headrace explain   |   headrace explain --json"
+    )(explain)
 
 
 @run_command
@@ -128,6 +134,33 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
                 print_json(trace_object(shown))
             else:
                 show_trace(shown, answer_console(), layers=layers)
+
+
+@run_command
+async def explain(
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    internal: RouterInternal = "",
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Shows how much earlier first tokens would have come with the best other decisions, by kind."""
+
+    found = await find_internal(internal, registry, router)
+    async with open_router_internally(found) as client:
+        regrets = regrets_of([trace async for trace in newest_traces(client)])
+    if as_json:
+        print_json({"regrets": list(map(asdict, regrets))})
+        return
+    rows = [
+        [
+            *(one.other, str(one.request_count), str(one.better_count)),
+            *(f"{one.sum_ms:,.0f} ms", f"{one.worst_ms:,.0f} ms", one.worst_request_id),
+        ]
+        for one in regrets
+    ]
+    console = answer_console()
+    console.print(fitted_table(console, _REGRET_COLUMNS, rows)[0])
 
 
 def chosen_names(words: list[str]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -75,7 +76,7 @@ class LoadRecorder:
         for recording in self._recordings:
             recording.records.put_nowait(None)
 
-    async def record(self) -> AsyncIterator[load_pb2.RecordLoadResponse]:
+    async def record(self) -> AsyncGenerator[load_pb2.RecordLoadResponse]:
         """The requests that arrive from now on, as they end, until `end`. Raises QueueFull."""
         if len(self._recordings) >= RECORDINGS_MAX:
             raise QueueFull(f"{RECORDINGS_MAX} operators record the load: wait until one has ended")
@@ -114,11 +115,13 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         """The load of every served model, by name."""
         return load_pb2.GetLoadResponse(models=map(self._load_of, self._models))
 
-    def RecordLoad(
+    async def RecordLoad(
         self, request: load_pb2.RecordLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[load_pb2.RecordLoadResponse]:
         """Records of answered requests, until the call is cancelled."""
-        return self._recorder.record()
+        async with aclosing(self._recorder.record()) as records:
+            async for record in records:
+                yield record
 
     def _load_of(self, model: str) -> load_pb2.ModelLoad:
         depths = self._queue.depths(model)

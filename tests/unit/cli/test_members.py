@@ -133,3 +133,11 @@ def test_a_pair_that_hands_over_nothing_any_more_is_named_with_the_reason() -> N
     (member,) = json.loads(json_text(workers_object("r:1", [decode])))["members"]
     (named,) = member["status"]["distrusted_workers"]
     assert named["detail"] == "layer 3, head 1 differ by 0.9"
+
+
+def test_a_worker_of_both_roles_shows_the_role_that_the_policy_leaves_it() -> None:
+    member = registry_pb2.Member(worker_id="w0", role=Role.ROLE_BOTH)
+    left = Row(member, policy_role=registry_pb2.WORKER_ROLE_PREFILL)
+    assert "both, prefill by policy" in shown([left], 120)
+    assert "policy" not in shown([Row(member)], 120)
+    assert workers_object("r", [left])["members"][0]["role_by_policy"] == "WORKER_ROLE_PREFILL"

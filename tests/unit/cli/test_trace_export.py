@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.trace import otlp_object, trace_object
+from headrace_cli.commands.trace import TraceOrder, otlp_object, show_list, trace_object
 from headrace_cli.output import json_text
 
 RECORDED = Path(__file__).parent / "waterfall" / "golden" / "slow-link.json"
@@ -49,3 +49,22 @@ def test_the_object_has_the_message_the_sum_and_the_links(trace: trace_pb2.Trace
     assert len(made["links"]) == LINKS
     assert made["verdict"].startswith("82 % transfer exposed: ")
     assert json.loads(json_text(made)) == made
+
+
+def test_a_list_has_what_a_request_was_and_is_sorted(
+    trace: trace_pb2.Trace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = trace_pb2.Trace(trace_id="0" * 32, request_id="running")
+    running.start_time.CopyFrom(trace.start_time)
+    show_list([running, trace], TraceOrder.TTFT, as_json=True)
+    first, second = json.loads(capsys.readouterr().out)["traces"]
+    assert (first["status"], second["status"]) == ("ok", "running")
+    assert first["ttft_ns"] > 0
+    assert second["ttft_ns"] is None
+    assert "spans" not in first
+    assert first["verdict"] == trace_object(trace)["verdict"]
+    show_list([running, trace], TraceOrder.TIME, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert "running" in lines[3]
+    assert first["verdict"] in lines[4]
+    assert str(first["prompt_tokens"]) in lines[4]

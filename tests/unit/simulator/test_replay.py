@@ -12,7 +12,7 @@ from headrace_simulator.job import SimulationResult
 from headrace_simulator.replay import simulate
 from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest
-from tests.unit.simulator.samples import PROFILE, request
+from tests.unit.simulator.samples import PROFILE, SLOW_LINK, request
 
 
 def replay(
@@ -39,10 +39,32 @@ def conversations(seconds: float = 400.0) -> list[TraceRequest]:
 def test_a_request_takes_its_prefill_and_its_steps() -> None:
     result = replay(request(answer_tokens=11))
     step_s = pytest.approx(0.02, rel=0.1)
-    first_s = PROFILE.prompt_s(999) + 0.02
+    first_s = PROFILE.prompt_s(999)
     assert result.ttft.mean_s == pytest.approx(first_s)
     assert result.itl.mean_s == step_s
     assert result.e2e.mean_s == pytest.approx(first_s + 10 * 0.02)
+
+
+def test_the_first_token_waits_for_no_hand_over_and_may_be_the_last() -> None:
+    slow = replay(request(answer_tokens=3), profile=SLOW_LINK)
+    assert slow.ttft.mean_s == pytest.approx(PROFILE.prompt_s(999))
+    handover_s = SLOW_LINK.handover_s(999)
+    assert slow.e2e.mean_s == pytest.approx(slow.ttft.mean_s + handover_s + 2 * 0.02)
+    one = replay(request(answer_tokens=1), request(1, 9.0), profile=SLOW_LINK)
+    assert one.e2e.percentiles["p50"] == pytest.approx(PROFILE.prompt_s(999))
+
+
+def test_plain_engines_compute_prompts_where_they_are_cached_or_least_is_to_do() -> None:
+    ids = (1, 2, 3)
+    trace = [
+        request(0, 0.0, 2_000, 200, ids=ids),
+        request(1, 2.5, 2_000, 200, ids=ids),
+        request(2, 3.5, 2_000, 200),
+    ]
+    plain = replay(*trace, both_workers=2, way=Way.PLAIN, ttft_s=0.1, itl_s=0.001)
+    assert plain.cached_share == pytest.approx(3 * 512 / 6_000, rel=0.01)
+    # The third prompt is alone on the other engine.
+    assert plain.ttft.percentiles["p99"] == pytest.approx(PROFILE.prompt_s(1_999), rel=0.02)
 
 
 def test_prompts_wait_for_each_other() -> None:
