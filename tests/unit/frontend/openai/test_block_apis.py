@@ -229,7 +229,7 @@ async def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
         (
             MessagesBody,
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].source.type",
         ),
         (
             MessagesBody,
@@ -364,3 +364,41 @@ async def test_errors_have_the_form_of_their_api() -> None:
     for path, body in ASKED.items():
         streamed = await app.post(path, {**body, "stream": True})
         assert b'event: error\ndata: {"type": "error"' in streamed.body
+
+
+async def test_blocks_of_a_conversation_become_text_or_are_named() -> None:
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    found = {"type": "search_result", "title": "T", "content": [{"type": "text", "text": "found"}]}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [found]}
+    body = {
+        "max_tokens": 9,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
+            {"type": "text", "text": "Be brief."},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "document", "title": "a.pdf", "source": pdf}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": 5},
+                    {"type": "tool_use", "id": "c", "name": "find", "input": {}},
+                ],
+            },
+            {"role": "user", "content": [result, {"type": "tool_reference", "tool_name": "find"}]},
+            {"role": "assistant", "content": "The capital is"},
+        ],
+    }
+    reply = await LocalApp(reasoning="").post("/v1/messages", body)
+    assert reply.headers["x-headrace-ignored-fields"] == "messages.content.server_tool_use"
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    (request,) = reply.requests
+    assert [(one.role, one.content) for one in request.chat.messages] == [
+        ("system", "Be brief."),
+        ("user", "a.pdf\n[application/pdf: not readable here]"),
+        ("assistant", ""),
+        ("tool", "T\nfound"),
+        ("user", "find"),
+        ("assistant", "The capital is"),
+    ]
+    assert request.chat.continue_final_message
