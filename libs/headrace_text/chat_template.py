@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from enum import Enum
 from typing import Any, Final, NoReturn
@@ -22,6 +23,7 @@ _FIELD = "chat.messages"
 # whether the template trimmed the message.
 _END_MARK = "\u2060headrace-end-of-message\u2060 "
 _MARK: Final = "headrace-text"
+_SYSTEM: Final = ("system", "developer")
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError),
     *(AttributeError, RecursionError),
@@ -160,6 +162,26 @@ class ChatTemplate:
             return self._render(values, add_generation_prompt=True)
         except InvalidRequest:
             return ""
+
+
+def with_system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages for a template that takes a system message at the start only.
+
+    A later one is a part of the message before it, or of the user's after it. So the start is the same in each turn.
+    """
+    merged = list(messages[:1])
+    waits = False
+    """Whether the last message may be the beginning of the user's."""
+    for message in messages[1:]:
+        last, is_late = merged[-1], message.role in _SYSTEM
+        joins = last.role in (*_SYSTEM, "user") if is_late else waits and message.role == "user"
+        if joins and not (last.parts or message.parts):
+            merged[-1] = replace(last, content=f"{last.content}\n\n{message.content}")
+            waits = waits and is_late
+        else:
+            merged.append(replace(message, role="user") if is_late else message)
+            waits = is_late
+    return merged
 
 
 def template_values(

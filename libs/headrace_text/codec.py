@@ -111,10 +111,11 @@ class TextCodec(ABC):
         """Tokens of a conversation, formatted by the model's chat template.
 
         `tools` are OpenAI's objects. `template_kwargs` are further variables of the template, by names that are not in
-        RESERVED_NAMES. Only the template makes control tokens: their text in the arguments stays text. Raises
-        InvalidRequest with the template's own error message, and TooManyTokens above `tokens_max`. Only calls with an
-        equal `cache_scope` share cached tokens. Without `add_generation_prompt`, the text ends with the last message.
-        Each image becomes one placeholder of `images`.
+        RESERVED_NAMES. Later system messages become the user's where the template refuses them. Only the template
+        makes control tokens: their text in the arguments stays text. Raises InvalidRequest with the template's own
+        error message, and TooManyTokens above `tokens_max`. Only calls with an equal `cache_scope` share cached tokens.
+        Without `add_generation_prompt`, the text ends with the last message. Each image becomes one placeholder of
+        `images`.
         """
 
     def encode_part(self, text: str) -> list[int]:

@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from headrace_common.errors import InvalidRequest
 from headrace_text.chat_encoder import ChatEncoder
-from headrace_text.chat_template import template_values
+from headrace_text.chat_template import template_values, with_system_first
 from headrace_text.codec import SPECIAL_TOKEN_NAMES, ChatMessage, TextCodec
 from headrace_text.encoder import (
     FastEncoder,
@@ -25,6 +25,7 @@ from headrace_text.encoder import (
 from headrace_text.images import image_rule, processor_settings
 
 _REPLACEMENT: Final = "\ufffd"
+_LATE_SYSTEM: Final = (ChatMessage("user", "x"), ChatMessage("system", "x"))
 
 
 def _letters() -> dict[str, int]:
@@ -150,6 +151,15 @@ class HuggingFaceCodec(TextCodec):
         if self._chat is not None:
             self.tool_call_parser = self._chat.tool_call_parser
             self.reasoning_parser = self._chat.reasoning_parser
+        self._refuses_late_system = False
+        self._refuses_late_system = bool(source) and self._refuses(_LATE_SYSTEM)
+
+    def _refuses(self, messages: Sequence[ChatMessage]) -> bool:
+        try:
+            self.encode_chat(messages, continue_final_message=False)
+        except InvalidRequest:
+            return True
+        return False
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         reject_far_too_long(self._tokenizer, [text], tokens_max)
@@ -170,6 +180,8 @@ class HuggingFaceCodec(TextCodec):
     ) -> array[int]:
         if self._chat is None:
             raise InvalidRequest({"chat": "the model has no chat template; send text instead"})
+        if self._refuses_late_system:
+            messages = with_system_first(messages)
         values = template_values(messages, tools, template_kwargs)
         return self._chat.encode(
             values,

@@ -104,6 +104,8 @@ class OpenAiApp:
         """Serves one HTTP request."""
         errors = _ERRORS.get(exchange.path.rstrip("/"), OPENAI_ERRORS)
         exchange.add_header("x-request-id", exchange.request_id)
+        if errors is MESSAGES_ERRORS:
+            exchange.add_header("request-id", exchange.request_id)
         await serve(exchange, self._serve_in_bounds(exchange), errors)
 
     async def _serve_in_bounds(self, exchange: HttpExchange) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import breakdown_object
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, whole_message
 from headrace_frontend.openai.requests import Includes
@@ -100,6 +101,10 @@ class AnswerFormat(ABC):
     @abstractmethod
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         """The end of the stream."""
+
+    def failure_event(self, error: HeadraceError) -> bytes:
+        """The end of a stream that an error ends. Empty for that of the API's errors."""
+        return b""
 
     @abstractmethod
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:

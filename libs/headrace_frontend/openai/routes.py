@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.errors import HeadraceError, InvalidRequest, NotFound
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.openai.answers import AnswerRules, permit_calls, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
@@ -96,15 +96,22 @@ class _Answering:
                     tokens, text = await self._prompt_of(generation, request)
                     form.add_prompt(tokens, request.n, text)
             await exchange.run_while_connected(respond(exchange, generation))
-        except InvalidRequest as error:
-            raise openai_error(
-                error,
-                chat=not isinstance(form, CompletionFormat),
-                max_tokens="max_tokens" if body.max_tokens is not None else "max_completion_tokens",
-                renamed=form.renamed,
-                formatted=body.formatted,
-                echoed=not includes.prompt_logprobs,
-            ) from error
+        except HeadraceError as error:
+            shown = error
+            if isinstance(error, InvalidRequest):
+                sent = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+                shown = openai_error(
+                    error,
+                    chat=not isinstance(form, CompletionFormat),
+                    max_tokens=sent,
+                    renamed=form.renamed,
+                    formatted=body.formatted,
+                    echoed=not includes.prompt_logprobs,
+                )
+            end = form.failure_event(shown) if exchange.started else b""
+            if not end:
+                raise shown from error
+            await exchange.finish(end)
 
     async def _prompt_of(
         self, generation: Generation, request: inference_pb2.GenerateRequest
@@ -325,6 +332,7 @@ class GenerateRoutes(_Answering):
         store = self._parts.conversations
         stores = store.keeps and body.store is not False
         echoed, namespaced = body.echoed | {"store": stores}, body.namespaced
+        customs = body.customs
         try:
             turn = await store.resume(tenant, body.previous_response_id or "")
         except NotFound as error:
@@ -341,7 +349,7 @@ class GenerateRoutes(_Answering):
                     turn.save(head.id, map(chat_message, messages_of_output(output)))
 
             codec = self._parts.codecs[model]
-            return ResponsesFormat(head, rules, echoed, codec, namespaced, save)
+            return ResponsesFormat(head, rules, echoed, codec, namespaced, save, customs)
 
         await self._answer_chat(exchange, tenant, chat, "resp_", new_format, complete=complete)
 

@@ -63,6 +63,21 @@ def test_the_final_message_can_be_continued(tmp_path: Path) -> None:
     assert tokens.count(257) == 1
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_late_system_messages_become_the_users_where_the_template_refuses_them(
+    tmp_path: Path, refuses: bool
+) -> None:
+    guard = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('begin with it') }}{% endif %}"
+    template = f"{{% for m in messages %}}{guard if refuses else ''}[{{{{ m.role }}}}]{{{{ m.content }}}}{{% endfor %}}"
+    codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=template))
+    roles = ("system", "system", "user", "system", "assistant", "developer", "user", "user")
+    messages = [ChatMessage(role, str(index)) for index, role in enumerate(roles)]
+    tokens = codec.encode_chat(messages, continue_final_message=False)
+    merged = "[system]0\n\n1[user]2\n\n3[assistant]4[user]5\n\n6[user]7"
+    plain = "".join(f"[{role}]{index}" for index, role in enumerate(roles))
+    assert codec.decode(tokens) == (merged if refuses else plain)
+
+
 def test_a_chat_may_end_with_its_last_message(tmp_path: Path) -> None:
     codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
     tokens = codec.encode_chat([_USER], continue_final_message=False, add_generation_prompt=False)

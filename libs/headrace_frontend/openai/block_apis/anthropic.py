@@ -19,17 +19,24 @@ from headrace_frontend.promises import KEPT_FIELD
 _BLOCKS_MAX: Final = 1_024
 _STOPS_MAX: Final = 64
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-_BLOCKS: Final = ("text", "image", "thinking", "tool_use", "tool_result")
-_IGNORED_BLOCKS: Final = frozenset(("redacted_thinking",))
+_BLOCKS: Final = frozenset(
+    {
+        *("text", "image", "thinking", "tool_use", "tool_result", "redacted_thinking"),
+        *("document", "search_result", "tool_reference"),
+    }
+)
+# Claude Code's first system block. It differs between conversations, which could not share cached prefixes.
+_BILLING: Final = "x-anthropic-billing-header:"
 
 
 class SourceBody(LenientBody):
-    """The file of an image."""
+    """The file of an image, or the content of a document."""
 
-    type: Literal["base64", "url"]
+    type: Literal["base64", "url", "text", "content", "file"]
     media_type: str = ""
     data: str = ""
     url: str = ""
+    content: str | list[BlockBody] | None = None
 
     @property
     def as_url(self) -> str:
@@ -38,10 +45,12 @@ class SourceBody(LenientBody):
 
 
 class BlockBody(LenientBody):
-    """A block of a message: text, an image, thinking, a tool's use or a tool's result."""
+    """A block of a message. Of a type that says nothing here, such as what ran at Anthropic, it has the type alone."""
 
     type: str
     text: str = ""
+    title: str = ""
+    tool_name: str = ""
     thinking: str = ""
     source: SourceBody | None = None
     id: str = ""
@@ -55,15 +64,34 @@ class BlockBody(LenientBody):
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         kind = fields.get("type")
-        if isinstance(kind, str) and kind not in (*_BLOCKS, *_IGNORED_BLOCKS):
-            raise ValueError(f"type: {kind[:64]!r} is not supported; send {', '.join(_BLOCKS)}")
-        return fields
+        # A conversation that began elsewhere goes on without it.
+        return fields if not isinstance(kind, str) or kind in _BLOCKS else {"type": kind}
+
+    @property
+    def ignored(self) -> Iterable[str]:
+        return () if self.type in _BLOCKS else (self.type,)
 
     @model_validator(mode="after")
     def _check(self) -> BlockBody:
-        if self.type == "image" and self.source is None:
-            raise ValueError("source: is missing; send the image in base64")
+        if self.type == "image":
+            if self.source is None:
+                raise ValueError("source: is missing; send the image in base64")
+            if self.source.type not in ("base64", "url"):
+                raise ValueError("source.type: must be base64 or url")
         return self
+
+    @property
+    def shown(self) -> str:
+        """Its text for the model. Files that are no text are named."""
+        if self.type not in ("document", "search_result"):
+            return self.text or self.tool_name
+        source, content = self.source, self.content
+        if source is not None:
+            content = source.data if source.type == "text" else source.content
+        kind = (source and source.media_type) or "file"
+        return "\n".join(
+            filter(None, (self.title, _text(content) or f"[{kind}: not readable here]"))
+        )
 
 
 _Blocks = str | Annotated[list[BlockBody], Field(fail_fast=True, max_length=_BLOCKS_MAX)]
@@ -136,6 +164,9 @@ class CountTokensBody(LenientBody):
         }
         if tools := [*map(_tool, self._own_tools)]:
             fields["tools"] = tools
+        last = self.messages[-1]
+        if last.role == "assistant" and not fields["messages"][-1].get("tool_calls"):
+            fields["continue_final_message"] = True
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": thinks}
@@ -190,6 +221,8 @@ def _output(config: OutputConfig) -> dict[str, Any]:
 
 
 def _system(system: _Blocks | None) -> Iterator[dict[str, Any]]:
+    if isinstance(system, list):
+        system = [block for block in system if not block.text.startswith(_BILLING)]
     if content := _content(system):
         yield {"role": "system", "content": content}
 
@@ -246,18 +279,18 @@ def _content(content: _Blocks | None) -> str | list[dict[str, Any]]:
 def _parts(block: BlockBody) -> Iterator[dict[str, Any]]:
     if block.type == "image" and block.source is not None:
         yield {"type": "image_url", "image_url": {"url": block.source.as_url}}
-    elif block.type == "text":
-        yield {"type": "text", "text": block.text}
-    elif isinstance(block.content, list):
-        for inner in block.content:
+    elif block.type == "tool_result":
+        for inner in block.content if isinstance(block.content, list) else ():
             if inner.type == "image":
                 yield from _parts(inner)
+    elif block.shown:
+        yield {"type": "text", "text": block.shown}
 
 
 def _text(content: _Blocks | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(block.text for block in content if block.type == "text")
+    return "\n".join(filter(None, (block.shown for block in content)))
 
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
@@ -313,7 +346,12 @@ class MessagesFormat(BlockFormat):
         return named_event({"type": "content_block_delta", "index": block.index, "delta": delta})
 
     def _closed(self, block: Block) -> bytes:
-        return named_event({"type": "content_block_stop", "index": block.index})
+        data = b""
+        if block.kind is BlockKind.REASONING:
+            signature = {"type": "signature_delta", "signature": ""}
+            event = {"type": "content_block_delta", "index": block.index, "delta": signature}
+            data = named_event(event)
+        return data + named_event({"type": "content_block_stop", "index": block.index})
 
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._last.stop_text or None}

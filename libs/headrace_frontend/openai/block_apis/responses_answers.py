@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
@@ -36,8 +36,8 @@ class ResponsesFormat(BlockFormat):
         "messages": "input",
     }
     """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats. `namespaced` has
-    the namespace and the name of functions, by the name that the model calls. `save` gets the output before the client
-    has all of it.
+    the namespace and the name of functions, by the name that the model calls, and `customs` the names of custom tools.
+    `save` gets the output before the client has all of it.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ResponsesFormat(BlockFormat):
         codec: TextCodec,
         namespaced: Mapping[str, tuple[str, str]] = _NONE,
         save: _SaveOutput = _save_nothing,
+        customs: Collection[str] = (),
     ) -> None:
         super().__init__(head, rules)
         self._rules = rules
@@ -55,6 +56,7 @@ class ResponsesFormat(BlockFormat):
         self._codec = codec
         self._namespaced = namespaced
         self._save = save
+        self._customs = customs
         self._sequence = 0
         self._sent = CollectedChoice()
         """What was streamed, where the tokens of its reasoning are counted."""
@@ -78,6 +80,9 @@ class ResponsesFormat(BlockFormat):
         return data
 
     def _more(self, block: Block, text: str) -> bytes:
+        if self._is_custom(block):
+            # Its input is within JSON.
+            return b""
         if block.kind is BlockKind.CALL:
             return self._event(
                 "response.function_call_arguments.delta",
@@ -88,11 +93,15 @@ class ResponsesFormat(BlockFormat):
         return self._of(block, f"{_text_event(block)}.delta", delta=text, **_logprobs(block))
 
     def _closed(self, block: Block) -> bytes:
-        if block.kind is BlockKind.CALL:
+        place = {"item_id": self._item_id(block), "output_index": block.index}
+        if self._is_custom(block):
+            kind, text = "response.custom_tool_call_input", _custom_input(block)
+            data = self._event(f"{kind}.delta", **place, delta=text)
+            data += self._event(f"{kind}.done", **place, input=text)
+        elif block.kind is BlockKind.CALL:
             data = self._event(
                 "response.function_call_arguments.done",
-                item_id=self._item_id(block),
-                output_index=block.index,
+                **place,
                 name=self._function(block)["name"],
                 arguments=block.text,
             )
@@ -149,7 +158,10 @@ class ResponsesFormat(BlockFormat):
     def _item(self, block: Block, *, done: bool) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block)}
         content = [_part(block.kind, block.text)] if done else []
-        if block.kind is BlockKind.CALL:
+        if self._is_custom(block):
+            item |= {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name}
+            item |= {"input": _custom_input(block) if done else ""}
+        elif block.kind is BlockKind.CALL:
             arguments = block.text if done else ""
             item |= {"type": "function_call", "call_id": block.call_id}
             item |= self._function(block) | {"arguments": arguments}
@@ -160,6 +172,15 @@ class ResponsesFormat(BlockFormat):
         cut = self.blocks and block is self.blocks[-1]
         ended = self._status if cut else "completed"
         return item | {"status": ended if done else "in_progress"}
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind is BlockKind.CALL and block.name in self._customs
+
+    def failure_event(self, error: AnyError) -> bytes:
+        found = error_object(error)["error"]
+        shown = {"code": found["code"], "message": found["message"]}
+        response = {**self._response("failed", None), "error": shown}
+        return self._event("response.failed", response=response)
 
     def _function(self, block: Block) -> dict[str, str]:
         """The name of a call's function, and its namespace if it has one."""
@@ -192,6 +213,15 @@ def _text_event(block: Block) -> str:
     return "response.reasoning_text" if reasons else "response.output_text"
 
 
+def _custom_input(block: Block) -> str:
+    """The text that is the input. All of what the model wrote, if that is no JSON with an input."""
+    try:
+        found = json.loads(block.text)["input"]
+    except (ValueError, LookupError, TypeError):
+        return block.text
+    return found if isinstance(found, str) else block.text
+
+
 def _logprobs(block: Block) -> dict[str, Any]:
     return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
 
@@ -203,9 +233,12 @@ def _part(kind: BlockKind, text: str) -> dict[str, Any]:
 
 
 def _usage(usage: _Usage) -> dict[str, Any]:
+    details = usage["prompt_tokens_details"]
+    # The prefix cache has every prompt.
+    written = usage["prompt_tokens"] - details["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
+        "input_tokens_details": {**details, "cache_write_tokens": written},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],

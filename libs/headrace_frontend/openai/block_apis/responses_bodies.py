@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -13,25 +14,45 @@ from headrace_frontend.openai.messages import MessageBody
 
 _PARTS_MAX: Final = 1_024
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+# The input of a custom tool, as the model writes it.
+_CUSTOM: Final = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
 _IMAGE: Final = "input_image"
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
+_ARGUMENTS: Final = ("arguments", "input", "action")
 _UNSUPPORTED: Final = (
     "is not supported; send previous_response_id, or the whole conversation as input"
 )
 
 
 class PartBody(LenientBody):
-    """A part of an item's content."""
+    """A part of an item's content. Of a type that says nothing here, it has the type alone."""
 
     type: str
     text: str = ""
     refusal: str = ""
     image_url: str = ""
 
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        kind = fields.get("type")
+        if kind == "input_file":
+            return {
+                "type": "text",
+                "text": f"[{fields.get('filename', 'file')}: not readable here]",
+            }
+        known = not isinstance(kind, str) or kind in (*_TEXT_PARTS, "refusal", _IMAGE)
+        return fields if known else {"type": kind}
+
+    @property
+    def ignored(self) -> Iterable[str]:
+        return () if self.type in (*_TEXT_PARTS, "refusal", _IMAGE) else (self.type,)
+
     @model_validator(mode="after")
     def _check(self) -> PartBody:
-        if self.type not in (*_TEXT_PARTS, "refusal", _IMAGE):
-            raise ValueError(f"type: {self.type[:64]!r} is not supported; send text and images")
         if self.is_image and not self.image_url:
             raise ValueError("image_url: is missing; send a data: URL")
         return self
@@ -46,7 +67,10 @@ _Parts = Annotated[list[PartBody], Field(fail_fast=True, max_length=_PARTS_MAX)]
 
 
 class ItemBody(LenientBody):
-    """An item of the conversation: a message, a call of a function, what it returned, or reasoning."""
+    """An item of the conversation: a message, a call of a function, what it returned, or reasoning.
+
+    Other calls become calls of functions. Another item, such as what ran at OpenAI, has its type alone.
+    """
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -58,10 +82,35 @@ class ItemBody(LenientBody):
     output: str | _Parts = ""
     summary: _Parts | None = None
 
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        kind = fields.get("type", "message")
+        if not isinstance(kind, str) or kind in _ITEMS:
+            return fields
+        if kind == "item_reference":
+            raise ValueError(f"type: {kind!r} {_UNSUPPORTED}")
+        if not isinstance(call_id := fields.get("call_id"), str):
+            return {"type": kind}
+        if kind.endswith("_output"):
+            output = fields.get("output", "")
+            is_text = isinstance(output, str) or _are_parts(output)
+            output = output if is_text else json.dumps(output, ensure_ascii=False)
+            return {"type": "function_call_output", "call_id": call_id, "output": output}
+        given: Any = next((fields[name] for name in _ARGUMENTS if name in fields), {})
+        given = {"input": given} if isinstance(given, str) else given
+        return {
+            "type": "function_call",
+            "call_id": call_id,
+            "name": fields.get("name", kind.removesuffix("_call")),
+            "arguments": json.dumps(given, ensure_ascii=False),
+        }
+
+    @property
+    def ignored(self) -> Iterable[str]:
+        return () if self.type in _ITEMS else (self.type,)
+
     @model_validator(mode="after")
     def _check(self) -> ItemBody:
-        if self.type not in _ITEMS:
-            raise ValueError(f"type: {self.type[:64]!r} is not supported; send {', '.join(_ITEMS)}")
         if self.type == "message" and self.role is None:
             raise ValueError("role: a message needs a role")
         if self.role != "user" and _has_image(self.content):
@@ -69,13 +118,18 @@ class ItemBody(LenientBody):
         return self
 
 
+def _are_parts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and "type" in one for one in value)
+
+
 class ResponsesTool(LenientBody):
-    """A tool, or a namespace of tools. Only functions can be called here, so tools of other types are left out."""
+    """A tool, or a namespace of tools. Only functions and custom tools can be called here. Others are left out."""
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
     strict: bool | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=CHAT_TOOLS_MAX)] | None = None
 
@@ -178,10 +232,15 @@ class ResponsesBody(LenientBody):
         return {_seen_name(*names): names for names in found}
 
     @property
+    def customs(self) -> frozenset[str]:
+        """The names of tools with an input that is a text, and no JSON."""
+        return frozenset(tool.name for tool in self.tools or () if tool.type == "custom")
+
+    @property
     def _functions(self) -> Iterator[tuple[str, ResponsesTool]]:
         """The functions that can be called, each with its namespace, which may be empty."""
         for tool in self.tools or ():
-            if tool.type == "function":
+            if tool.type in ("function", "custom"):
                 yield "", tool
             elif tool.type == "namespace":
                 yield from ((tool.name, one) for one in tool.tools or () if one.type == "function")
@@ -234,6 +293,8 @@ def _add(item: ItemBody, messages: list[dict[str, Any]]) -> None:
         if _has_image(item.output):
             # Only users send images.
             messages.append({"role": "user", "content": _parts(item.output, images_only=True)})
+        return
+    if item.type not in _ITEMS:
         return
     if item.type == "message" and item.role != "assistant":
         role = "user" if item.role == "user" else "system"
@@ -291,10 +352,12 @@ def _seen_name(namespace: str, name: str) -> str:
 
 
 def _tool(namespace: str, tool: ResponsesTool) -> dict[str, Any]:
+    definition = (tool.format or {}).get("definition")
+    about = (tool.description, definition and f"The input follows this grammar:\n{definition}")
     function = {
         "name": _seen_name(namespace, tool.name),
-        "description": tool.description,
-        "parameters": tool.parameters,
+        "description": "\n\n".join(filter(None, about)) or None,
+        "parameters": _CUSTOM if tool.type == "custom" else tool.parameters,
         "strict": tool.strict,
     }
     return {"type": "function", "function": function}
@@ -303,7 +366,7 @@ def _tool(namespace: str, tool: ResponsesTool) -> dict[str, Any]:
 def _tool_choice(choice: str | ResponsesToolChoice | None) -> Any:
     if choice is None or isinstance(choice, str):
         return choice
-    if choice.type == "function":
+    if choice.type in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.name}}
     return _plain(choice) if choice.tools is not None else choice.mode or "auto"
 

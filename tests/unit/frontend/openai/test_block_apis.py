@@ -229,7 +229,7 @@ async def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
         (
             MessagesBody,
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].source.type",
         ),
         (
             MessagesBody,
@@ -244,11 +244,6 @@ async def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
                 ]
             },
             "messages[0].content[0].source.type",
-        ),
-        (
-            ResponsesBody,
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
-            "input[0].content[0].type",
         ),
         (
             ResponsesBody,
@@ -311,7 +306,10 @@ async def test_the_events_of_responses_are_those_of_openai() -> None:
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hmm"}]
     assert said["content"][0]["text"] == "I look it up."
     assert (call["name"], json.loads(call["arguments"])) == ("find", {"what": "Paris"})
-    assert ended["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 16}
+    assert ended["response"]["usage"]["input_tokens_details"] == {
+        "cached_tokens": 16,
+        "cache_write_tokens": 107,
+    }
     assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == [
         reasoning,
         said,
@@ -361,6 +359,100 @@ async def test_errors_have_the_form_of_their_api() -> None:
         "type": "error",
         "error": {"type": "rate_limit_error", "message": "it is full"},
     }
-    for path, body in ASKED.items():
-        streamed = await app.post(path, {**body, "stream": True})
-        assert b'event: error\ndata: {"type": "error"' in streamed.body
+    streamed = await app.post("/v1/messages", {**ASKED["/v1/messages"], "stream": True})
+    assert b'event: error\ndata: {"type": "error"' in streamed.body
+    streamed = await app.post("/v1/responses", {**ASKED["/v1/responses"], "stream": True})
+    failed = streamed.named_events[-1]
+    assert (failed["type"], failed["sequence_number"]) == ("response.failed", 5)
+    assert failed["response"]["error"] == {"code": "rate_limit_exceeded", "message": "it is full"}
+    TypeAdapter[Any](ResponseStreamEvent).validate_python(failed)
+
+
+async def test_blocks_of_a_conversation_become_text_or_are_named() -> None:
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    found = {"type": "search_result", "title": "T", "content": [{"type": "text", "text": "found"}]}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [found]}
+    body = {
+        "max_tokens": 9,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
+            {"type": "text", "text": "Be brief."},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "document", "title": "a.pdf", "source": pdf}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": 5},
+                    {"type": "tool_use", "id": "c", "name": "find", "input": {}},
+                ],
+            },
+            {"role": "user", "content": [result, {"type": "tool_reference", "tool_name": "find"}]},
+            {"role": "assistant", "content": "The capital is"},
+        ],
+    }
+    reply = await LocalApp(reasoning="").post("/v1/messages", body)
+    assert reply.headers["x-headrace-ignored-fields"] == "messages.content.server_tool_use"
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    (request,) = reply.requests
+    assert [(one.role, one.content) for one in request.chat.messages] == [
+        ("system", "Be brief."),
+        ("user", "a.pdf\n[application/pdf: not readable here]"),
+        ("assistant", ""),
+        ("tool", "T\nfound"),
+        ("user", "find"),
+        ("assistant", "The capital is"),
+    ]
+    assert request.chat.continue_final_message
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "G"}
+PATCH = {"type": "custom", "name": "apply_patch", "format": GRAMMAR}
+
+
+async def test_a_custom_tool_is_called_with_a_text() -> None:
+    calls = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** A\\n"}}</tool_call>'
+    app = LocalApp(reasoning="", texts=(calls[:50], calls[50:]))
+    body = {"input": "x", "tools": [PATCH], "stream": True}
+    reply = await app.post("/v1/responses", body)
+    (tool,) = reply.requests[0].chat.tools
+    assert "follows this grammar:\nG" in tool.description
+    assert json.loads(tool.parameters)["required"] == ["input"]
+    for event in reply.named_events:
+        TypeAdapter[Any](ResponseStreamEvent).validate_python(event)
+    (done,) = (e for e in reply.named_events if e["type"].endswith("call_input.done"))
+    (item,) = reply.named_events[-1]["response"]["output"]
+    assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
+    assert item["input"] == done["input"] == "*** A\n"
+    output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
+    again = await app.post("/v1/responses", {**body, "input": [item, output]})
+    call, result = again.requests[0].chat.messages
+    assert json.loads(call.tool_calls[0].arguments) == {"input": "*** A\n"}
+    assert (result.role, result.content) == ("tool", "done")
+
+
+async def test_items_of_a_conversation_become_calls_and_text_or_are_named() -> None:
+    exec_ = {"type": "exec", "command": ["ls"]}
+    shell = {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a.py"}]}
+    file = {
+        "type": "input_file",
+        "filename": "a.pdf",
+        "file_data": "data:application/pdf;base64,JV",
+    }
+    items = [
+        {"role": "user", "content": [file, {"type": "input_audio", "data": "x"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "local_shell_call", "call_id": "c", "action": exec_, "status": "completed"},
+        shell,
+        {"type": "web_search_call", "id": "w", "status": "completed"},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"role": "user", "content": "And now?"},
+    ]
+    reply = await LocalApp().post("/v1/responses", {"input": items})
+    ignored = "input.compaction, input.content.input_audio, input.web_search_call"
+    assert reply.headers["x-headrace-ignored-fields"] == ignored
+    user, call, result, last = reply.requests[0].chat.messages
+    assert user.content.strip() == "[a.pdf: not readable here]"
+    assert call.tool_calls[0].name == "local_shell"
+    assert json.loads(call.tool_calls[0].arguments) == exec_
+    assert (json.loads(result.content), last.content) == ([{"stdout": "a.py"}], "And now?")
