@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from headrace_frontend.request.response_stream import ResponseTimes
@@ -24,7 +24,7 @@ class Gap(NamedTuple):
 
 
 def gaps_of(
-    times: ResponseTimes, failures_unix_ns: Iterable[int], end_unix_ns: int
+    times: ResponseTimes, failures_unix_ns: Sequence[int], end_unix_ns: int
 ) -> tuple[Gap, ...]:
     """The long gaps of a request that has ended, the earliest first. `failures_unix_ns`: when attempts have failed."""
     last_unix_ns = times.last_token_unix_ns
@@ -39,12 +39,11 @@ def gaps_of(
         if end - start > times.client_waits.least_ns:
             intervals.append((start, end))
     waits.append((answered_unix_ns, end_unix_ns))
-    failures = tuple(failures_unix_ns)
-    return tuple(Gap(*one, _cause(*one, failures, waits)) for one in intervals)
+    return tuple(Gap(*one, _cause(*one, failures_unix_ns, waits)) for one in intervals)
 
 
 def _cause(
-    start: int, end: int, failures: Iterable[int], waits: Iterable[tuple[int, int]]
+    start: int, end: int, failures: Sequence[int], waits: Iterable[tuple[int, int]]
 ) -> GapCause:
     if any(start <= failure < end for failure in failures):
         return "failure"
