@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from headrace_frontend.request.response_stream import ResponseStream
@@ -26,10 +26,19 @@ class Gap(NamedTuple):
     cause: GapCause
 
 
+<<<<<<< HEAD
 def gaps_of(response: ResponseStream, failures_ns: Iterable[int], end_ns: int) -> tuple[Gap, ...]:
     """The long gaps of a request that has ended, the earliest first. `failures_ns`: when attempts have failed."""
     last_ns, gaps = response.last_token_ns, response.gaps
     if not last_ns:
+=======
+def gaps_of(
+    times: ResponseTimes, failures_unix_ns: Sequence[int], end_unix_ns: int
+) -> tuple[Gap, ...]:
+    """The long gaps of a request that has ended, the earliest first. `failures_unix_ns`: when attempts have failed."""
+    last_unix_ns = times.last_token_unix_ns
+    if not last_unix_ns:
+>>>>>>> attribution
         return ()
     usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
     intervals = response.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
@@ -38,13 +47,18 @@ def gaps_of(response: ResponseStream, failures_ns: Iterable[int], end_ns: int) -
     for start, end in ((last_ns, answered_ns), (answered_ns, end_ns)):
         if end - start > response.client_waits.least_ns:
             intervals.append((start, end))
+<<<<<<< HEAD
     waits.append((answered_ns, end_ns))
     failures = tuple(failures_ns)
     return tuple(Gap(*one, _cause(*one, failures, waits)) for one in intervals)
+=======
+    waits.append((answered_unix_ns, end_unix_ns))
+    return tuple(Gap(*one, _cause(*one, failures_unix_ns, waits)) for one in intervals)
+>>>>>>> attribution
 
 
 def _cause(
-    start: int, end: int, failures: Iterable[int], waits: Iterable[tuple[int, int]]
+    start: int, end: int, failures: Sequence[int], waits: Iterable[tuple[int, int]]
 ) -> GapCause:
     if any(start <= failure < end for failure in failures):
         return "failure"
