@@ -26,19 +26,10 @@ class Gap(NamedTuple):
     cause: GapCause
 
 
-<<<<<<< HEAD
-def gaps_of(response: ResponseStream, failures_ns: Iterable[int], end_ns: int) -> tuple[Gap, ...]:
+def gaps_of(response: ResponseStream, failures_ns: Sequence[int], end_ns: int) -> tuple[Gap, ...]:
     """The long gaps of a request that has ended, the earliest first. `failures_ns`: when attempts have failed."""
     last_ns, gaps = response.last_token_ns, response.gaps
     if not last_ns:
-=======
-def gaps_of(
-    times: ResponseTimes, failures_unix_ns: Sequence[int], end_unix_ns: int
-) -> tuple[Gap, ...]:
-    """The long gaps of a request that has ended, the earliest first. `failures_unix_ns`: when attempts have failed."""
-    last_unix_ns = times.last_token_unix_ns
-    if not last_unix_ns:
->>>>>>> attribution
         return ()
     usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
     intervals = response.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
@@ -47,14 +38,8 @@ def gaps_of(
     for start, end in ((last_ns, answered_ns), (answered_ns, end_ns)):
         if end - start > response.client_waits.least_ns:
             intervals.append((start, end))
-<<<<<<< HEAD
     waits.append((answered_ns, end_ns))
-    failures = tuple(failures_ns)
-    return tuple(Gap(*one, _cause(*one, failures, waits)) for one in intervals)
-=======
-    waits.append((answered_unix_ns, end_unix_ns))
-    return tuple(Gap(*one, _cause(*one, failures_unix_ns, waits)) for one in intervals)
->>>>>>> attribution
+    return tuple(Gap(*one, _cause(*one, failures_ns, waits)) for one in intervals)
 
 
 def _cause(
