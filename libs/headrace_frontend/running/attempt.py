@@ -12,6 +12,7 @@ from headrace_common.identity import new_transfer_id
 from headrace_frontend.promises import kept_of
 from headrace_frontend.request.validation import decode_request
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_kv.layout import WorkerRef
 
 
 class RunningAttempt:
@@ -21,8 +22,9 @@ class RunningAttempt:
     ignored.
     """
 
-    def __init__(self, request: AdmittedRequest, incarnation: str, *, remote: bool) -> None:
-        """`incarnation` is that of the decode worker. `remote`: whether a prefill worker computes the prompt."""
+    def __init__(self, request: AdmittedRequest, decode_worker: WorkerRef, *, remote: bool) -> None:
+        """`remote`: whether a prefill worker computes the prompt."""
+        self.decode_worker = decode_worker
         self.ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self.response = request.response
         self._prepared = request.prepared
@@ -31,12 +33,13 @@ class RunningAttempt:
             request.prepared,
             new_transfer_id(),
             self._given,
-            incarnation=incarnation,
+            incarnation=decode_worker.incarnation,
             remote_prefill=remote,
         )
         self._reserved: decode_pb2.Reserved | None = None
         self._generates = False
         """Whether the decode worker has computed a token from the KV cache."""
+        request.response.attempt_started(decode_worker, self._stopped, self._drained)
 
     def add_batch(
         self,
@@ -49,13 +52,7 @@ class RunningAttempt:
             return True
         if not self._generates:
             self._begin(len(token_ids))
-        response = self.response
-        has_room = response.add_tokens(token_ids, logprobs, prompt_logprobs)
-        if response.stopped:
-            self._end(self.outcome_of(sampling_pb2.FINISH_REASON_STOP))
-        elif not has_room:
-            response.when_drained(self._drained)
-        return has_room
+        return self.response.add_tokens(token_ids, logprobs, prompt_logprobs)
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The decode worker has ended the request."""
@@ -84,6 +81,10 @@ class RunningAttempt:
         """The first tokens have arrived."""
         self._require_reservation()
         self._generates = True
+
+    def _stopped(self) -> None:
+        """A stop string is complete."""
+        self._end(self.outcome_of(sampling_pb2.FINISH_REASON_STOP))
 
     def _drained(self) -> None:
         """There is room for tokens again."""

@@ -46,10 +46,9 @@ class OwnDispatcher:
             await self._run(request)
 
     async def _run(self, request: AdmittedRequest) -> None:
-        request.response.attempt_started(self.ref)
         remote = self._prefills_remotely(request.prepared)
-        incarnation, attempts = self.ref.incarnation, 1
-        attempt = OwnAttempt(request, incarnation, self.prefills, remote=remote)
+        attempts = 1
+        attempt = OwnAttempt(request, self.ref, self.prefills, remote=remote)
         try:
             outcome = await attempt.run(self.room)
         except HeadraceError as error:
@@ -58,7 +57,7 @@ class OwnDispatcher:
                 raise
             _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
             attempts = 2
-            attempt = OwnAttempt(request, incarnation, self.prefills, remote=False)
+            attempt = OwnAttempt(request, self.ref, self.prefills, remote=False)
             outcome = await attempt.run(self.room)
         await finish_response(
             request, outcome, attempts=attempts, prefill_worker_id=attempt.prefill_worker_id

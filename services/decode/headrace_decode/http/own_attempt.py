@@ -27,6 +27,7 @@ from headrace_engine.interface import DecodeTokens
 from headrace_frontend.running.attempt import RunningAttempt
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
 from headrace_frontend.running.record import AttemptRecord, now_us
+from headrace_kv.layout import WorkerRef
 
 _Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
 _Batch: TypeAlias = tuple[Sequence[int], _Logprobs, _Logprobs]
@@ -75,9 +76,9 @@ class OwnAttempt(RunningAttempt):
     """Runs once. An AttemptSink."""
 
     def __init__(
-        self, request: AdmittedRequest, incarnation: str, prefills: RouterPrefills, *, remote: bool
+        self, request: AdmittedRequest, ref: WorkerRef, prefills: RouterPrefills, *, remote: bool
     ) -> None:
-        super().__init__(request, incarnation, remote=remote)
+        super().__init__(request, ref, remote=remote)
         self._request = request
         self._prefills = prefills
         self._call.token_ids.MergeFrom(request.prepared.all_token_ids(self._given).ids)

@@ -74,8 +74,7 @@ class Attempt(RunningAttempt):
         `ticket_key_id` is that of the key that signs the handoff tickets. `prompt` counts the prompt on the worker that
         should compute it. None leaves that to the queue.
         """
-        self.decode_worker = decision.worker.ref
-        super().__init__(request, self.decode_worker.incarnation, remote=decision.remote)
+        super().__init__(request, decision.worker.ref, remote=decision.remote)
         self._record = record
         self._queue = queue
         self._deadline = request.deadline
@@ -86,7 +85,8 @@ class Attempt(RunningAttempt):
         self._queued: QueuedTask | None = None
         self._received_tokens = False
         self._prefill_failed = False
-        self._ended_by_prefill = False
+        self._decode_waits = False
+        """Whether the answer has the first token of prefill, and decode has not."""
         self._calling: asyncio.Future[Any] | None = None
         """Sends the first token of prefill to decode."""
         self._expected: ExitStack | None = None
@@ -130,7 +130,7 @@ class Attempt(RunningAttempt):
         self._record.ended(queued)
         # After decode's end, the worker's TaskDone is on its way.
         succeeded = ended.done() and not ended.cancelled() and ended.exception() is None
-        if queued is not None and (self._ended_by_prefill or not succeeded):
+        if queued is not None and (self._decode_waits or not succeeded):
             queued.cancel()
 
     def failure(self, error: HeadraceError) -> FailedAttempt:
@@ -142,6 +142,12 @@ class Attempt(RunningAttempt):
             prefill_failed=self._prefill_failed,
             decode_generated=self._generates,
         )
+
+    def outcome_of(self, reason: sampling_pb2.FinishReason.ValueType) -> AttemptOutcome:
+        if self._decode_waits and self._reserved is not None:
+            # No KV was sent.
+            return AttemptOutcome(reason, self._reserved.start_token)
+        return super().outcome_of(reason)
 
     def worker_failed(self, error: HeadraceError) -> None:
         """The decode worker has failed, or the deadline has passed."""
@@ -228,19 +234,18 @@ class Attempt(RunningAttempt):
         if reserved is None or reserved.admitted or self._calling is not None:
             return
         first, prepared = queued.first_token.result(), self._prepared
+        self._decode_waits = True
         self.response.begins_by(BY_PREFILL)
         self.response.add_tokens(
             [first.token_id], [first.logprobs] if first.HasField("logprobs") else []
         )
-        reason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-        if self.response.stopped or first.token_id in prepared.stop_token_ids:
-            reason = sampling_pb2.FINISH_REASON_STOP
+        if first.token_id in prepared.stop_token_ids:
+            self._end(self.outcome_of(sampling_pb2.FINISH_REASON_STOP))
         elif prepared.sampling.max_tokens == 1:
-            reason = sampling_pb2.FINISH_REASON_LENGTH
-        if reason:
-            self._ended_by_prefill = True
-            self._end(AttemptOutcome(reason, reserved.start_token))
+            self._end(self.outcome_of(sampling_pb2.FINISH_REASON_LENGTH))
+        if self.ended.done():
             return
+        self._decode_waits = False
         stub = decode_pb2_grpc.DecodeServiceStub(self._links.channel)
         request = decode_pb2.SetFirstTokenRequest(
             transfer_id=self._call.transfer_id,
@@ -281,6 +286,8 @@ class Attempt(RunningAttempt):
             self.response.begins_by(FROM_HIDDEN_STATE)
         # The token from a hidden state alone does not prove that prefill has succeeded.
         self._generates = not from_state or count > 1
+        if self._generates:
+            self._answer.forward(self.response.add_tokens)
         self._received_tokens = True
         self._prompt_computed()
 

@@ -118,7 +118,6 @@ class RequestDispatcher:
                     bounds=targets.bounds(started=generated > 0),
                     prompt=prompt,
                 )
-                response.attempt_started(worker)
                 outcome = await self._outcome_of(request, attempt, number, retries)
             finally:
                 if prompt is not None:
