@@ -33,18 +33,15 @@ class Outlet(Protocol):
     @property
     def writable(self) -> bool:
         """Whether the client can take a message now."""
-        ...
 
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
         """Sends a message that is not the last one. Only while `writable`."""
-        ...
 
     def write_text(self, text: str) -> bool:
         """The same for a message with nothing but this text, after the first one.
 
         False, and nothing is sent, unless it is `writable` and the client needs nothing but the text.
         """
-        ...
 
 
 class ResponseStream:

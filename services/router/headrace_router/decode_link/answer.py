@@ -23,7 +23,6 @@ class AnswerSink(Protocol):
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
-        ...
 
     def add_batch(
         self,
@@ -35,19 +34,15 @@ class AnswerSink(Protocol):
 
         With `LinkedAnswer.forward`, they go elsewhere.
         """
-        ...
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The request has ended."""
-        ...
 
     def worker_failed(self, error: HeadraceError) -> None:
         """The request has failed on the worker, or has no answer in time."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """Another method has raised an error."""
-        ...
 
 
 class LinkedAnswer:
