@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,7 +44,6 @@ from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing.attempt_record import RoutedAttempt
-from headrace_router.workers.directory import PlacedPrompt
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,13 +66,13 @@ class Attempt(RunningAttempt):
         ticket_key_id: bytes,
         first_token: Policy = BY_DECODE,
         bounds: bounds_pb2.TokenBounds | None = None,
-        prompt: PlacedPrompt | None = None,
+        on_computed: Callable[[], None] = lambda: None,
     ) -> None:
         """`record` gets the steps.
 
         `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, None without one.
-        `ticket_key_id` is that of the key that signs the handoff tickets. `prompt` counts the prompt on the worker that
-        should compute it. None leaves that to the queue.
+        `ticket_key_id` is that of the key that signs the handoff tickets. `on_computed` is called once or more when the
+        prompt is computed, or is not to be computed.
         """
         super().__init__(request, decision.worker.ref, remote=decision.remote)
         self._record = record
@@ -81,7 +81,7 @@ class Attempt(RunningAttempt):
         self._decision = decision
         self._terms = terms
         self._first_token_by = first_token
-        self._prompt = prompt
+        self._on_computed = on_computed
         self._queued: QueuedTask | None = None
         self._received_tokens = False
         self._prefill_failed = False
@@ -172,7 +172,7 @@ class Attempt(RunningAttempt):
             if reserved.start_token >= reserved.end_token:
                 queued, self._queued = self._queued, None
                 queued.cancel()
-                self._prompt_computed()
+                self._on_computed()
             elif self._queued.first_token.done():
                 self._use_first_token(self._queued)
 
@@ -206,7 +206,7 @@ class Attempt(RunningAttempt):
         if queued is None:
             return
         if queued.outcome.done():
-            self._prompt_computed()
+            self._on_computed()
         if self.ended.done() or self._generates:
             return
         try:
@@ -289,7 +289,7 @@ class Attempt(RunningAttempt):
         if self._generates:
             self._answer.forward(self.response.add_tokens)
         self._received_tokens = True
-        self._prompt_computed()
+        self._on_computed()
 
     def _drained(self) -> None:
         self._answer.return_credit()
@@ -297,11 +297,6 @@ class Attempt(RunningAttempt):
     def _count_no_more(self) -> None:
         if self._expected is not None:
             self._expected.close()
-
-    def _prompt_computed(self) -> None:
-        if self._prompt is not None:
-            self._prompt.computed()
-            self._prompt = None
 
     def _explained(self, error: HeadraceError) -> HeadraceError:
         """The error with the worker's name. A client would take a rejected credential for its own API key."""
