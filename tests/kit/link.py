@@ -16,6 +16,8 @@ AnswerEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Fi
 class KeptEvents:
     """An AnswerSink. `has_room`: what it reports about tokens."""
 
+    vocabulary_size = 1 << 32
+
     def __init__(self, *, has_room: bool = True) -> None:
         self._events: deque[AnswerEvent | Exception] = deque()
         self._arrived = asyncio.Event()

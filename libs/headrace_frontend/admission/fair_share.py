@@ -207,7 +207,8 @@ class FairPool:
 
     def _grant_waiting(self) -> None:
         weights = self.weights()
-        while (name := self._next_tenant(weights)) is not None:
+        while self._queues:
+            name = min(self._queues, key=lambda one: self._precedence(one, weights))
             queue = self._queues[name]
             request = next(iter(queue.requests))
             if self.used + request.amount > self.usable:
@@ -218,16 +219,10 @@ class FairPool:
             self.used += request.amount
             request.on_granted()
 
-    def _next_tenant(self, weights: Mapping[str, float]) -> Claimant | None:
-        """A waiting tenant that has no units, or else the one with the least for its weight.
-
-        Of equals, the one of the higher class, then the first.
-        """
-        return min(self._queues, key=lambda name: self._precedence(name, weights), default=None)
-
     def _precedence(
         self, name: Claimant, weights: Mapping[str, float]
     ) -> tuple[bool, float, Priority]:
+        """The least is next: one without units, or else the one with the least for its weight, by class of equals."""
         used, (_, priority) = self._used.get(name, 0), name
         if not used:
             return False, 0.0, priority

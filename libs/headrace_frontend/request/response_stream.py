@@ -35,18 +35,15 @@ class Outlet(Protocol):
     @property
     def writable(self) -> bool:
         """Whether the client can take a message now."""
-        ...
 
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
         """Sends a message that is not the last one. Only while `writable`."""
-        ...
 
     def write_text(self, text: str) -> bool:
         """The same for a message with nothing but this text, after the first one.
 
         False, and nothing is sent, unless it is `writable` and the client needs nothing but the text.
         """
-        ...
 
 
 class LongestTimes:
@@ -135,7 +132,10 @@ class ResponseStream:
         self._need_reader: Callable[[], None] | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
-        self._on_drained: Callable[[], None] | None = None
+        self._full = False
+        """Whether there is no room for more tokens."""
+        self._on_stopped: Callable[[], None] = _nothing
+        self._on_drained: Callable[[], None] = _nothing
         self._load = load or LoopLoad()
         # Half a gap is enough for tokens that come once in each gap. Those that come early would wait for a timer.
         self._share = _PACED_SHARE if paced else 1.0
@@ -185,9 +185,18 @@ class ResponseStream:
             return sampling_pb2.FINISH_REASON_STOP
         return ended_by(self.request, self._generated)
 
-    def attempt_started(self, decode_worker: WorkerRef) -> None:
-        """An attempt adds its tokens from now on."""
+    def attempt_started(
+        self,
+        decode_worker: WorkerRef,
+        on_stopped: Callable[[], None],
+        on_drained: Callable[[], None],
+    ) -> None:
+        """An attempt adds its tokens from now on.
+
+        `on_stopped` is called when a stop string is complete, and `on_drained` when there is room for tokens again.
+        """
         self.decode_worker = decode_worker
+        self._on_stopped, self._on_drained = on_stopped, on_drained
 
     def begins_by(self, maker: first_token_pb2.FirstTokenPolicy.ValueType) -> None:
         """`maker` generates the first token, before decode has the KV cache."""
@@ -202,7 +211,8 @@ class ResponseStream:
 
     def stop_sending(self) -> None:
         """Sends nothing from now on by itself. Refers to no outlet and no caller any more."""
-        self._outlet = self._need_reader = self._on_drained = None
+        self._outlet = self._need_reader = None
+        self._on_stopped = self._on_drained = _nothing
         self._stop_timer()
 
     def add_tokens(
@@ -213,11 +223,11 @@ class ResponseStream:
     ) -> bool:
         """Adds a batch of tokens from a worker, with an entry of logprobs for each if those were requested.
 
-        False while more than PENDING_TOKENS_MAX tokens are in no message: see `when_drained`. Raises ProtocolViolation
-        for first tokens without the prompt's logprobs, if those were requested.
+        False while more than PENDING_TOKENS_MAX tokens are in no message. Raises ProtocolViolation for first tokens
+        without the prompt's logprobs, if those were requested.
         """
         if self.stopped or not token_ids:
-            return self.has_room
+            return not self._full
         if self._prompt is not None and self._prompt.awaited:
             self._prompt.put(prompt_logprobs)
         now_ns = time.monotonic_ns()
@@ -243,7 +253,10 @@ class ResponseStream:
                 self._flush_timer = loop.call_later(self._due_s - now_s, self._flush_late)
             else:
                 self._flush(now_s)
-        return len(self._generated) - self._sent <= PENDING_TOKENS_MAX
+        self._full = len(self._generated) - self._sent > PENDING_TOKENS_MAX
+        if self._full:
+            self._waits_since_ns = now_ns
+        return not self._full
 
     def _add_until_stop(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
@@ -256,16 +269,13 @@ class ResponseStream:
             self._parts.append(self._text.append(token_id, self._converted))
             if self._text.stopped:
                 self.stopped = True
+                self._on_stopped()
                 break
 
     @property
     def has_room(self) -> bool:
         """Whether at most PENDING_TOKENS_MAX tokens are in no message."""
-        return len(self._generated) - self._sent <= PENDING_TOKENS_MAX
-
-    def when_drained(self, call: Callable[[], None]) -> None:
-        """Calls `call` once, when all tokens are in messages. Only the last such call is made."""
-        self._on_drained, self._waits_since_ns = call, time.monotonic_ns()
+        return not self._full
 
     def finish(
         self,
@@ -396,11 +406,15 @@ class ResponseStream:
         self._sent = len(self._generated)
         self._parts, self._logprobs = [], []
         self._due_s = now_s + self._share * self._load.message_sent(now_s)
-        if self._on_drained is not None:
-            on_drained, self._on_drained = self._on_drained, None
+        if self._full:
+            self._full = False
             now_ns = time.monotonic_ns()
             self.client_waits.add(now_ns - self._waits_since_ns, now_ns)
-            on_drained()
+            self._on_drained()
+
+
+def _nothing() -> None:
+    """While no attempt runs."""
 
 
 def ended_by(

@@ -36,10 +36,11 @@ class RunningAttempt:
             incarnation=decode_worker.incarnation,
             remote_prefill=remote,
         )
-        self._vocabulary_size = request.prepared.codec.vocabulary_size
+        self.vocabulary_size = request.prepared.codec.vocabulary_size
         self._reserved: decode_pb2.Reserved | None = None
         self._generates = False
         """Whether the decode worker has computed a token from the KV cache."""
+        request.response.attempt_started(decode_worker, self._stopped, self._drained)
 
     def add_batch(
         self,
@@ -50,21 +51,9 @@ class RunningAttempt:
         """New tokens. False when there is no room for more before `_drained`."""
         if self.ended.done():
             return True
-        if token_ids and max(token_ids) >= self._vocabulary_size:
-            raise ProtocolViolation(
-                f"decode worker {self.decode_worker} sent token {max(token_ids)}, and the vocabulary has "
-                f"{self._vocabulary_size}",
-                metadata={"worker_id": self.decode_worker.worker_id},
-            )
         if not self._generates:
             self._begin(len(token_ids))
-        response = self.response
-        has_room = response.add_tokens(token_ids, logprobs, prompt_logprobs)
-        if response.stopped:
-            self._end(self.outcome_of(sampling_pb2.FINISH_REASON_STOP))
-        elif not has_room:
-            response.when_drained(self._drained)
-        return has_room
+        return self.response.add_tokens(token_ids, logprobs, prompt_logprobs)
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The decode worker has ended the request."""
@@ -93,6 +82,10 @@ class RunningAttempt:
         """The first tokens have arrived."""
         self._require_reservation()
         self._generates = True
+
+    def _stopped(self) -> None:
+        """A stop string is complete."""
+        self._end(self.outcome_of(sampling_pb2.FINISH_REASON_STOP))
 
     def _drained(self) -> None:
         """There is room for tokens again."""

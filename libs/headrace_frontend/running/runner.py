@@ -223,19 +223,11 @@ class RequestRunner:
         `requested` is the class that it names.
         """
         with self.counter.count_failures():
-            permit = await self.admit(tenant, deadline, self.priority_of(requested, tenant))
-            with closing(permit):
+            self.reject_when_draining()
+            priority = self.priority_of(requested, tenant)
+            with closing(await self.admission.admit(tenant, deadline, priority)):
                 yield
-
-    async def admit(self, tenant: str, deadline: Deadline, priority: Priority) -> AdmissionPermit:
-        """A place for one request. Raises Draining, QueueFull or DeadlineExceeded, before any work is done."""
-        self.reject_when_draining()
-        return await self.admission.admit(tenant, deadline, priority)
 
     def priority_of(self, requested: int, tenant: str) -> Priority:
         """The class of a request that names the class `requested`. Raises PermissionDenied or InvalidRequest."""
         return permitted_priority(requested, tenant, self.policy().tenant_priorities)
-
-    async def wait_turn(self) -> None:
-        """Waits until this request's caller may have it routed."""
-        await self.callers.wait_turn()

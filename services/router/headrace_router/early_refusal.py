@@ -126,8 +126,8 @@ class EarlyRefusal:
     prefixes: CachedPrompts
     policy: PolicySource
     by_deadline: bool
-    on_prediction: Callable[[str, float], None]
-    """Gets the served model and the predicted seconds from arrival to first token."""
+    on_prediction: Callable[[float, str], None]
+    """Gets the predicted seconds from arrival to first token, and the served model."""
     on_refusal: Callable[[str, str], None]
     """Gets the served model and the name of the bound."""
 
@@ -162,7 +162,7 @@ class EarlyRefusal:
     ) -> None:
         """Records a prediction. Raises FirstTokenLate when it is beyond the bound."""
         model = request.prepared.model
-        self.on_prediction(model, prediction.total_s)
+        self.on_prediction(prediction.total_s, model)
         request.record.predicted(prediction.total_s, bound.allowed_s, bound.name)
         if is_late(prediction, bound):
             self.on_refusal(model, bound.name)

@@ -124,7 +124,8 @@ class RouterMetrics(RequestCounter):
         self._requests = store.counter(schema.METRIC_REQUESTS)
         self.count_migration = store.counter(schema.METRIC_MIGRATIONS).count
         """Counts a response that has started and needs another attempt, by the error's reason."""
-        self._dropped_spans = store.counter(schema.METRIC_TRACE_SPANS_DROPPED)
+        self.count_dropped_spans = store.counter(schema.METRIC_TRACE_SPANS_DROPPED).add
+        """Counts spans that the trace store dropped, by the bound. Any thread may call it."""
         self._callers_refused = store.counter(schema.METRIC_CALLERS_REFUSED)
         self.count_early_refusal = store.counter(schema.METRIC_EARLY_REFUSALS).count
         """Counts a request of a model that was refused by its prediction, by the name of the bound."""
@@ -133,7 +134,8 @@ class RouterMetrics(RequestCounter):
         model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
         self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN)
         self._first_token_of_class = store.histogram(schema.METRIC_CLASS_FIRST_TOKEN)
-        self._predicted = store.histogram(schema.METRIC_PREDICTED_FIRST_TOKEN)
+        self.record_prediction = store.histogram(schema.METRIC_PREDICTED_FIRST_TOKEN).record
+        """Records a predicted time to first token in seconds, of a model."""
         self._regrets = store.histogram(
             schema.METRIC_REGRET, model, schema.ATTRIBUTE_OTHER_DECISION
         )
@@ -243,10 +245,6 @@ class RouterMetrics(RequestCounter):
                 series = known[part] = self._parts.series(model, token.value, part.label)
             series.record(1e-6 * duration_us, example)
 
-    def record_prediction(self, model: str, first_token_s: float) -> None:
-        """Records a predicted time to first token."""
-        self._predicted.record(first_token_s, model)
-
     def count_regret(self, regret: Regret) -> None:
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""
         model = regret.other.worker.model
@@ -255,10 +253,6 @@ class RouterMetrics(RequestCounter):
     def count_refused(self, refusal: str, count: int) -> None:
         """Counts calls or connections of clients beyond the bounds on each caller."""
         self._callers_refused.add(count, refusal)
-
-    def count_dropped_spans(self, bound: str, count: int) -> None:
-        """Counts spans that the trace store dropped. Any thread may call it."""
-        self._dropped_spans.add(count, bound)
 
     def sample(self) -> None:
         """Sets every gauge to its current value."""

@@ -135,7 +135,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             prepared = await self._parts.preparer.prepare(
                 request.request, request_id, None, tenant, priority
             )
-            await self._parts.runner.wait_turn()
+            await self._parts.callers.wait_turn()
             record.prepared(request.request, prepared)
             decision = self._dispatcher.route(prepared, record, deadline)
         worker, candidates = decision.worker.ref, decision.candidates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,7 +71,7 @@ async def test_others_start_when_a_decode_worker_has_the_kv_cache(
     first = group.first_prepared(prepared_of(request_of(sampling=sampling)))
     response = ResponseStream(first, "trace")
     group.first_started(response)
-    response.attempt_started(WORKER)
+    response.attempt_started(WORKER, Mock(), Mock())
     waiting = [asyncio.create_task(group.prepared(number)) for number in (1, 2)]
     for batch in range(batches):
         await asyncio.sleep(0)

@@ -46,7 +46,6 @@ class OwnDispatcher:
             await self._run(request)
 
     async def _run(self, request: AdmittedRequest) -> None:
-        request.response.attempt_started(self.ref)
         remote = self._prefills_remotely(request.prepared)
         attempts = 1
         attempt = OwnAttempt(request, self.ref, self.prefills, remote=remote)

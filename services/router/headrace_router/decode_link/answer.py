@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
@@ -13,34 +13,39 @@ from headrace_common.errors import DeadlineExceeded, HeadraceError, ProtocolViol
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import error_from_status
 
+_Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
+AddBatch: TypeAlias = Callable[[Sequence[int], _Logprobs, _Logprobs], bool]
+"""See AnswerSink.add_batch."""
+
 
 class AnswerSink(Protocol):
     """Uses the events of one request, until one of them ends it."""
 
+    vocabulary_size: int
+    """Every token is below this."""
+
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
-        ...
 
     def add_batch(
         self,
         token_ids: Sequence[int],
-        logprobs: Sequence[sampling_pb2.TokenLogprobs],
-        prompt_logprobs: Sequence[sampling_pb2.TokenLogprobs],
+        logprobs: _Logprobs,
+        prompt_logprobs: _Logprobs,
     ) -> bool:
-        """New tokens. Without room for more it returns False, and calls `LinkedAnswer.return_credit` later."""
-        ...
+        """New tokens. Without room for more it returns False, and calls `LinkedAnswer.return_credit` later.
+
+        With `LinkedAnswer.forward`, they go elsewhere.
+        """
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The request has ended."""
-        ...
 
     def worker_failed(self, error: HeadraceError) -> None:
         """The request has failed on the worker, or has no answer in time."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """Another method has raised an error."""
-        ...
 
 
 class LinkedAnswer:
@@ -50,12 +55,14 @@ class LinkedAnswer:
     """
 
     __slots__ = (
+        "_add",
         "_allowed_tokens",
         "_on_used",
         "_prompt_logprobs",
         "_sink",
         "_timer",
         "_used_tokens",
+        "_vocabulary_size",
         "_window_tokens",
         "reserved_ns",
         "stream_id",
@@ -78,8 +85,14 @@ class LinkedAnswer:
         self._used_tokens = 0
         self._on_used = on_used
         self._sink = sink
+        self._add: AddBatch = sink.add_batch
+        self._vocabulary_size = sink.vocabulary_size
         self._prompt_logprobs: list[sampling_pb2.TokenLogprobs] = []
         self._timer: asyncio.TimerHandle | None = None
+
+    def forward(self, add: AddBatch) -> None:
+        """From now on `add` gets new tokens in place of the sink."""
+        self._add = add
 
     def expire_after(self, seconds: float) -> None:
         """Fails the request then, unless it has ended."""
@@ -93,7 +106,7 @@ class LinkedAnswer:
         if self._timer is not None:
             self._timer.cancel()
         sink = self._sink
-        del self._sink
+        del self._sink, self._add
         return sink
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
@@ -104,15 +117,13 @@ class LinkedAnswer:
         except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
             self._sink.fail(error)
 
-    def add_prompt_logprobs(self, logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, logprobs: _Logprobs) -> None:
         """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
         self._prompt_logprobs += logprobs
         if len(self._prompt_logprobs) > PROMPT_LOGPROBS_VALUES_MAX:
             raise ProtocolViolation("the worker sent more prompt logprobs than a request may have")
 
-    def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
-    ) -> None:
+    def add_tokens(self, token_ids: Sequence[int], logprobs: _Logprobs = ()) -> None:
         """New tokens. Raises ProtocolViolation when they are more than the credit allows."""
         count = len(token_ids)
         self._allowed_tokens -= count
@@ -122,13 +133,23 @@ class LinkedAnswer:
             )
         if not count:
             return
+        if max(token_ids) >= self._vocabulary_size:
+            # Those after it would join what came before.
+            self._add = _ignore
+            self._sink.worker_failed(
+                ProtocolViolation(
+                    f"sent token {max(token_ids)}, and the vocabulary has {self._vocabulary_size}"
+                )
+            )
+            return
         self._used_tokens += count
-        prompt_logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
+        prompt_logprobs: _Logprobs = ()
         if self._prompt_logprobs:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         try:
-            has_room = self._sink.add_batch(token_ids, logprobs, prompt_logprobs)
+            has_room = self._add(token_ids, logprobs, prompt_logprobs)
         except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
+            self._add = _ignore
             self._sink.fail(error)
         else:
             if has_room and self._used_tokens * 2 >= self._window_tokens:
@@ -156,6 +177,11 @@ class LinkedAnswer:
     def fail(self, error: HeadraceError) -> None:
         """The request has failed."""
         self.close().worker_failed(error)
+
+
+def _ignore(token_ids: Sequence[int], logprobs: _Logprobs, prompt_logprobs: _Logprobs) -> bool:
+    """The tokens of a request that has failed."""
+    return True
 
 
 class LinkedAnswers:

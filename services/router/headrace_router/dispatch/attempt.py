@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,7 +44,6 @@ from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing.attempt_record import RoutedAttempt
-from headrace_router.workers.directory import PlacedPrompt
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,13 +66,13 @@ class Attempt(RunningAttempt):
         ticket_key_id: bytes,
         first_token: Policy = BY_DECODE,
         bounds: bounds_pb2.TokenBounds | None = None,
-        prompt: PlacedPrompt | None = None,
+        on_computed: Callable[[], None] = lambda: None,
     ) -> None:
         """`record` gets the steps.
 
         `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, None without one.
-        `ticket_key_id` is that of the key that signs the handoff tickets. `prompt` counts the prompt on the worker that
-        should compute it. None leaves that to the queue.
+        `ticket_key_id` is that of the key that signs the handoff tickets. `on_computed` is called once or more when the
+        prompt is computed, or is not to be computed.
         """
         super().__init__(request, decision.worker.ref, remote=decision.remote)
         self._record = record
@@ -81,11 +81,12 @@ class Attempt(RunningAttempt):
         self._decision = decision
         self._terms = terms
         self._first_token_by = first_token
-        self._prompt = prompt
+        self._on_computed = on_computed
         self._queued: QueuedTask | None = None
         self._received_tokens = False
         self._prefill_failed = False
-        self._ended_by_prefill = False
+        self._decode_waits = False
+        """Whether the answer has the first token of prefill, and decode has not."""
         self._calling: asyncio.Future[Any] | None = None
         """Sends the first token of prefill to decode."""
         self._expected: ExitStack | None = None
@@ -134,7 +135,7 @@ class Attempt(RunningAttempt):
         self._record.ended(queued)
         # After decode's end, the worker's TaskDone is on its way.
         succeeded = ended.done() and not ended.cancelled() and ended.exception() is None
-        if queued is not None and (self._ended_by_prefill or not succeeded):
+        if queued is not None and (self._decode_waits or not succeeded):
             queued.cancel()
 
     def failure(self, error: HeadraceError) -> FailedAttempt:
@@ -146,6 +147,12 @@ class Attempt(RunningAttempt):
             prefill_failed=self._prefill_failed,
             decode_generated=self._generates,
         )
+
+    def outcome_of(self, reason: sampling_pb2.FinishReason.ValueType) -> AttemptOutcome:
+        if self._decode_waits and self._reserved is not None:
+            # No KV was sent.
+            return AttemptOutcome(reason, self._reserved.start_token)
+        return super().outcome_of(reason)
 
     def worker_failed(self, error: HeadraceError) -> None:
         """The decode worker has failed, or the deadline has passed."""
@@ -170,7 +177,7 @@ class Attempt(RunningAttempt):
             if reserved.start_token >= reserved.end_token:
                 queued, self._queued = self._queued, None
                 queued.cancel()
-                self._prompt_computed()
+                self._on_computed()
             elif self._queued.first_token.done():
                 self._use_first_token(self._queued)
 
@@ -204,7 +211,7 @@ class Attempt(RunningAttempt):
         if queued is None:
             return
         if queued.outcome.done():
-            self._prompt_computed()
+            self._on_computed()
         if self.ended.done() or self._generates:
             return
         try:
@@ -232,25 +239,24 @@ class Attempt(RunningAttempt):
         if reserved is None or reserved.admitted or self._calling is not None:
             return
         first, prepared = queued.first_token.result(), self._prepared
-        size = prepared.codec.vocabulary_size
-        if first.token_id >= size:
+        if first.token_id >= self.vocabulary_size:
             self._prefill_failed = True
             raise ProtocolViolation(
-                f"prefill worker {queued.worker} sent token {first.token_id}, and the vocabulary has {size}"
+                f"prefill worker {queued.worker} sent token {first.token_id}, and the vocabulary has "
+                f"{self.vocabulary_size}"
             )
+        self._decode_waits = True
         self.response.begins_by(BY_PREFILL)
         self.response.add_tokens(
             [first.token_id], [first.logprobs] if first.HasField("logprobs") else []
         )
-        reason = sampling_pb2.FINISH_REASON_UNSPECIFIED
-        if self.response.stopped or first.token_id in prepared.stop_token_ids:
-            reason = sampling_pb2.FINISH_REASON_STOP
+        if first.token_id in prepared.stop_token_ids:
+            self._end(self.outcome_of(sampling_pb2.FINISH_REASON_STOP))
         elif prepared.sampling.max_tokens == 1:
-            reason = sampling_pb2.FINISH_REASON_LENGTH
-        if reason:
-            self._ended_by_prefill = True
-            self._end(AttemptOutcome(reason, reserved.start_token))
+            self._end(self.outcome_of(sampling_pb2.FINISH_REASON_LENGTH))
+        if self.ended.done():
             return
+        self._decode_waits = False
         stub = decode_pb2_grpc.DecodeServiceStub(self._links.channel)
         request = decode_pb2.SetFirstTokenRequest(
             transfer_id=self._call.transfer_id,
@@ -291,8 +297,10 @@ class Attempt(RunningAttempt):
             self.response.begins_by(FROM_HIDDEN_STATE)
         # The token from a hidden state alone does not prove that prefill has succeeded.
         self._generates = not from_state or count > 1
+        if self._generates:
+            self._answer.forward(self.response.add_tokens)
         self._received_tokens = True
-        self._prompt_computed()
+        self._on_computed()
 
     def _drained(self) -> None:
         self._answer.return_credit()
@@ -301,17 +309,16 @@ class Attempt(RunningAttempt):
         if self._expected is not None:
             self._expected.close()
 
-    def _prompt_computed(self) -> None:
-        if self._prompt is not None:
-            self._prompt.computed()
-            self._prompt = None
-
     def _explained(self, error: HeadraceError) -> HeadraceError:
         """The error with the worker's name. A client would take a rejected credential for its own API key."""
         if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
             return DeadlineExceeded.waiting_for(self._waited_for())
         if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
             return self._gone(f"vanished: {error.detail}", error)
+        if isinstance(error, ProtocolViolation):
+            ref = self.decode_worker
+            metadata = {**error.metadata, "worker_id": ref.worker_id}
+            return ProtocolViolation(f"decode worker {ref} {error.detail}", metadata=metadata)
         if isinstance(error, Unauthenticated):
             return self._gone(f"rejected this router: {error.detail}", error)
         return error

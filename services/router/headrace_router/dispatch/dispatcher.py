@@ -8,22 +8,18 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, QueueFull, WorkerGone
 from headrace_common.logs import CauseLog
-from headrace_frontend.request.images import PromptImages
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord, now_us
-from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
-from headrace_kv.layout import WorkerRef
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
@@ -34,7 +30,7 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
 from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
-from headrace_router.workers.directory import PlacedPrompt, WorkerDirectory
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Numbers, Worker
 from headrace_router.workers.under_way import PromptUnderWay
 
@@ -95,13 +91,13 @@ class RequestDispatcher:
             if load_reservation is None:
                 retries.exclude_worker(worker)
                 continue
-            prompt: PlacedPrompt | None = None
-            if decision.prefill is not None or not decision.remote:
-                prompt = self.workers.expect_prompt(
-                    PromptUnderWay(decision.prefill or worker, token_ids, prepared.cache_salt),
-                    decision.missing_tokens,
-                    decision.cached_tokens,
-                )
+            # The queue chooses the worker that computes the prompt, where none is planned.
+            unplanned = decision.remote and decision.prefill is None
+            on_computed = self.workers.expect_prompt(
+                PromptUnderWay(decision.prefill or worker, token_ids, prepared.cache_salt),
+                0 if unplanned else decision.missing_tokens,
+                decision.cached_tokens,
+            )
             try:
                 if worker in retries.avoided:
                     pause_s = min(_AVOIDED_WORKER_PAUSE_S, request.deadline.remaining_s())
@@ -118,13 +114,11 @@ class RequestDispatcher:
                     ticket_key_id=self.ticket_key_id,
                     first_token=maker if decision.remote else BY_DECODE,
                     bounds=targets.bounds(started=generated > 0),
-                    prompt=prompt,
+                    on_computed=on_computed,
                 )
-                response.attempt_started(worker)
                 outcome = await self._outcome_of(request, attempt, number, retries)
             finally:
-                if prompt is not None:
-                    prompt.computed()
+                on_computed()
                 load_reservation.release()
         if outcome is None:
             # The response is complete, but no attempt reported Finished.
@@ -160,33 +154,16 @@ class RequestDispatcher:
         return self._route(request, token_ids, attempt, deadline, retries, targets, maker)
 
     def task_terms(
-        self,
-        worker: Worker,
-        token_ids: array[int],
-        cache_salt: str,
-        deadline: Deadline,
-        *,
-        avoid: frozenset[WorkerRef] = frozenset(),
-        front: bool = False,
-        priority: Priority = Priority.NORMAL,
-        tenant: str = DEFAULT_TENANT,
-        planned: WorkerRef | None = None,
-        images: PromptImages = (),
+        self, worker: Worker, token_ids: array[int], cache_salt: str, asked: TaskTerms
     ) -> TaskTerms:
-        """The terms of a prefill task for decode worker `worker`."""
+        """`asked`, with what follows from the prompt and from decode worker `worker`."""
         refs = self.queue.workers.pulling().get(fingerprint(worker.layout), frozenset())
-        cached = self.prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
-        return TaskTerms(
-            deadline_s=deadline.monotonic_s,
+        return replace(
+            asked,
             # A worker of both roles has no KV to hand over to itself.
-            avoid=avoid | self.workers.distrusted(worker.ref).keys() | {worker.ref},
-            cached=cached,
+            avoid=asked.avoid | self.workers.distrusted(worker.ref).keys() | {worker.ref},
+            cached=self.prefixes.cached_refs(worker.model, token_ids, cache_salt, refs),
             returns_max=self._budget,
-            front=front,
-            priority=priority,
-            tenant=tenant,
-            planned=planned,
-            images=images,
         )
 
     def _new_record(self, request: RequestRecord, number: int) -> RoutedAttempt:
@@ -208,24 +185,19 @@ class RequestDispatcher:
         `_route`, because nothing is awaited in between.
         """
         retries.readmit_full_workers()
-        if not attempts or not request.response.completion_tokens:
+        continues = bool(attempts and request.response.completion_tokens)
+        limit_s, pause_s = retries.wait_left_s, _POLL_INTERVAL_S
+        if not continues:
             await self.workers.wait_for_worker(request.prepared.model, request.deadline)
-            if retries.full:
-                await self._wait_for_slot(request, retries)
-            return
-        give_up = Deadline.after(min(retries.wait_left_s, request.deadline.remaining_s()))
-        while not give_up.expired:
+            if not retries.full:
+                return
+            # Every worker that could serve the request may have had no free slot just now.
+            limit_s, pause_s = math.inf, TAKEN_SLOT_PAUSE_S
+        give_up = Deadline.after(min(limit_s, request.deadline.remaining_s()))
+        while (continues or retries.full) and not give_up.expired:
             if self._available(request.prepared, retries):
                 return
-            await asyncio.sleep(_POLL_INTERVAL_S)
-            retries.readmit_full_workers()
-
-    async def _wait_for_slot(self, request: AdmittedRequest, retries: RetryState) -> None:
-        """Waits while every worker that could serve the request had no room for it just now."""
-        while retries.full and not request.deadline.expired:
-            if self._available(request.prepared, retries):
-                return
-            if retries.needs_blocks:
+            if retries.needs_blocks and not continues:
                 try:
                     await request.wait_for_room()
                 except QueueFull as error:
@@ -233,7 +205,7 @@ class RequestDispatcher:
                     raise retries.last_error or error from None
                 retries.readmit_full_workers(math.inf)
                 return
-            await asyncio.sleep(min(TAKEN_SLOT_PAUSE_S, request.deadline.remaining_s()))
+            await asyncio.sleep(min(pause_s, give_up.remaining_s()))
             retries.readmit_full_workers()
 
     def _available(self, request: PreparedRequest, retries: RetryState) -> bool:
@@ -331,18 +303,16 @@ class RequestDispatcher:
         if not decision.remote:
             return None
         prepared = request.prepared
-        return self.task_terms(
-            decision.worker,
-            token_ids,
-            prepared.cache_salt,
-            request.deadline,
-            avoid=retries.failed,
+        asked = TaskTerms(
+            request.deadline.monotonic_s,
+            retries.failed,
             front=retries.prefill_excluded or request.response.completion_tokens > 0,
             priority=prepared.priority,
             tenant=prepared.tenant,
             planned=decision.prefill,
             images=request.prepared.images,
         )
+        return self.task_terms(decision.worker, token_ids, prepared.cache_salt, asked)
 
     async def _outcome_of(
         self, request: AdmittedRequest, attempt: Attempt, number: int, retries: RetryState

@@ -37,7 +37,7 @@ from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
+from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome, TaskTerms
 from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
@@ -92,13 +92,9 @@ class OwnPrompts:
             trace_id = trace.format_trace_id(context.trace_id)
             self.start_trace(trace_id, request.request_id, time.time_ns())
         self._reject_repeated(request.transfer_id)
+        asked = TaskTerms(deadline.monotonic_s, priority=priority, tenant=tenant)
         terms = self.dispatcher.task_terms(
-            worker=worker,
-            token_ids=array("I", request.token_ids),
-            cache_salt=request.cache_salt,
-            deadline=deadline,
-            priority=priority,
-            tenant=tenant,
+            worker, array("I", request.token_ids), request.cache_salt, asked
         )
         queued = self.queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
         record = RoutedAttempt(now_us(), worker_clocks=self.clocks)

@@ -168,11 +168,6 @@ RULES: Final = (
 )
 
 
-def classify_failure(failed: FailedAttempt, *, client_has_tokens: bool) -> Rule:
-    """The rule that applies to a failed attempt."""
-    return next(rule for rule in RULES if rule.matches(failed, client_has_tokens))
-
-
 class RetryState:
     """The failures of one request so far, and the retries that are left.
 
@@ -255,7 +250,7 @@ class RetryState:
         self.last_error = failed.error
         if failed.decode_generated or not self._waiting_since_s:
             self._waiting_since_s = time.monotonic()
-        rule = classify_failure(failed, client_has_tokens=client_has_tokens)
+        rule = next(rule for rule in RULES if rule.matches(failed, client_has_tokens))
         self._exclude_workers(rule, failed)
         return self._may_retry(rule.retry, slot_wait_s) and time_left_s > rule.time_left_min_s
 

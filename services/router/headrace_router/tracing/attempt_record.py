@@ -78,7 +78,6 @@ class RoutedAttempt(AttemptRecord):
     transfer_id: str = ""
     number: int = 0
     generated_tokens: int = 0
-    begin: int = 0
     reason: str = ""
     """That of its error."""
     prefill_worker_id: str = ""
@@ -104,7 +103,7 @@ class RoutedAttempt(AttemptRecord):
 
     def started(self, context: SpanContext, transfer_id: str, *, generated_tokens: int) -> None:
         """The attempt has these ids. `generated_tokens` are those that the answer has already."""
-        self.context, self.transfer_id, self.begin = context, transfer_id, now_us()
+        self.context, self.transfer_id = context, transfer_id
         self.generated_tokens = generated_tokens
 
     def opened(
@@ -134,12 +133,12 @@ class RoutedAttempt(AttemptRecord):
     def update(self) -> None:
         answer, queued = self._answer, self._queued
         if answer is not None:
-            self.reserved = _us_or_none(answer.reserved_ns)
+            self.reserved = answer.reserved_ns // 1_000 or None
             if answer.times is not None and self.decision is not None:
                 self._add_decode(answer, answer.times, self.decision.worker.ref.worker_id)
         if queued is not None:
-            self.reserved = self.queued = _us_or_none(queued.queued_ns)
-            self.pulled = _us_or_none(queued.pulled_ns)
+            self.reserved = self.queued = queued.queued_ns // 1_000
+            self.pulled = queued.pulled_ns // 1_000 or None
             if queued.worker is not None and queued.pulled_ns:
                 self._add_prefill(queued, queued.worker.worker_id)
 
@@ -220,7 +219,7 @@ class RoutedAttempt(AttemptRecord):
         yield maker.of_steps(
             schema.SPAN_ATTEMPT,
             request.context,
-            (self.begin, self.end),
+            (self.start or self.route_end, self.end),
             self._attributes(request, decision),
             self.error,
             context=own,
@@ -370,10 +369,6 @@ def regret_of(request: RequestRecord) -> Regret | None:
     estimates = [(other.estimate_s(prompt_s), other) for other in decision.others]
     estimate_s, best = min(estimates, key=lambda pair: pair[0])
     return Regret(best, observed_s - estimate_s)
-
-
-def _us_or_none(time_ns: int) -> int | None:
-    return time_ns // 1_000 if time_ns else None
 
 
 def _route_attributes(decision: Decision) -> Attributes:

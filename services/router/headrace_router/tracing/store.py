@@ -53,9 +53,9 @@ class TraceStore:
     """
 
     def __init__(
-        self, limits: TraceLimits, on_dropped: Callable[[str, int], None] = lambda _, __: None
+        self, limits: TraceLimits, on_dropped: Callable[[int, str], None] = lambda _, __: None
     ) -> None:
-        """`on_dropped` is called with a DROPPED_ reason and a number of spans, in any thread."""
+        """`on_dropped` is called with a number of spans and a DROPPED_ reason, in any thread."""
         self._limits = limits
         self._on_dropped = on_dropped
         self._lock = threading.Lock()
@@ -188,7 +188,7 @@ class TraceStore:
 
     def _report(self, dropped: dict[str, int]) -> None:
         for reason, count in dropped.items():
-            self._on_dropped(reason, count)
+            self._on_dropped(count, reason)
 
     def _remove_oldest(self) -> TraceRecord:
         _, record = (self._ordinary or self._kept).popitem(last=False)

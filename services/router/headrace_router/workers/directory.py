@@ -88,34 +88,8 @@ class _Registered:
     worker: Worker
 
 
-class PlacedPrompt:
-    """A prompt that counts as work of the worker that computes it, until `computed`.
-
-    Until then it is among `under_way`, too.
-    """
-
-    def __init__(
-        self,
-        connection: WorkerConnection,
-        tokens: int,
-        cached_tokens: int,
-        prompt: PromptUnderWay,
-        under_way: PromptsUnderWay,
-    ) -> None:
-        self._connection: WorkerConnection | None = connection
-        self._prompt = prompt
-        self._under_way = under_way
-        under_way.add(prompt)
-        self._number = connection.prompts.add(tokens, time.monotonic(), cached_tokens)
-        connection.prompts_changed()
-
-    def computed(self) -> None:
-        """The prompt needs no more compute. Repeats are ignored."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._under_way.remove(self._prompt)
-            connection.prompts.remove(self._number, time.monotonic())
-            connection.prompts_changed()
+def _ignore() -> None:
+    """There is no prompt to compute."""
 
 
 class WorkerDirectory:
@@ -302,15 +276,24 @@ class WorkerDirectory:
 
     def expect_prompt(
         self, prompt: PromptUnderWay, tokens: int, cached_tokens: int
-    ) -> PlacedPrompt | None:
-        """Counts a prompt, of which a worker is to compute `tokens` after the cached ones.
+    ) -> Callable[[], None]:
+        """Counts a prompt as work of its worker, which is to compute `tokens` after the cached ones.
 
-        None when it has left, or nothing is to compute.
+        It counts until the result is called, which may be repeated. Not at all when the worker has left.
         """
         connection = self._connections.get(prompt.ref)
         if connection is None or not tokens:
-            return None
-        return PlacedPrompt(connection, tokens, cached_tokens, prompt, self.under_way)
+            return _ignore
+        self.under_way.add(prompt)
+        number = connection.prompts.add(tokens, time.monotonic(), cached_tokens)
+        connection.prompts_changed()
+
+        def computed() -> None:
+            if self.under_way.remove(prompt):
+                connection.prompts.remove(number, time.monotonic())
+                connection.prompts_changed()
+
+        return computed
 
     async def close(self) -> None:
         """Closes every channel."""

@@ -35,13 +35,16 @@ class PromptsUnderWay:
         """A worker is to compute a prompt. Call `remove` once it has, or will not."""
         self._by_start.setdefault(_start_of(prompt.token_ids, prompt.cache_salt), {})[prompt] = None
 
-    def remove(self, prompt: PromptUnderWay) -> None:
-        """The worker announces its blocks by itself, or has none."""
+    def remove(self, prompt: PromptUnderWay) -> bool:
+        """The worker announces its blocks by itself, or has none. False for a repeat."""
         start = _start_of(prompt.token_ids, prompt.cache_salt)
-        prompts = self._by_start[start]
+        prompts = self._by_start.get(start, {})
+        if prompt not in prompts:
+            return False
         del prompts[prompt]
         if not prompts:
             del self._by_start[start]
+        return True
 
     def credited(
         self, cached_tokens: Numbers, table: LoadTable, token_ids: array[int], cache_salt: str

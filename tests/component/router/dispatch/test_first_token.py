@@ -202,7 +202,10 @@ async def test_the_trace_shows_that_the_second_token_waited_for_the_transfer(rig
     await rig.add_decode(reply("aris", after_first_token=True))
     await rig.add_prefill(send_first_token("P"))
     responses = await rig.ask(first_token=PREFILL)
-    trace = await rig.trace_of(responses[0].trace_id)
+    trace_id = responses[0].trace_id
+    # The prefill worker's report may come after the end of the answer.
+    await until(lambda: len(rig.router.traces.get(trace_id).spans) > 0)
+    trace = await rig.trace_of(trace_id)
     spans = {span.name: span for span in trace.spans}
     assert spans[schema.SPAN_REQUEST].attributes[schema.ATTRIBUTE_FIRST_TOKEN] == "prefill"
     assert spans[schema.SPAN_SECOND_TOKEN].duration.ToNanoseconds() > 0

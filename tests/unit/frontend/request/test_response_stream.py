@@ -13,6 +13,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.process.pacing import LoopLoad
 from headrace_frontend.request.response_stream import ResponseStream
+from headrace_kv.layout import WorkerRef
 from tests.kit.requests import prepared
 
 _STOP = sampling_pb2.FINISH_REASON_STOP
@@ -80,11 +81,14 @@ async def test_an_empty_response_has_a_last_message() -> None:
 
 
 async def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_counted() -> None:
-    stream = _response("END")
+    stream, stopped = _response("END"), Mock()
+    stream.attempt_started(WorkerRef("d", "1"), stopped, Mock())
     _add(stream, _tokens("xE"))
     assert not _stopped(stream)
+    stopped.assert_not_called()
     _add(stream, _tokens("NDyy"))
     assert _stopped(stream)
+    stopped.assert_called_once_with()
     _finish(stream)
     responses = await _rest(stream)
     assert "".join(response.text for response in responses) == "x"
@@ -117,9 +121,9 @@ async def test_a_slow_client_leaves_no_room_until_it_has_read(
 ) -> None:
     monkeypatch.setattr("headrace_frontend.request.response_stream.PENDING_TOKENS_MAX", 4)
     stream, drained = _response(), Mock()
+    stream.attempt_started(WorkerRef("d", "1"), Mock(side_effect=AssertionError), drained)
     assert _add(stream, _tokens("abcd"))
     assert not _add(stream, _tokens("e"))
-    stream.when_drained(drained)
     response = await stream.next_message()
     assert response is not None
     assert response.text == "abcde"

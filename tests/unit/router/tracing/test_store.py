@@ -145,7 +145,7 @@ def _filled(trace_id: str, count: int, size: int = 1_000) -> list[ResourceSpans]
 def test_bytes_per_trace_are_bounded() -> None:
     dropped: Counter[str] = Counter()
     store = TraceStore(
-        _limits(10, trace_bytes=10_000), lambda why, count: dropped.update({why: count})
+        _limits(10, trace_bytes=10_000), lambda count, why: dropped.update({why: count})
     )
     store.start_trace(_TRACE, "r1", 500)
     _add(store, *_filled(_TRACE, 20))
@@ -163,7 +163,7 @@ def test_bytes_of_all_traces_are_bounded_and_the_oldest_are_removed() -> None:
     dropped: Counter[str] = Counter()
     store = TraceStore(
         _limits(100, trace_bytes=20_000, total_bytes=50_000),
-        lambda why, count: dropped.update({why: count}),
+        lambda count, why: dropped.update({why: count}),
     )
     for number in range(20):
         store.start_trace(f"{number:032x}", f"r{number}", number)
@@ -179,7 +179,7 @@ def test_bytes_of_all_traces_are_bounded_and_the_oldest_are_removed() -> None:
 
 def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
     dropped: Counter[str] = Counter()
-    store = TraceStore(_limits(10), lambda why, count: dropped.update({why: count}))
+    store = TraceStore(_limits(10), lambda count, why: dropped.update({why: count}))
     store.start_trace(_TRACE, "r1", 500)
     _add(store, *_filled(_TRACE, 1, trace_store.SPAN_BYTES_MAX))
     _add(store, _span(schema.SPAN_TRANSFER_LINK, "01" * 9))
@@ -190,7 +190,7 @@ def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
 def test_a_request_with_too_large_a_record_is_dropped() -> None:
     dropped: Counter[str] = Counter()
     store = TraceStore(
-        _limits(10, trace_bytes=10_000), lambda why, count: dropped.update({why: count})
+        _limits(10, trace_bytes=10_000), lambda count, why: dropped.update({why: count})
     )
     store.start_trace(ended().trace_id, "r1", 500)
     store.end_request(ended(error="x" * 10_000))
