@@ -212,14 +212,15 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
+        begin = self.start or self.route_end or self.end
         earlier = request.attempts[: request.attempts.index(self)]
-        paused = max((one.end or self.begin for one in earlier), default=self.begin)
-        if self.begin - paused >= _PAUSE_MIN_US:
-            yield maker.of_steps(schema.SPAN_BACK_OFF, request.context, (paused, self.begin))
+        paused = max((one.end or begin for one in earlier), default=begin)
+        if begin - paused >= _PAUSE_MIN_US:
+            yield maker.of_steps(schema.SPAN_BACK_OFF, request.context, (paused, begin))
         yield maker.of_steps(
             schema.SPAN_ATTEMPT,
             request.context,
-            (self.start or self.route_end, self.end),
+            (begin, self.end),
             self._attributes(request, decision),
             self.error,
             context=own,

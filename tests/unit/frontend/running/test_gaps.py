@@ -13,6 +13,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import AttemptRecord, RequestRecord, now_us
+from headrace_kv.layout import WorkerRef
 from tests.kit.requests import prepared
 
 STEP_S = 0.01
@@ -108,8 +109,8 @@ async def test_a_client_that_does_not_read_is_the_cause() -> None:
     answer = Answer()
     await answer.add(20)
     drained = asyncio.Event()
+    answer.response.attempt_started(WorkerRef("d", "1"), lambda: None, drained.set)
     assert not answer.response.add_tokens([7] * 1_100)
-    answer.response.when_drained(drained.set)
     await asyncio.sleep(30.0)
     await answer.response.next_message()
     assert drained.is_set()

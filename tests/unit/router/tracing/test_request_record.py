@@ -91,6 +91,6 @@ def test_a_task_that_no_worker_pulled_has_failed_in_the_queue() -> None:
 def test_a_pause_between_two_attempts_has_a_span() -> None:
     failed, later = failed_attempt(), attempt(remote=False)
     assert schema.SPAN_BACK_OFF not in named(ended(failed, later).spans())
-    later.begin = 100_190
+    later.start = 100_190
     (pause,) = named(ended(failed, later).spans())[schema.SPAN_BACK_OFF]
     assert times_us(pause) == (190, 100_190)
