@@ -132,8 +132,8 @@ class ResponseStream:
         self._need_reader: Callable[[], None] | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
-        self._full = False
-        """Whether there is no room for more tokens."""
+        self.full = False
+        """Whether more than PENDING_TOKENS_MAX tokens are in no message."""
         self._on_stopped: Callable[[], None] = _nothing
         self._on_drained: Callable[[], None] = _nothing
         self._load = load or LoopLoad()
@@ -227,7 +227,7 @@ class ResponseStream:
         without the prompt's logprobs, if those were requested.
         """
         if self.stopped or not token_ids:
-            return not self._full
+            return not self.full
         if self._prompt is not None and self._prompt.awaited:
             self._prompt.put(prompt_logprobs)
         now_ns = time.monotonic_ns()
@@ -253,10 +253,10 @@ class ResponseStream:
                 self._flush_timer = loop.call_later(self._due_s - now_s, self._flush_late)
             else:
                 self._flush(now_s)
-        self._full = len(self._generated) - self._sent > PENDING_TOKENS_MAX
-        if self._full:
+        self.full = len(self._generated) - self._sent > PENDING_TOKENS_MAX
+        if self.full:
             self._waits_since_ns = now_ns
-        return not self._full
+        return not self.full
 
     def _add_until_stop(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
@@ -271,11 +271,6 @@ class ResponseStream:
                 self.stopped = True
                 self._on_stopped()
                 break
-
-    @property
-    def has_room(self) -> bool:
-        """Whether at most PENDING_TOKENS_MAX tokens are in no message."""
-        return not self._full
 
     def finish(
         self,
@@ -304,7 +299,8 @@ class ResponseStream:
 
     def last_message(self) -> inference_pb2.GenerateResponse | None:
         """The last message, if nothing else is to be read. None while `next_message` must be called."""
-        if self._outlet is None or self._last_message is None or self._prompt_pending:
+        prompt = self._prompt
+        if self._outlet is None or self._last_message is None or (prompt and prompt.pending):
             return None
         return self._build_message()
 
@@ -315,7 +311,7 @@ class ResponseStream:
         """
         while True:
             await self._readable.wait()
-            if self._prompt_pending:
+            if self._prompt is not None and self._prompt.pending:
                 # A reader lets others run between the parts of a prompt.
                 await asyncio.sleep(0)
             if self._sent < len(self._generated) or self._last_message is not None:
@@ -325,11 +321,6 @@ class ResponseStream:
             if self._ended:
                 return None
             self._readable.clear()
-
-    @property
-    def _prompt_pending(self) -> bool:
-        """Whether a part of the prompt's logprobs is in no message."""
-        return self._prompt is not None and self._prompt.pending
 
     def _end(self) -> None:
         """The next message is the last, or the error. It does not wait for the gap between messages."""
@@ -353,7 +344,7 @@ class ResponseStream:
 
     def _flush(self, now_s: float) -> None:
         """Sends what is pending, or lets the reader do so."""
-        outlet = self._outlet
+        outlet, prompt = self._outlet, self._prompt
         if outlet is None:
             self._readable.set()
         elif (
@@ -363,7 +354,7 @@ class ResponseStream:
             and outlet.write_text(self._pending_text())
         ):
             self._record_message(now_s)
-        elif self._prompt_pending or not outlet.writable:
+        elif (prompt and prompt.pending) or not outlet.writable:
             self._use_reader()
         else:
             outlet.write_message(self._build_message())
@@ -406,8 +397,8 @@ class ResponseStream:
         self._sent = len(self._generated)
         self._parts, self._logprobs = [], []
         self._due_s = now_s + self._share * self._load.message_sent(now_s)
-        if self._full:
-            self._full = False
+        if self.full:
+            self.full = False
             now_ns = time.monotonic_ns()
             self.client_waits.add(now_ns - self._waits_since_ns, now_ns)
             self._on_drained()

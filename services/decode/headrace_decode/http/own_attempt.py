@@ -165,7 +165,7 @@ class OwnAttempt(RunningAttempt):
 
     def _add(self, batch: _Batch) -> None:
         self.token_count += len(batch[0])
-        if self._held or not self.response.has_room:
+        if self._held or self.response.full:
             self._held.append(batch)
             return
         try:
@@ -174,7 +174,7 @@ class OwnAttempt(RunningAttempt):
             self.fail(error)
 
     def _drained(self) -> None:
-        while self._held and self.response.has_room:
+        while self._held and not self.response.full:
             self.add_batch(*self._held.popleft())
         if not self._held:
             self._then()
