@@ -180,10 +180,12 @@ def _read_webp(data: bytes, head: _Head, steps: Iterator[int]) -> None:
             next(steps)
             (size,) = struct.unpack_from("<I", data, position + 4)
             content = data[position + 8 : position + 8 + size]
-            if data[position : position + 4] == b"EXIF":
-                head.exif = content.removeprefix(_EXIF)
-            elif data[position : position + 4] == b"XMP ":
-                head.xmp = content
+            kind = data[position : position + 4]
+            # The head states which of them count.
+            if kind == b"EXIF" and data[20] & 0x08:
+                head.exif = head.exif or content.removeprefix(_EXIF)
+            elif kind == b"XMP " and data[20] & 0x04:
+                head.xmp = head.xmp or content
             position += 8 + size + size % 2
 
 
@@ -219,10 +221,10 @@ _READERS: Final[Mapping[bytes, Callable[[bytes, _Head, Iterator[int]], None]]] =
 
 
 def _exif_orientation(exif: bytes) -> int | None:
-    """The orientation in a TIFF's first list of tags."""
+    """The orientation in a TIFF's first list of tags. 0 for one that cannot be read, None without one."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
-        return None
+        return 0 if exif else None
     orientation = None
     try:
         (start,) = struct.unpack_from(f"{order}I", exif, 4)
