@@ -272,9 +272,9 @@ class RequestInput:
     up, the oldest request of the caller with the most bytes ends with QueueFull.
     """
 
-    def __init__(self, caller: str, memory: InputMemory = _INPUT) -> None:
+    def __init__(self, caller: str, memory: InputMemory | None = None) -> None:
         self.caller = caller
-        self._memory = memory
+        self._memory = memory or _INPUT
         self.size = 0
         """Bytes that have arrived, without those of a small request."""
         self._is_admitted = self._is_refused = self._is_cancelled = False
