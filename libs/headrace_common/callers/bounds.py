@@ -198,13 +198,16 @@ class InputMemory:
         self._bytes_max = bytes_max
         self._inputs: dict[str, dict[Input, int]] = {}
         self._by_caller: Counter[str] = Counter()
+        self._released = asyncio.Event()
         self._trimmed_s = -_TRIM_AFTER_S
         self.bytes = 0
         """Of all inputs."""
 
-    def has_room(self, caller: str) -> bool:
-        """Whether the inputs of a caller have less than half of the memory."""
-        return 2 * self._by_caller[caller] < self._bytes_max
+    async def wait_for_room(self, caller: str) -> None:
+        """Waits while the inputs of a caller have half of the memory or more."""
+        while 2 * self._by_caller[caller] >= self._bytes_max:
+            self._released.clear()
+            await self._released.wait()
 
     def hold(self, holder: Input, size: int) -> None:
         """Sets the bytes of an input. May end it, or others."""
@@ -224,6 +227,7 @@ class InputMemory:
             return
         self.bytes -= size
         self._by_caller[holder.caller] -= size
+        self._released.set()
         if not held:
             del self._inputs[holder.caller], self._by_caller[holder.caller]
 
@@ -251,7 +255,6 @@ COUNTED_BYTES: Final = 65_536
 """Whole requests of fewer bytes are not counted there: calls in flight bound them."""
 READS_MAX: Final = 8
 """Requests of a caller that are received at a time over gRPC. Only a complete one can be counted."""
-_ROOM_CHECK_S: Final = 0.02
 _INPUT: Final = InputMemory(INPUT_BYTES_MAX)
 _CURRENT: Final = ContextVar["RequestInput | None"]("input", default=None)
 
@@ -290,8 +293,7 @@ class RequestInput:
 
     async def wait_for_room(self) -> None:
         """Waits while the caller has half of the memory or more. So its large requests are received in turn."""
-        while not self._memory.has_room(self.caller):
-            await asyncio.sleep(_ROOM_CHECK_S)
+        await self._memory.wait_for_room(self.caller)
 
     def set_size(self, size: int) -> None:
         """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""
