@@ -18,24 +18,13 @@ from typing import Final
 TEST_FOLDER: Final = "tests"
 SUFFIXES: Final = frozenset((".a", ".c", ".cc", ".cpp", ".h", ".hpp", ".pxd", ".pyi", ".pyx"))
 UNUSED: Final = (
-    "PIL/_avif.*",
-    "PIL/_imagingcms.*",
-    "PIL/_imagingft.*",
-    "PIL/_imagingtk.*",
     "numpy/distutils",
     "numpy/f2py",
     "numpy/fft",
     "numpy/polynomial",
     "numpy/random",
-    "pillow.libs/libavif-*",
-    "pillow.libs/libbrotli*",
-    "pillow.libs/libfreetype-*",
-    "pillow.libs/libharfbuzz-*",
-    "pillow.libs/liblcms2-*",
-    "pillow.libs/libpng16-*",
 )
-"""AVIF, colour profiles, fonts and windows for Pillow; compilers, transforms and random numbers of numpy: no service
-imports them."""
+"""Compilers, transforms and random numbers of numpy: no service imports them."""
 _MOVED: Final = ".libs"
 _TESTED: Final = re.compile(r"(_simd|\w+_tests)\..*so$")
 _STRIP_TIMEOUT_S: Final = 60.0

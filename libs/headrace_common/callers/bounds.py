@@ -198,7 +198,7 @@ class InputMemory:
         self._bytes_max = bytes_max
         self._inputs: dict[str, dict[Input, int]] = {}
         self._by_caller: Counter[str] = Counter()
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._released = asyncio.Event()
         self._trimmed_s = -_TRIM_AFTER_S
         self.bytes = 0
         """Of all inputs."""
@@ -206,12 +206,8 @@ class InputMemory:
     async def wait_for_room(self, caller: str) -> None:
         """Waits while the inputs of a caller have half of the memory or more."""
         while 2 * self._by_caller[caller] >= self._bytes_max:
-            freed = asyncio.get_running_loop().create_future()
-            self._waiting.add(freed)
-            try:
-                await freed
-            finally:
-                self._waiting.discard(freed)
+            self._released.clear()
+            await self._released.wait()
 
     def hold(self, holder: Input, size: int) -> None:
         """Sets the bytes of an input. May end it, or others."""
@@ -231,11 +227,9 @@ class InputMemory:
             return
         self.bytes -= size
         self._by_caller[holder.caller] -= size
+        self._released.set()
         if not held:
             del self._inputs[holder.caller], self._by_caller[holder.caller]
-        for freed in self._waiting:
-            if not freed.done():
-                freed.set_result(None)
 
     def trim_later(self) -> None:
         """Returns freed memory to the system in a while, on a thread. Repeats are ignored until then."""
@@ -272,9 +266,9 @@ class RequestInput:
     up, the oldest request of the caller with the most bytes ends with QueueFull.
     """
 
-    def __init__(self, caller: str, memory: InputMemory = _INPUT) -> None:
+    def __init__(self, caller: str, memory: InputMemory | None = None) -> None:
         self.caller = caller
-        self._memory = memory
+        self._memory = memory or _INPUT
         self.size = 0
         """Bytes that have arrived, without those of a small request."""
         self._is_admitted = self._is_refused = self._is_cancelled = False
@@ -298,7 +292,7 @@ class RequestInput:
                 raise _no_memory() from None
 
     async def wait_for_room(self) -> None:
-        """Waits while the caller has half of the memory or more."""
+        """Waits while the caller has half of the memory or more. So its large requests are received in turn."""
         await self._memory.wait_for_room(self.caller)
 
     def set_size(self, size: int) -> None:

@@ -32,10 +32,9 @@ _REDIRECTS_MAX: Final = 3
 _FETCH_S: Final = 10.0
 # Of the headers of one response. The parser's own bound for headers and for trailers is above it.
 _HEAD_BYTES_MAX: Final = 65_536
-# Between and behind the parts of a file, such as the sizes of chunks.
-_FRAMING_BYTES_MAX: Final = 262_144
-_PIECES_MAX: Final = 16_384
-# The parser takes some 10 us for each of the parts in such a read, and other tasks have their turns between two reads.
+# Between and behind the parts of a file, such as the sizes of chunks. The parser takes some 20 us for each.
+_FRAMING_BYTES_MAX: Final = 131_072
+# Other tasks have their turns between two reads.
 _READ_BYTES: Final = 16_384
 CONCURRENT_MAX: Final = 64
 """Images that one process fetches at a time."""
@@ -189,13 +188,10 @@ async def _file_of(
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise _NotFetched("its host sent it with a content-encoding")
     sent, stream = current_input(), response.extensions["network_stream"]
-    stream.expect(IMAGE_BYTES_MAX + _FRAMING_BYTES_MAX)
+    stream.expect(_FRAMING_BYTES_MAX)
     file = bytearray()
-    pieces = 0
     async for piece in response.aiter_stream():
-        pieces += 1
-        if pieces > _PIECES_MAX:
-            raise _NotFetched(f"arrived in more than {_PIECES_MAX} chunks")
+        stream.expect(len(piece))
         if len(file) + len(piece) > IMAGE_BYTES_MAX or not room.fill(len(piece)):
             raise _NotFetched(
                 f"has more than {IMAGE_BYTES_MAX} bytes, or more than {IMAGES_BYTES_MAX} with the other images; "
@@ -234,7 +230,9 @@ class _BoundedStream(httpcore2.AsyncNetworkStream):
         data = await self._stream.read(min(max_bytes, _READ_BYTES), timeout)
         self._left_bytes -= len(data)
         if self._left_bytes < 0:
-            raise _NotFetched("its host sent headers or trailers that are too long")
+            raise _NotFetched(
+                "its host sent too much beside the file, such as headers, tiny chunks or trailers"
+            )
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:

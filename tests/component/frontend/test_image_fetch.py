@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace_common.errors import InvalidRequest
+from headrace_common.callers.bounds import InputMemory, RequestInput
+from headrace_common.errors import InvalidRequest, QueueFull
+from headrace_common.limits import IMAGES_MAX
 from headrace_frontend.openai import image_fetch
-from headrace_frontend.openai.image_fetch import ImageFetcher
+from headrace_frontend.openai.image_fetch import CONCURRENT_OF_TENANT_MAX, ImageFetcher
 from headrace_frontend.openai.messages import MessageBody
 from headrace_text.hugging_face import HuggingFaceCodec
 from tests.image_models import image_file, write_image_model
 from tests.suite.certificates import Authority
+from tests.waiting import until
 
 IMAGE = image_file()
 FOUND = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(IMAGE), IMAGE)
@@ -204,6 +207,74 @@ async def test_an_answer_that_is_no_image_is_named(
     async with host(a=answer) as there:
         why = await refusal((there.name,), codec, f"http://{there.name}/a")
         assert any(word in why for word in remedy.split("|")), why
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"x: " + b"x" * 1_000 + b"\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+        (HEAD, b"1;" + b"x" * 1_000),
+        (HEAD, b"1;x=" + b"x" * 1_000 + b"\r\nx\r\n"),
+        (HEAD, b"1\r\nx\r\n" * 1_000),
+        (HEAD + b"1\r\nx\r\n0\r\n", b"x: " + b"x" * 1_000 + b"\r\n"),
+    ],
+)
+async def test_an_endless_answer_ends_by_its_bytes(
+    codec: HuggingFaceCodec, parts: tuple[bytes, bytes]
+) -> None:
+    """Of headers, interim responses, extensions, chunks or trailers."""
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        start, more = parts
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(start)
+        with suppress(ConnectionError):
+            while True:
+                writer.write(more)
+                await writer.drain()
+                sent += len(more)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await refusal((name,), codec, f"http://{name}/a")
+    # With what the system keeps of a connection.
+    assert sent < 16 * 2**20
+
+
+async def test_a_tenant_fetches_few_images_at_a_time(codec: HuggingFaceCodec) -> None:
+    async with host(a=FOUND) as there:
+        fetcher = ImageFetcher((there.name,))
+        slow = [f"http://{there.name}/slow{number}" for number in range(IMAGES_MAX)]
+        fetching = [asyncio.create_task(fetcher.fetch(chat(*slow), codec, "a")) for _ in range(2)]
+        await until(lambda: len(there.heads) == CONCURRENT_OF_TENANT_MAX)
+        messages = chat(f"http://{there.name}/a")
+        await fetcher.fetch(messages, codec, "b")
+        assert files_of(messages) == [IMAGE]
+        assert len(there.heads) == CONCURRENT_OF_TENANT_MAX + 1
+        for task in fetching:
+            task.cancel()
+        await asyncio.gather(*fetching, return_exceptions=True)
+
+
+async def test_the_bytes_of_an_image_count_as_they_arrive(codec: HuggingFaceCodec) -> None:
+    """They are what the client sends, until its request is admitted with them or refused."""
+    memory = InputMemory(2**22)
+    large = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % 2**20 + bytes(2**20)
+    async with host(a=FOUND, large=large) as there:
+        fetcher, other = ImageFetcher((there.name,)), RequestInput("b", memory)
+        with RequestInput("a", memory) as sent:
+            await fetcher.fetch(chat(*[f"http://{there.name}/a"] * 2), codec, "a")
+            assert memory.bytes == sent.size == 2 * len(IMAGE)
+        other.add(2**20)
+        with pytest.raises(QueueFull), RequestInput("a", memory) as sent:
+            await fetcher.fetch(chat(*[f"http://{there.name}/large"] * 4), codec, "a")
+        assert memory.bytes == other.size
 
 
 async def test_the_images_of_a_request_are_bounded(

@@ -13,11 +13,13 @@ import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.callers import bounds as callers
 from headrace_common.callers.bounds import (
     REFUSED_BODY,
     REFUSED_CALLS,
     REFUSED_KEY,
     CallerBounds,
+    InputMemory,
     host_of_peer,
 )
 from headrace_common.client_config import ClientFacingConfig
@@ -154,6 +156,43 @@ async def test_a_request_is_parsed_in_the_turn_of_its_caller(
         assert not asking.done()
         turn.set()
         assert isinstance(await asking, InvalidRequest)
+
+
+async def test_the_bytes_of_requests_count_for_their_caller_on_arrival(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest request of the caller with most bytes is refused, and small ones are not counted."""
+    monkeypatch.setattr(callers, "_INPUT", memory := InputMemory(2**22))
+    tokens = inference_pb2.TokenIds(ids=[1] * 2**21)
+    body = inference_pb2.GenerateRequest(generated=tokens).SerializeToString()
+    async with _served(Counter()) as it:
+        first = asyncio.create_task(it.ask("a", body))
+        await until(lambda: memory.bytes == len(body), _WAIT_S)
+        others = [asyncio.create_task(it.ask("b", body)), asyncio.create_task(it.ask("b"))]
+        await until(lambda: it.bounds.calls("tenant:b") == 2, _WAIT_S)
+        error = await _error_of(first)
+        assert isinstance(error, QueueFull)
+        assert error.metadata["queue"] == "input"
+        it.servicer.release.set()
+        assert await asyncio.gather(*others) == ["answer"] * 2
+        await until(lambda: memory.bytes == 0, _WAIT_S)
+
+
+async def test_few_requests_of_a_caller_are_received_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interceptor, "READS_MAX", 1)
+    async with _served(Counter()) as it:
+        generate: Any = it.channel.stream_stream(f"/{_SERVICE}/Generate")
+        slow = generate(metadata=(("x-tenant", "a"),), timeout=_WAIT_S)
+        await until(lambda: it.bounds.calls("tenant:a") == 1, _WAIT_S)
+        waiting = asyncio.create_task(it.ask("a"))
+        await until(lambda: it.bounds.calls("tenant:a") == 2, _WAIT_S)
+        it.servicer.release.set()
+        assert await it.ask("b") == "answer"
+        assert not waiting.done()
+        slow.cancel()
+        assert await waiting == "answer"
 
 
 async def test_an_open_call_ends_after_its_key_was_removed() -> None:

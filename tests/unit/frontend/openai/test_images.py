@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from base64 import b64encode
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from headrace_common.deadlines import Deadline
+from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_text.hugging_face import HuggingFaceCodec
 from tests.image_models import image_file, write_image_model
 from tests.kit.openai_app import CONTEXT, LocalApp, Reply
@@ -178,3 +182,27 @@ async def test_a_model_of_text_refuses_images_before_they_are_fetched() -> None:
         assert reply.status == 400
         assert "this model takes no images" in reply.error["message"]
         assert reply.error["param"] == "messages[0].content[0].image_url.url"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_an_image_is_fetched_once_the_request_is_admitted(
+    app: LocalApp, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    steps: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def admitted(tenant: str, deadline: Deadline) -> AsyncIterator[None]:
+        steps.append("admitted")
+        yield
+        steps.append("left")
+
+    async def get(fetcher: ImageFetcher, url: str, room: object) -> bytes:
+        steps.append(url)
+        return IMAGE
+
+    monkeypatch.setattr(app.runner, "admitted", admitted)
+    monkeypatch.setattr(ImageFetcher, "_get", get)
+    content = [part("https://images.test/a.png")]
+    reply = await app.post(path, {"messages": [{"role": "user", "content": content}]})
+    assert reply.status == 200, reply.body
+    assert steps == ["admitted", "https://images.test/a.png", "left"]

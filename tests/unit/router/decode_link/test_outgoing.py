@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import image_pb2, inference_pb2
 from headrace_router.decode_link.link import OutgoingRequests
 
 
@@ -38,6 +38,18 @@ def test_long_messages_are_split_and_a_long_request_goes_alone() -> None:
     assert [stream_id for ids in opens for stream_id in ids] == [1, 2, 3, 4, 5]
     assert [4] in opens
     assert cancels == list(range(100, 200))
+
+
+def test_a_request_with_images_goes_alone_with_them() -> None:
+    outgoing = OutgoingRequests(1_000)
+    image = image_pb2.PromptImage(data=bytes(5_000))
+    outgoing.open(*opening(1))
+    outgoing.open(*opening(2), (image,))
+    outgoing.open(*opening(3))
+    opens = []
+    while (message := outgoing.next_message()) is not None:
+        opens.append([(one.stream_id, len(one.request.images)) for one in message.opens])
+    assert opens == [[(1, 0)], [(2, 1)], [(3, 0)]]
 
 
 def test_the_interval_between_tokens_goes_with_the_next_message() -> None:
