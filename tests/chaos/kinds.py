@@ -97,9 +97,9 @@ def to_proto(request: ChaosRequest) -> inference_pb2.GenerateRequest:
 def second_turn(
     first: inference_pb2.GenerateRequest, answer: str
 ) -> tuple[inference_pb2.GenerateRequest, inference_pb2.GenerateRequest]:
-    """The next turn of a stored conversation, as it is sent, and with all messages of which its prompt is made."""
+    """The next turn of a stored conversation, as it is sent, and with all its messages."""
     sent = inference_pb2.GenerateRequest(sampling=first.sampling, resume=first.request_id)
-    whole = inference_pb2.GenerateRequest(chat=first.chat)
+    whole = inference_pb2.GenerateRequest(sampling=first.sampling, chat=first.chat)
     whole.chat.messages.add(role="assistant", content=answer)
     for chat in (sent.chat, whole.chat):
         chat.messages.add(role="user", content="and then?")

@@ -70,7 +70,8 @@ class _Stream:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    is_whole: bool = False
+    is_stored: bool = True
+    """Whether the router of the request has the whole answer, if it was asked to store it."""
 
 
 class Clients:
@@ -129,8 +130,8 @@ class Clients:
         sent = to_proto(request)
         stream = await self._answered(request, sent, sent)
         # A client that cancels may have all tokens, but not the end of the answer, with which it is stored.
-        ended = stream.is_whole and request.cancel_after_s is None
-        if request.kind is Kind.CONVERSATION and ended:
+        is_stored = stream.is_stored and request.cancel_after_s is None
+        if request.kind is Kind.CONVERSATION and is_stored:
             await self._answered(request, *second_turn(sent, stream.text))
 
     async def _answered(
@@ -139,7 +140,7 @@ class Clients:
         sent: inference_pb2.GenerateRequest,
         whole: inference_pb2.GenerateRequest,
     ) -> _Stream:
-        """Judges the answer. The prompt is made of `whole`."""
+        """Judges the answer. `whole` has all messages of the conversation."""
         expected = self._model.expected_tokens(
             self._folder.prompt_of(whole), request.answer_tokens, adapter=adapter_of(request)
         )
@@ -148,20 +149,22 @@ class Clients:
         started_s = time.monotonic()
         error = await self._attempt(request, sent, request.router, stream)
         if _is_of_router(error):
-            # A client may retry once when its router stops, and sends the tokens that it has.
+            # A client may retry once when its router stops, and sends the messages and tokens that it has.
             what = "gone on with" if stream.tokens else "retried"
             self._outcomes.count(request, f"{what} on another router")
             await asyncio.sleep(0.05)
             still_s = self._outcomes.stood_still_s
             started_s = time.monotonic()
-            sent.generated.ids.extend(stream.tokens)
-            error = await self._attempt(request, sent, request.router + 1, stream)
+            again = inference_pb2.GenerateRequest()
+            again.CopyFrom(whole)
+            again.generated.ids.extend(stream.tokens)
+            again.store = False
+            error = await self._attempt(request, again, request.router + 1, stream)
+            stream.is_stored = False
         elapsed_s = time.monotonic() - started_s
         late_s = self._late_s + self._outcomes.stood_still_s - still_s
-        stream.is_whole = error is None and tuple(stream.tokens) == expected
+        stream.is_stored &= error is None and tuple(stream.tokens) == expected
         self._judge(request, expected, stream.tokens, error, elapsed_s, late_s)
-        # The text of a stream in two parts is stored in parts.
-        stream.is_whole &= not sent.generated.ids
         return stream
 
     async def _attempt(
