@@ -206,7 +206,7 @@ class _Reporting:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    while error is not None:
+    while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
