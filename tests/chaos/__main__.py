@@ -57,6 +57,7 @@ def main() -> int:
         tiers=arguments.tiers,
         pool=arguments.pool,
         both=arguments.both,
+        mixed=True,
     )
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     console = Console(width=110)
@@ -81,6 +82,7 @@ def show(report: ChaosReport, console: Console) -> None:
         ("messages", report.wire_faults),
         ("tiers", report.tier_counts),
         ("requests", outcomes.counts),
+        *((f"kind {kind}", counts) for kind, counts in sorted(outcomes.kinds.items())),
     ):
         table.add_section()
         for what, count in sorted(counts.items()):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import grpc.aio
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -24,7 +24,8 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.sim.model.model import SimModel
-from tests.chaos.plan import ChaosRequest
+from tests.chaos.kinds import ModelFolder, adapter_of, second_turn, to_proto
+from tests.chaos.plan import ChaosRequest, Kind
 
 _TICK_S = 0.05
 # The router's own reason.
@@ -39,6 +40,8 @@ class Outcomes:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """The same counts by the kinds of the requests."""
     violations: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
@@ -51,9 +54,24 @@ class Outcomes:
         self.errors.append(line)
         self.on_error(line)
 
+    def count(self, request: ChaosRequest, what: str) -> None:
+        """Counts what a request has met."""
+        self.counts[what] += 1
+        self.kinds[request.kind][what] += 1
+
     def violated(self, request: ChaosRequest, what: str) -> None:
-        self.counts[f"WRONG: {what.partition(':')[0]}"] += 1
-        self.violations.append(f"request {request.number}: {what}")
+        self.count(request, f"WRONG: {what.partition(':')[0]}")
+        self.violations.append(f"request {request.number}, {request.kind}: {what}")
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What a client has of an answer."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    is_stored: bool = True
+    """Whether the router of the request has the whole answer, if it was asked to store it."""
 
 
 class Clients:
@@ -63,6 +81,7 @@ class Clients:
         self,
         channels: Sequence[grpc.aio.Channel],
         model: SimModel,
+        folder: ModelFolder,
         deadline_s: float,
         outcomes: Outcomes,
         late_s: float = 1.0,
@@ -70,7 +89,7 @@ class Clients:
         """`channels`: one for each router. `close` closes them."""
         self._channels = channels
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(one) for one in channels]
-        self._model = model
+        self._model, self._folder = model, folder
         self._deadline_s = deadline_s
         self._late_s = late_s
         self._outcomes = outcomes
@@ -108,44 +127,66 @@ class Clients:
             self._outcomes.stood_still_s += max(0.0, time.monotonic() - slept_s - 2 * _TICK_S)
 
     async def _send(self, request: ChaosRequest) -> None:
-        tokens: list[int] = []
+        sent = to_proto(request)
+        stream = await self._answered(request, sent, sent)
+        # A client that cancels may have all tokens, but not the end of the answer, with which it is stored.
+        is_stored = stream.is_stored and request.cancel_after_s is None
+        if request.kind is Kind.CONVERSATION and is_stored:
+            await self._answered(request, *second_turn(sent, stream.text))
+
+    async def _answered(
+        self,
+        request: ChaosRequest,
+        sent: inference_pb2.GenerateRequest,
+        whole: inference_pb2.GenerateRequest,
+    ) -> _Stream:
+        """Judges the answer. `whole` has all messages of the conversation."""
+        expected = self._model.expected_tokens(
+            self._folder.prompt_of(whole), request.answer_tokens, adapter=adapter_of(request)
+        )
+        stream = _Stream()
         still_s = self._outcomes.stood_still_s
         started_s = time.monotonic()
-        error = await self._attempt(request, request.router, tokens)
+        error = await self._attempt(request, sent, request.router, stream)
         if _is_of_router(error):
-            # A client may retry once when its router stops, and sends the tokens that it has.
-            what = "gone on with" if tokens else "retried"
-            self._outcomes.counts[f"{what} on another router"] += 1
+            # A client may retry once when its router stops, and sends the messages and tokens that it has.
+            what = "gone on with" if stream.tokens else "retried"
+            self._outcomes.count(request, f"{what} on another router")
             await asyncio.sleep(0.05)
             still_s = self._outcomes.stood_still_s
             started_s = time.monotonic()
-            error = await self._attempt(request, request.router + 1, tokens)
+            again = inference_pb2.GenerateRequest()
+            again.CopyFrom(whole)
+            again.generated.ids.extend(stream.tokens)
+            again.store = False
+            error = await self._attempt(request, again, request.router + 1, stream)
+            stream.is_stored = False
         elapsed_s = time.monotonic() - started_s
         late_s = self._late_s + self._outcomes.stood_still_s - still_s
-        self._judge(request, tokens, error, elapsed_s, late_s)
+        stream.is_stored &= error is None and tuple(stream.tokens) == expected
+        self._judge(request, expected, stream.tokens, error, elapsed_s, late_s)
+        return stream
 
     async def _attempt(
-        self, request: ChaosRequest, router: int, tokens: list[int]
+        self,
+        request: ChaosRequest,
+        sent: inference_pb2.GenerateRequest,
+        router: int,
+        stream: _Stream,
     ) -> HeadraceError | None:
         """Returns the error of a stream, or None when it ended well or its client cancelled it."""
-        call = self._stubs[router % len(self._stubs)].Generate(
-            inference_pb2.GenerateRequest(
-                tokens=inference_pb2.TokenIds(ids=request.prompt),
-                generated=inference_pb2.TokenIds(ids=tokens),
-                sampling=sampling_pb2.SamplingParams(
-                    temperature=0.0, max_tokens=request.answer_tokens, ignore_eos=True
-                ),
-            ),
-            timeout=self._deadline_s,
-        )
+        call = self._stubs[router % len(self._stubs)].Generate(sent, timeout=self._deadline_s)
         try:
             async with asyncio.timeout(request.cancel_after_s):
                 async for response in call:
-                    tokens += response.token_ids
+                    stream.tokens += response.token_ids
+                    stream.text += response.text
                     self._outcomes.transferred_tokens += response.usage.transferred_tokens
+                    if response.usage.kept.tokens:
+                        self._outcomes.count(request, "promised")
         except TimeoutError:
             call.cancel()
-            self._outcomes.counts["cancelled by its client"] += 1
+            self._outcomes.count(request, "cancelled by its client")
         except grpc.aio.AioRpcError as rpc_error:
             return error_from_rpc(rpc_error)
         return None
@@ -153,12 +194,12 @@ class Clients:
     def _judge(
         self,
         request: ChaosRequest,
+        expected: tuple[int, ...],
         tokens: Sequence[int],
         error: HeadraceError | None,
         elapsed_s: float,
         late_s: float,
     ) -> None:
-        expected = self._model.expected_tokens(request.prompt, request.answer_tokens)
         outcomes = self._outcomes
         outcomes.latencies_s.append(elapsed_s)
         if tuple(tokens) != expected[: len(tokens)]:
@@ -166,10 +207,10 @@ class Clients:
         if elapsed_s > self._deadline_s + late_s:
             outcomes.violated(request, f"late: ended after {elapsed_s:.1f} s")
         elif elapsed_s > self._deadline_s + self._late_s:
-            outcomes.counts["late, while the clients stood still"] += 1
+            outcomes.count(request, "late, while the clients stood still")
         if error is None:
             if len(tokens) == len(expected):
-                outcomes.counts["right"] += 1
+                outcomes.count(request, "right")
             elif request.cancel_after_s is None:
                 outcomes.violated(request, f"short: {len(tokens)} of {len(expected)} tokens")
         elif isinstance(error, InternalError):
@@ -181,7 +222,7 @@ class Clients:
             )
         else:
             seen = "after its first token" if tokens else "before its first token"
-            outcomes.counts[f"{error.reason} {seen}"] += 1
+            outcomes.count(request, f"{error.reason} {seen}")
             ended = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
             outcomes.failed(
                 f"{ended}Z request {request.number} of router {request.router} {seen}, "

@@ -22,6 +22,7 @@ FOLLOW_UP_TOKENS_MAX = 24
 # Of a worker with one rank: 8 tokens of 4 layers with 4 heads, for a pool also the seal, up to the next page.
 _BLOCK_BYTES = 4096
 _POOLED_BLOCK_BYTES = 8192
+_PROMISED_BLOCKS = 512
 
 
 class FaultKind(StrEnum):
@@ -30,6 +31,28 @@ class FaultKind(StrEnum):
     KILL = "killed"
     FREEZE = "frozen"
     RESTART = "restarted"
+
+
+class Kind(StrEnum):
+    """What a request asks for beside an answer to tokens."""
+
+    PLAIN = "plain"
+    IMAGE = "image"
+    CONVERSATION = "conversation"
+    PROMISE = "promise"
+    ADAPTER = "adapter"
+
+
+# Name and digest of the adapter that all workers have.
+ADAPTER = "poet:0a1b"
+# Of 100 requests of a mixed run.
+_MIX = {
+    Kind.PLAIN: 40,
+    Kind.IMAGE: 15,
+    Kind.CONVERSATION: 15,
+    Kind.PROMISE: 15,
+    Kind.ADAPTER: 15,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +74,7 @@ class ChaosRequest:
     answer_tokens: int
     cancel_after_s: float | None
     router: int
+    kind: Kind = Kind.PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +128,9 @@ class ChaosPlan:
     """A whole run. Its times are those of a real machine times `slowness`, see `slowed`.
 
     `credentials`: see CredentialKind. `host_gib` and `disk_gib` are the tiers of each rank below its KV memory. With
-    `conversations`, half of the requests continue an earlier one. With `pool_gib`, the workers share blocks in a remote
-    pool of that size. Every `role_interval_s`, the policy
-    gives workers of both roles other roles; 0 means never.
+    `conversations`, half of the requests continue an earlier one. With `mixed`, requests are of every kind. With
+    `pool_gib`, the workers share blocks in a remote pool of that size. Every `role_interval_s`, the policy gives
+    workers of both roles other roles; 0 means never.
     """
 
     seed: int
@@ -138,6 +162,7 @@ class ChaosPlan:
     host_gib: float = 0.0
     disk_gib: float = 0.0
     conversations: bool = False
+    mixed: bool = False
     head_bytes: int = 16
     slowness: float = 1.0
     credentials: str = "local"
@@ -221,6 +246,7 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
         tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.choice((0, 32, 64, 128))))
         for _ in range(PREFIXES)
     ]
+    kinds = random.Random(f"{plan.seed}/kinds")
     conversations = Conversations(plan) if plan.conversations else None
     for number in range(plan.requests):
         own = tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.randint(2, 90)))
@@ -232,7 +258,11 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
             cancel_after_s=rng.uniform(0.0, plan.cancel_max_s) if cancelled else None,
             router=rng.randrange(plan.routers),
         )
-        yield request if conversations is None else conversations.next_turn(request)
+        if conversations is not None:
+            request = conversations.next_turn(request)
+        if plan.mixed:
+            request = replace(request, kind=kinds.choices(list(_MIX), list(_MIX.values()))[0])
+        yield request
 
 
 class Conversations:
@@ -278,13 +308,17 @@ def scenario(
     tiers: bool = False,
     pool: bool = False,
     both: bool = False,
+    mixed: bool = False,
 ) -> ChaosPlan:
     """All faults at once, or only those against one safeguard, so that its loss shows within few requests.
 
     `tiers` adds tiers below KV memory, which the scenario "tiers" has anyway. `pool` adds the remote pool too, which
-    the scenario "pool" has anyway. With `both`, every worker has both roles, and the policy changes them.
+    the scenario "pool" has anyway. With `both`, every worker has both roles, and the policy changes them. With `mixed`,
+    requests are of every kind, and main memory has room for promises.
     """
     plan = replace(_scenario(name, seed, requests, broken), credentials=credentials)
+    if mixed:
+        plan = replace(plan, mixed=True, host_gib=_PROMISED_BLOCKS * _BLOCK_BYTES / 2**30)
     if both:
         plan = replace(
             plan,

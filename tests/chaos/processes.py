@@ -27,7 +27,8 @@ from headrace_cli.up.topology import (
 )
 from headrace_common.errors import InternalError
 from tests.chaos.identities import CredentialKind, Identities
-from tests.chaos.plan import ChaosPlan
+from tests.chaos.kinds import ModelFolder
+from tests.chaos.plan import ADAPTER, ChaosPlan
 from tests.component.registry.harness import EtcdServer
 from tests.ports import free_port
 
@@ -53,8 +54,8 @@ class Place:
 HERE = Place()
 
 
-def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
-    """The settings of the services, as Topology.settings."""
+def settings(plan: ChaosPlan, model: Path) -> tuple[tuple[str, str, str], ...]:
+    """The settings of the services, as Topology.settings. `model` is the folder of a mixed run's model."""
     both = {
         "block_size": str(plan.block_size),
         "num_gpu_blocks_override": str(plan.block_count),
@@ -63,9 +64,14 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         "quarantine_s": str(plan.quarantine_s),
     }
     own = f"layer_s={plan.layer_s}"
+    mixed: tuple[tuple[str, str, str], ...] = ()
+    if plan.mixed:
+        own += f",adapters={ADAPTER}"
+        mixed = (("router", "model", f"sim={model}"),)
     fetches = plan.block_size if plan.conversations else 0
     if plan.host_gib:
         both["kv_host_gib"] = str(plan.host_gib)
+    if plan.disk_gib:
         both["kv_disk_gib"] = str(plan.disk_gib)
     if plan.pool_gib:
         both["kv_fetch_timeout_s"] = str(plan.pool_timeout_s)
@@ -78,6 +84,7 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         ("router", "worker_wait_s", str(plan.worker_wait_s)),
         ("registry", "store_timeout_s", str(plan.store_timeout_s)),
         ("registry", "store_start_timeout_s", str(plan.store_start_timeout_s)),
+        *mixed,
     )
 
 
@@ -115,6 +122,7 @@ class Processes:
         self._plan = plan
         self._folder = folder
         self._all: dict[str, Process] = {}
+        self.model = ModelFolder(folder / "model")
         self.identities = Identities(CredentialKind(plan.credentials), folder / "credentials")
 
     @property
@@ -166,6 +174,8 @@ class Processes:
     async def start(self) -> None:
         """Starts all. Raises as Supervisor.check does."""
         self.reports.mkdir(parents=True)
+        if self._plan.mixed:
+            self.model.write()
         await self._supervisor.open()
         await asyncio.to_thread(self.etcd.start)
         topology = Topology(
@@ -174,7 +184,7 @@ class Processes:
             decode_count=len(self._plan.decode_tensor_parallel),
             worker_count=len(self._plan.worker_tensor_parallel),
             store=f"etcd://127.0.0.1:{self.etcd.port}",
-            settings=settings(self._plan),
+            settings=settings(self._plan, self.model.path),
             pool_gib=self._plan.pool_gib,
         )
         if topology.pool_gib:

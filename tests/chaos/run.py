@@ -118,7 +118,9 @@ async def _load(
     started_s = time.monotonic()
     model = SimModel(parse_settings(plan.model))
     channels = processes.client_channels()
-    clients = Clients(channels, model, plan.deadline_s, report.outcomes, plan.late_s)
+    clients = Clients(
+        *(channels, model, processes.model, plan.deadline_s, report.outcomes, plan.late_s)
+    )
     faults = asyncio.create_task(_inject(plan, processes, report))
     roles = asyncio.create_task(_change_roles(plan, processes, report))
     sending = asyncio.create_task(clients.run(requests(plan), plan.concurrency, last_s))

@@ -118,7 +118,8 @@ async def soak(
     try:
         await processes.start()
         model = SimModel(parse_settings(plan.model))
-        clients = Clients(processes.client_channels(), model, plan.deadline_s, report.outcomes)
+        channels = processes.client_channels()
+        clients = Clients(channels, model, processes.model, plan.deadline_s, report.outcomes)
         watched = {name: psutil.Process(pid) for name, pid in processes.process_ids().items()}
         samples: dict[str, list[Sample]] = {name: [] for name in watched}
         try:

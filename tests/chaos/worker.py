@@ -306,6 +306,9 @@ def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval
                     file.writelines(f"{service}: {line}\n" for line in sorted(unconserved - lost))
             lost |= unconserved
             copied.write_text(json.dumps(tier_counts), encoding="utf-8")
+            # An idle engine finds the promises that have ended with its next step.
+            if engine._pools.tiers is not None:
+                engine._pools.tiers.promises.expire()
             held_file(folder, os.getpid()).write_text(str(holds.count), encoding="utf-8")
             await asyncio.sleep(interval_s)
 

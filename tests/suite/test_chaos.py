@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.plan import ChaosPlan, scenario
+from tests.chaos.plan import ChaosPlan, Kind, scenario
 from tests.chaos.processes import Place
 from tests.chaos.run import ChaosReport, run_chaos
 from tests.fork_server import forking
@@ -27,8 +27,11 @@ async def chaos(
 
 @pytest.mark.core
 async def test_450_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
-    report = await chaos(scenario("all", SEED, 450, credentials="tls"), tmp_path)
+    report = await chaos(scenario("all", SEED, 450, credentials="tls", mixed=True), tmp_path)
     assert not report.violations
+    assert set(report.outcomes.kinds) == set(Kind)
+    assert all(counts["right"] for counts in report.outcomes.kinds.values())
+    assert report.outcomes.kinds[Kind.PROMISE]["promised"]
     assert report.process_faults.total() >= 3
     assert report.wire_faults["lost"]
     assert report.wire_faults["doubled"]

@@ -16,7 +16,7 @@ PARTS = (
     *("libs/headrace_common/http", "libs/headrace_common/rpc/wire_fields.py"),
     *("libs/headrace_frontend", "libs/headrace_text", "services/decode/headrace_decode/http"),
     *("services/router/headrace_router/picker", "services/router/headrace_router/rpc_services.py"),
-    "libs/headrace_engine/vllm/service/constraint_compiler.py",
+    *("libs/headrace_kv/prefix", "libs/headrace_engine/vllm/service/constraint_compiler.py"),
 )
 # Calls that take longer for longer data.
 CALLS = frozenset(

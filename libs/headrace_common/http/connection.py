@@ -108,7 +108,7 @@ class RequestParser:
         bytes_max = HEAD_BYTES_MAX - 1
         if not self.in_head:
             bytes_max = 2 * HEAD_BYTES_MAX + _FRAMING_PER_BODY_BYTE * self._body_bytes
-        if self._message_bytes > bytes_max or len(self._headers) > HEADERS_MAX:
+        if self._message_bytes > bytes_max:
             raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _offers_upgrade(self) -> bool:
@@ -137,14 +137,14 @@ class RequestParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         """See httptools. Trailers are among them."""
         self._headers.append((name, value))
+        if len(self._headers) > HEADERS_MAX:
+            raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
         """See httptools."""
         self.in_head = False
         if self._offers_upgrade():
             return
-        if len(self._headers) > HEADERS_MAX:
-            raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         path = httptools.parse_url(self._url).path.decode("ascii")
         chunks = self._parser.get_http_version() == "1.1"
         self._exchange = HttpExchange(

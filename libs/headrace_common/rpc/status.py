@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -177,20 +176,40 @@ class ErrorInterceptor(WrappingInterceptor):
         deserialize = handler.request_deserializer
         return guarded(
             handler,
-            lambda context: _reporting(method, context),
+            lambda context: _Reporting(method, context),
             _checked_stream if handler.request_streaming else _checked,
             _parse_or_malformed(deserialize, method) if deserialize is not None else None,
         )
 
 
-@asynccontextmanager
-async def _reporting(method: str, context: Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except (asyncio.CancelledError, grpc.aio.AbortError):
-        raise
-    except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-        await _abort(context, reported_error(error, method))
+class _Reporting:
+    """Ends the RPC with the status of the block's error.
+
+    gRPC's call keeps the error that ends it, and its frames refer to the call. So these must not refer to the request,
+    which would stay in memory until a garbage collection.
+    """
+
+    def __init__(self, method: str, context: Context) -> None:
+        self._method, self._context = method, context
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+            return
+        code, detail, trailers = _status_to_send(reported_error(error, self._method))
+        _forget_frames(error)
+        del error, traceback
+        await self._context.abort(code, detail, trailers)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def reported_error(error: Exception, method: str) -> HeadraceError:
@@ -218,12 +237,12 @@ def _logged(error: Exception, method: str) -> HeadraceError:
     return InternalError(detail, metadata={"error_id": error_id, "exception": type(error).__name__})
 
 
-async def _abort(context: Context, error: HeadraceError) -> None:
+def _status_to_send(error: HeadraceError) -> tuple[grpc.StatusCode, str, Any]:
     status = rpc_status.to_status(status_of(error))
     trailers = status.trailing_metadata
     if error.retry_after_s is not None:
         trailers = (*trailers, (_PUSHBACK_KEY, str(max(1, round(1e3 * error.retry_after_s)))))
-    await context.abort(error.code, status.details, trailers)
+    return error.code, status.details, trailers
 
 
 @dataclass(frozen=True, slots=True)

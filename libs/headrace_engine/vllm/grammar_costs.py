@@ -32,25 +32,29 @@ _NEWEST_SHARE: Final = 0.25
 class _Tenant:
     debt_s: float = 0.0
     """Time beyond that of the steps."""
+    first_s: float = 0.0
+    """Time for first tokens in this step."""
     filled: int = 0
     filled_before: int = 0
     """Answers in this step and in the one before."""
 
     def begin_step(self) -> bool:
         """False for one without grammars, which owes nothing."""
-        self.debt_s = max(0.0, self.debt_s - GRAMMARS_STEP_S)
+        self.debt_s, self.first_s = max(0.0, self.debt_s - GRAMMARS_STEP_S), 0.0
         self.filled, self.filled_before = 0, self.filled
         return self.debt_s > 0 or self.filled_before > 0
 
-    def count(self, spent_s: float) -> None:
+    def count(self, spent_s: float, *, is_first: bool) -> None:
         self.filled += 1
         self.debt_s += spent_s
+        self.first_s += spent_s * is_first
 
     def exceeds(self, token_s: float | None) -> bool:
         if self.debt_s <= GRAMMARS_BURST_S:
             return False
-        answers = max(1, self.filled, self.filled_before)
-        return token_s is None or token_s * answers > GRAMMARS_STEP_S
+        if token_s is None:
+            return self.first_s > GRAMMARS_STEP_S
+        return token_s * max(1, self.filled, self.filled_before) > GRAMMARS_STEP_S
 
 
 class GrammarCosts:
@@ -63,14 +67,15 @@ class GrammarCosts:
         """A step begins."""
         self._tenants = {name: one for name, one in self._tenants.items() if one.begin_step()}
 
-    def count(self, tenant: str, spent_s: float) -> None:
-        """An answer's grammar has taken so much time for a token."""
-        self._tenants.setdefault(tenant, _Tenant()).count(spent_s)
+    def count(self, tenant: str, spent_s: float, *, is_first: bool) -> None:
+        """An answer's grammar has taken so much time for a token, which may be its first one."""
+        self._tenants.setdefault(tenant, _Tenant()).count(spent_s, is_first=is_first)
 
     def exceeds(self, tenant: str, token_s: float | None) -> bool:
         """Whether the tenant is beyond its time, and a grammar that takes `token_s` for a token is a cause.
 
-        It is a cause when all the tenant's answers would exceed the time of a step at that cost. None: its first token.
+        It is a cause when all the tenant's answers would exceed the time of a step at that cost. None: its first token,
+        when the first tokens of this step have exceeded it.
         """
         found = self._tenants.get(tenant)
         return found is not None and found.exceeds(token_s)
@@ -109,9 +114,9 @@ class BoundedGrammar:
         self._plain.fill_bitmask(bitmask, index)
         spent_s = self._clock() - start_s + self._accepting_s
         self._accepting_s = 0.0
+        self._costs.count(self._tenant, spent_s, is_first=self._token_s is None)
         known_s = spent_s if self._token_s is None else self._token_s
         self._token_s = known_s + _NEWEST_SHARE * (spent_s - known_s)
-        self._costs.count(self._tenant, spent_s)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """See vLLM."""

@@ -21,7 +21,7 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError
-from headrace_common.http.bounds import PIPELINED_MAX, HttpBounds
+from headrace_common.http.bounds import HEADERS_MAX, PIPELINED_MAX, HttpBounds
 from headrace_common.http.connection import Connection
 from headrace_common.http.exchange import HttpExchange
 from headrace_common.http.http2 import PREFACE
@@ -222,6 +222,15 @@ async def test_the_parts_of_a_response_are_chunks(head: str, path: str) -> None:
                 b"HTTP/1.1 200 OK\r\nx-name: value\r\nx-more: 1\r\ntransfer-encoding: chunked\r\n\r\n"
                 b"5\r\nfirst\r\n6\r\nsecond\r\n4\r\nlast\r\n0\r\n\r\n"
             )
+
+
+async def test_trailers_count_as_headers_also_when_they_arrive_with_the_end() -> None:
+    trailers = b"".join(b"x-%d: 1\r\n" % number for number in range(HEADERS_MAX))
+    request = b"POST /waiting HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n%b\r\n"
+    async with serving(BothWays()) as server, asyncio.timeout(10):
+        reader, writer = await connected(server, request % trailers)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
 
 
 @pytest.mark.parametrize(

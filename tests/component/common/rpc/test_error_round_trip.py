@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
+import weakref
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import grpc
 import grpc.aio
@@ -119,6 +123,33 @@ async def test_every_error_class_round_trips(
     assert error.detail == detail
     assert error.metadata == metadata
     assert error.retry_after_s == raised.retry_after_s
+
+
+async def test_what_a_failed_call_refers_to_is_freed_without_a_garbage_collection(
+    served: tuple[Failing, grpc.aio.Channel],
+) -> None:
+    class Parsed:
+        """What the frames of the error refer to."""
+
+    made: list[weakref.ref[Parsed]] = []
+
+    def fail(servicer: Failing) -> NoReturn:
+        parsed = Parsed()
+        made.append(weakref.ref(parsed))
+        try:
+            raise ValueError("the cause")
+        except ValueError as error:
+            raise InvalidRequest({"text": "is too long"}) from error
+
+    gc.disable()
+    try:
+        with mock.patch.object(Failing, "error", property(fail)):
+            await unary_error(served[1], InvalidRequest)
+        async with asyncio.timeout(10):
+            while made[0]() is not None:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_a_bug_becomes_internal_and_its_id_is_logged(
