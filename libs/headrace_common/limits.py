@@ -10,7 +10,6 @@ from headrace_common.errors import LayoutMismatch
 RANKS_MAX: Final = 4_096
 LAYERS_MAX: Final = 4_096
 HEADS_MAX: Final = 65_536
-PARTS_MAX: Final = 256
 TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
 LINK_STREAMS_MAX: Final = 4_096
@@ -110,8 +109,6 @@ POLICY_OVERLAP_WEIGHT_MAX: Final = 1_000
 POLICY_FAR_WEIGHT_MAX: Final = 1_000
 POLICY_TEMPERATURE_MAX: Final = 10
 POLICY_QUEUE_WAIT_MAX_S: Final = 3_600
-POLICY_TENANTS_MAX: Final = 1_000
-POLICY_WORKERS_MAX: Final = 4_096
 REQUEST_TIMEOUT_MAX_S: Final = 86_400
 """Longest timeout of a request over HTTP."""
 TOKEN_TARGET_MAX_S: Final = 3_600
@@ -165,12 +162,8 @@ def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
     for index, group in enumerate(layout.groups[:LAYERS_MAX]):
         if group.head_count > HEADS_MAX:
             violations[f"groups[{index}].head_count"] = f"give {HEADS_MAX} at most"
-        if len(group.parts) > PARTS_MAX:
-            violations[f"groups[{index}].parts"] = f"give {PARTS_MAX} at most"
         if (group.window_tokens or group.chunk_tokens) and not group.block_tokens:
             violations[f"groups[{index}].block_tokens"] = "give 1 or more beside a window"
-    if len(layout.groups) > LAYERS_MAX:
-        violations["groups"] = f"give {LAYERS_MAX} groups at most"
     return violations
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from opentelemetry import trace
 
@@ -112,39 +111,39 @@ def _message_of(record: logging.LogRecord) -> str:
     return f"{message[:MESSAGE_CHARACTERS_MAX]}... ({len(message)} characters)"
 
 
-class RepeatFilter(logging.Filter):
+class BoundedHandler(logging.StreamHandler[TextIO]):
     """Bounds the records of a kind about a peer, which is the first argument, and those of a kind about all peers.
 
     A kind is a line of this repository that logs. The next record states how many were left out.
     """
 
-    def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
+    def __init__(self, stream: TextIO, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
         self._monotonic_s = monotonic_s
-        self._lock = threading.Lock()
         # Since when records may be logged, at the rate of the bound. And the records that were left out.
         self._kinds: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """False for one too many."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the record, unless it is one too many."""
+        repeats = self._repeats_before(record)
+        if repeats > 0:
+            message = f"{record.getMessage()} ({repeats} more like this before)"
+            record = logging.makeLogRecord({**vars(record), "msg": message, "args": ()})
+        if repeats >= 0:
+            super().emit(record)
+
+    def _repeats_before(self, record: logging.LogRecord) -> int:
+        """As _left_out, by peer and kind."""
         if not record.name.startswith("headrace") or record.levelno < logging.INFO:
-            return True
+            return 0
         arguments = record.args if isinstance(record.args, tuple) else ()
         peer = str(arguments[0])[:_PEER_CHARACTERS_MAX] if arguments else ""
         kind = record.pathname, record.lineno
-        with self._lock:
-            repeats = self._left_out(
-                (*kind, f"peer {peer}"), PEER_RECORDS_PER_S, PEER_RECORDS_AT_ONCE
-            )
-            if repeats >= 0:
-                others = self._left_out((*kind, ""), KIND_RECORDS_PER_S, KIND_RECORDS_AT_ONCE)
-                repeats = max(repeats, others) if others >= 0 else -1
+        repeats = self._left_out((*kind, f"peer {peer}"), PEER_RECORDS_PER_S, PEER_RECORDS_AT_ONCE)
         if repeats < 0:
-            return False
-        if repeats:
-            record.msg = f"{record.getMessage()} ({repeats} more like this before)"
-            record.args = ()
-        return True
+            return -1
+        others = self._left_out((*kind, ""), KIND_RECORDS_PER_S, KIND_RECORDS_AT_ONCE)
+        return max(repeats, others) if others >= 0 else -1
 
     def _left_out(self, key: tuple[str, int, str], per_s: float, at_once: float) -> int:
         """The records of a key that were left out before this one. -1 when this one is too many, too."""
@@ -239,10 +238,9 @@ def setup_logging(level: str, service: str, worker_id: str, log_format: str = "t
 
     `log_format` is "text" or "json".
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BoundedHandler(sys.stderr)
     formatter = JsonFormatter if log_format == "json" else LineFormatter
     handler.setFormatter(formatter(service, worker_id))
-    handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -32,6 +32,11 @@ def audience_of(endpoint: str) -> str:
     return f"localhost:{endpoint.rpartition(':')[2]}"
 
 
+def audience_of_role(role: str) -> str:
+    """The name of the only receiver of a role. No endpoint has a space."""
+    return f"role {role}"
+
+
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
     """The files of TLS, for code without a ServiceConfig. All empty means plaintext.
@@ -112,7 +117,8 @@ class Credentials:
         if held is None:
             return ()
         # Deployments with one local key differ by their ports.
-        proof = held.proof(receiver if receiver and self.token_file else audience_of(endpoint))
+        named = receiver and self.token_file
+        proof = held.proof(audience_of_role(receiver) if named else audience_of(endpoint))
         return (
             ((TOKEN_KEY, held.token), (PROOF_KEY, proof)) if proof else ((TOKEN_KEY, held.token),)
         )

@@ -145,12 +145,41 @@ def _run() -> str:
 
 @dataclass(slots=True)
 class _Verified:
-    """A valid token. `proofs` are those of its holder that were checked."""
+    """A valid token, and the proofs of its holder that were checked."""
 
     caller: Caller
     until_s: float
     holder: Ed25519PublicKey | None
-    proofs: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
+    _proofs: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
+
+    def proof_claims(self, proof: str) -> dict[str, Any]:
+        """The claims of a proof. Raises Unauthenticated unless the holder of the token has signed it."""
+        claims = self._proofs.get(proof)
+        if claims is None or time.time() >= claims["exp"] + _CLOCK_TOLERANCE_S:
+            claims = self._proofs[proof] = self._read(proof)
+            if len(self._proofs) > _PROOFS_MAX:
+                self._proofs.popitem(last=False)
+        return claims
+
+    def _read(self, proof: str) -> dict[str, Any]:
+        assert self.holder is not None, "a token with a key"
+        try:
+            if len(proof) > _TOKEN_CHARACTERS_MAX:
+                raise jwt.InvalidTokenError("too long")
+            claims: dict[str, Any] = jwt.decode(
+                proof,
+                self.holder,
+                algorithms=[_ALGORITHM],
+                leeway=_CLOCK_TOLERANCE_S,
+                options={"require": ["exp", "aud", "run", "number"], "verify_aud": False},
+            )
+            claims["aud"], claims["number"] = str(claims["aud"]), int(claims["number"])
+        except (jwt.InvalidTokenError, TypeError, ValueError) as error:
+            raise Unauthenticated(
+                f"the token is of another process: its holder's proof is missing or not valid ({error}); name the "
+                "token_file itself, which has the key"
+            ) from error
+        return {**claims, "key": self.holder.public_bytes_raw().hex()}
 
 
 class _ProofOrder:
@@ -205,9 +234,7 @@ class TokenVerifier:
             if len(self._verified) > _CACHE_MAX:
                 self._verified.popitem(last=False)
         if known.holder is not None:
-            claims = known.proofs.get(proof, {})
-            if not claims or time.time() >= claims["exp"] + _CLOCK_TOLERANCE_S:
-                claims = _proof_claims(known, proof)
+            claims = known.proof_claims(proof)
             if claims["aud"] not in audiences:
                 names = " or ".join(sorted(audiences)) or "a service that takes no proofs"
                 raise Unauthenticated(
@@ -259,32 +286,6 @@ def _holder(claims: dict[str, Any]) -> Ed25519PublicKey | None:
     if not isinstance(key, Ed25519PublicKey):
         raise Unauthenticated(f"the token names no Ed25519 key of its holder; {_REMEDY}")
     return key
-
-
-def _proof_claims(known: _Verified, proof: str) -> dict[str, Any]:
-    """The claims of a proof. Raises Unauthenticated unless the holder of the token has signed it."""
-    assert known.holder is not None, "a token with a key"
-    try:
-        if len(proof) > _TOKEN_CHARACTERS_MAX:
-            raise jwt.InvalidTokenError("too long")
-        claims: dict[str, Any] = jwt.decode(
-            proof,
-            known.holder,
-            algorithms=[_ALGORITHM],
-            leeway=_CLOCK_TOLERANCE_S,
-            options={"require": ["exp", "aud", "run", "number"], "verify_aud": False},
-        )
-        claims["aud"], claims["number"] = str(claims["aud"]), int(claims["number"])
-    except (jwt.InvalidTokenError, TypeError, ValueError) as error:
-        raise Unauthenticated(
-            f"the token is of another process: its holder's proof is missing or not valid ({error}); name the "
-            "token_file itself, which has the key"
-        ) from error
-    claims["key"] = known.holder.public_bytes_raw().hex()
-    known.proofs[proof] = claims
-    if len(known.proofs) > _PROOFS_MAX:
-        known.proofs.popitem(last=False)
-    return claims
 
 
 def _caller_of(claims: dict[str, Any]) -> Caller:

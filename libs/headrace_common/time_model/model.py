@@ -145,7 +145,7 @@ class TimeModel:
 USUAL_STEP: Final = (1.0, 1.0, 1_024.0, 524_288.0, 1.0, 1_024.0, 0.0)
 """How often a usual step has each part of StepTimes, in the order of its fields without counts and errors."""
 FAR: Final = 8.0
-"""A worker has no vote if its usual step takes so many times as long as the median worker's, or so small a part."""
+"""A worker far from the median has no vote: its usual step takes so many times as long, or so small a part of it."""
 _USUAL_BYTES: Final = 1e6
 
 

@@ -27,7 +27,6 @@ from headrace_kv.transport.guard import (
 
 _HELLO_TIMEOUT_S = 10.0
 _OUTBOX_LIMIT = 65_536
-_ADDRESSES_MAX = 8
 
 AdmitPeer = Callable[[frozenset[Address]], AbstractAsyncContextManager[None]]
 """Lets the transport of a peer with these addresses connect, within the context and a while longer."""
@@ -156,15 +155,10 @@ def unpacked(request: handoff_pb2.HandoffRequest) -> Sequence[handoff_pb2.Handof
 def peer_addresses(hello: handoff_pb2.Hello, peer: str) -> frozenset[Address]:
     """The addresses from which a rank writes. `peer` is gRPC's name of the other end of its stream.
 
-    Raises ProtocolViolation for a Hello with too many addresses, or with other texts.
+    Raises ProtocolViolation for a Hello with other texts.
     """
-    named = hello.transfer_addresses
-    if len(named) > _ADDRESSES_MAX:
-        raise ProtocolViolation(
-            f"the Hello names {len(named)} transfer_addresses: give at most {_ADDRESSES_MAX}"
-        )
     try:
-        found = {plain_address(ipaddress.ip_address(text)) for text in named}
+        found = {plain_address(ipaddress.ip_address(text)) for text in hello.transfer_addresses}
     except ValueError as error:
         raise ProtocolViolation(f"the transfer_addresses of the Hello are wrong: {error}") from None
     own = address_of_peer(peer)

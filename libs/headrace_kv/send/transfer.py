@@ -117,17 +117,6 @@ class OutgoingTransfer:
             metadata={"transfer_id": self.transfer_id, "waited_for": awaited},
         )
 
-    def unanswered_error(self) -> TransferTimeout:
-        """The error of an Open that decode leaves without an answer: the slot is for others then."""
-        decode, wait_s = self.target.decode, self.peer.answer_wait_s
-        return TransferTimeout(
-            f"{decode} has not answered the Open of {self.transfer_id} within {wait_s:g} s",
-            metadata={
-                "transfer_id": self.transfer_id,
-                "waited_for": f"the reservation of {decode}",
-            },
-        )
-
     # Events of the stream.
 
     def sends_to(self, layout: KvLayout) -> bool:
@@ -390,8 +379,11 @@ class OutgoingTransfers:
         elif now_s >= transfer.target.deadline_s:
             self.fail(transfer, transfer.timeout_error())
         elif now_s >= transfer.answer_due_s:
-            self.fail(transfer, transfer.unanswered_error())
-            transfer.peer.open_ended(answered=False)
+            # The slot is for others then.
+            peer, awaited = transfer.peer, transfer.awaited()
+            waited = f"{awaited} did not come within {peer.answer_wait_s:g} s of Open"
+            self.fail(transfer, TransferTimeout(waited, metadata={"waited_for": awaited}))
+            peer.open_ended(answered=False)
         else:
             if now_s >= transfer.open_again_s:
                 transfer.open(now_s)

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field, SecretStr, model_validator
 
 from headrace_common import ports
+from headrace_common.access.credentials import audience_of_role
 from headrace_common.access.roles import Role
 from headrace_common.config import (
     HostPort,
@@ -65,7 +66,7 @@ class RegistryConfig(ServiceConfig):
     """The registry: stores the members, their KV descriptors and the run-time policy."""
 
     role = Role.REGISTRY
-    audiences = (Role.REGISTRY,)
+    audiences = (audience_of_role(Role.REGISTRY),)
 
     internal_listen: HostPort = Field(
         f"127.0.0.1:{ports.REGISTRY}",

@@ -17,7 +17,7 @@ from headrace_common.callers.bounds import RateByCaller, host_of_peer
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
-from headrace_common.limits import CLOCK_OFFSET_NOTED_S, LEASES_PER_RENEWAL_MAX, PAGE_SIZE_MAX
+from headrace_common.limits import CLOCK_OFFSET_NOTED_S, PAGE_SIZE_MAX
 from headrace_common.registry.view import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
 from headrace_registry.feed import WatchFilter
@@ -195,10 +195,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def _renew(self, request: registry_pb2.KeepAliveRequest) -> list[str]:
         """Renews several leases. Returns those that have ended."""
         lease_ids = list(request.lease_ids)
-        if len(lease_ids) > LEASES_PER_RENEWAL_MAX:
-            validation.require(
-                {"lease_ids": f"has {len(lease_ids)} leases; give at most {LEASES_PER_RENEWAL_MAX}"}
-            )
         if request.lease_id:
             validation.require({"lease_id": "excludes lease_ids; put it among them"})
         left_s = await asyncio.gather(*map(self._store.keep_alive, lease_ids))

@@ -26,8 +26,6 @@ from headrace_common.limits import (
     POLICY_RETRY_BUDGET_MAX,
     POLICY_TEMPERATURE_MAX,
     POLICY_TENANT_WEIGHT_MAX,
-    POLICY_TENANTS_MAX,
-    POLICY_WORKERS_MAX,
     START_AHEAD_MAX_S,
     TOKEN_TARGET_MAX_S,
     TRANSPORT_CHARACTERS_MAX,
@@ -228,15 +226,12 @@ def _entry_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
     """Of the entries of tenants and workers, by name."""
     weights = f"a weight above 0, at most {POLICY_TENANT_WEIGHT_MAX}"
     violations: dict[str, str] = {}
-    for field, kind, highest, values, valid in (
-        ("tenant_priorities", "tenant", POLICY_TENANTS_MAX, "high, normal or low", _is_priority),
-        ("tenant_weights", "tenant", POLICY_TENANTS_MAX, weights, _is_weight),
-        ("worker_roles", "worker", POLICY_WORKERS_MAX, "prefill, decode or both", _is_role),
+    for field, kind, values, valid in (
+        ("tenant_priorities", "tenant", "high, normal or low", _is_priority),
+        ("tenant_weights", "tenant", weights, _is_weight),
+        ("worker_roles", "worker", "prefill, decode or both", _is_role),
     ):
-        entries = getattr(policy, field)
-        if len(entries) > highest:
-            violations[f"{path}.{field}"] = f"give at most {highest} {kind}s"
-        for name, value in entries.items():
+        for name, value in getattr(policy, field).items():
             if not is_worker_id(name) or not valid(value):
                 violations[f"{path}.{field}[{name[:NAME_CHARACTERS_MAX]}]"] = (
                     f"name a {kind} with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it {values}"

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jwt
 import pytest
 
 from headrace_common import reloading
 from headrace_common.access.authorizer import Authorizer, caller_of_certificate
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller, Role, caller_with
+from headrace_common.access.roles import (
+    ANONYMOUS,
+    PROOF_KEY,
+    TOKEN_KEY,
+    TRUSTED,
+    Caller,
+    Role,
+    caller_with,
+)
 from headrace_common.access.tokens import (
     FOLDER_VARIABLE,
+    HeldToken,
     create_token,
     load_local_key,
     new_private_key,
@@ -148,6 +158,23 @@ def test_local_tokens_go_to_loopback_addresses_only() -> None:
     assert credentials.metadata_for("127.0.0.1:7050")
     assert credentials.metadata_for("10.0.0.1:7050") == ()
     assert Credentials().metadata_for("127.0.0.1:7050") == ()
+
+
+def test_a_proof_is_for_the_address_or_for_the_registry_of_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(HeldToken.create(new_private_key(), Role.ROUTER).text)
+
+    def audience(credentials: Credentials, endpoint: str, receiver: str = "") -> str:
+        (_, (name, proof)) = credentials.metadata_for(endpoint, receiver)
+        assert name == PROOF_KEY
+        return str(jwt.decode(proof, options={"verify_signature": False})["aud"])
+
+    held, local = Credentials(token_file=str(path)), Credentials(role=Role.ROUTER)
+    assert audience(held, "Registry.example:7051", Role.REGISTRY) == "role registry"
+    # A router named this address to a command.
+    assert audience(held, "Registry.example:7051") == "registry.example:7051"
+    for endpoint in ("127.0.0.1:7051", "localhost:7051", "[::1]:7051"):
+        assert audience(local, endpoint, Role.REGISTRY) == "localhost:7051"
 
 
 def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,16 +106,28 @@ def test_a_value_beyond_its_bound_is_refused_by_its_name(name: str) -> None:
                 assert find_excess(message).startswith(f"{field.name} of {MESSAGES[name].name} ")
             continue
         items = bound_of(field).items
-        if field.message_type is not None and not is_entry(field.message_type):
-            entry = message_factory.GetMessageClass(field.message_type)()
-            fill: Any = [entry] * (items + 1)
-        elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
-            fill = [""] * (items + 1)
-        else:
-            fill = [0] * (items + 1)
-        if items <= _MADE_MAX and not (field.message_type and is_entry(field.message_type)):
-            getattr(message, field.name).extend(fill)
+        if items <= _MADE_MAX:
+            fill(getattr(message, field.name), field, items + 1)
             assert find_excess(message).startswith(f"{field.name} of ")
+
+
+def fill(entries: Any, field: Any, count: int) -> None:
+    """Gives a list or a map so many entries."""
+    kind = field.message_type
+    if kind is not None and is_entry(kind):
+        is_text = kind.fields_by_name["key"].type == FieldDescriptor.TYPE_STRING
+        value = kind.fields_by_name["value"]
+        for number in range(count):
+            key = str(number) if is_text else number
+            if value.message_type is not None:
+                entries.get_or_create(key)
+            else:
+                entries[key] = value.default_value
+    elif kind is not None:
+        entries.extend([message_factory.GetMessageClass(kind)()] * count)
+    else:
+        is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+        entries.extend(["" if is_text else 0] * count)
 
 
 def test_a_field_deep_in_a_message_is_found() -> None:

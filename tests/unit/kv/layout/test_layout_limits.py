@@ -44,14 +44,6 @@ def many_layers(layout: layout_pb2.KvLayout) -> None:
     layout.groups[0].layers.extend(range(100_000))
 
 
-def many_parts(layout: layout_pb2.KvLayout) -> None:
-    layout.groups[0].parts.extend([layout.groups[0].parts[0]] * 1_000)
-
-
-def many_groups(layout: layout_pb2.KvLayout) -> None:
-    layout.groups.extend([layout_pb2.CacheGroup(name="x")] * 10_000)
-
-
 def no_window_blocks(layout: layout_pb2.KvLayout) -> None:
     layout.groups[0].window_tokens, layout.groups[0].block_tokens = 64, 0
 
@@ -63,8 +55,6 @@ def no_window_blocks(layout: layout_pb2.KvLayout) -> None:
         many_stages,
         many_heads,
         many_layers,
-        many_parts,
-        many_groups,
         no_window_blocks,
     ],
 )

@@ -19,8 +19,8 @@ def test_the_addresses_are_those_of_the_stream_and_of_the_hello() -> None:
     ]
 
 
-@pytest.mark.parametrize("named", [["10.0.0.0/8"], ["host"], [f"10.0.0.{n}" for n in range(9)]])
-def test_other_texts_and_too_many_addresses_end_the_stream(named: list[str]) -> None:
+@pytest.mark.parametrize("named", [["10.0.0.0/8"], ["host"]])
+def test_other_texts_end_the_stream(named: list[str]) -> None:
     hello = handoff_pb2.Hello(transfer_addresses=named)
     with pytest.raises(ProtocolViolation, match="transfer_addresses"):
         peer_addresses(hello, "ipv4:10.0.0.7:51234")

@@ -567,7 +567,7 @@ async def test_a_worker_that_answers_no_open_frees_the_slot_by_its_name() -> Non
     reports = [(one.reason, one.detail) for one in rank.reports]
     assert reports[0] == (
         "TRANSFER_TIMEOUT",
-        f"{DECODE} has not answered the Open of a within 8 s",
+        f"the reservation of {DECODE} did not come within 8 s of Open",
     )
 
 
