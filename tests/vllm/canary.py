@@ -89,8 +89,9 @@ class Watched:
             span=trace.INVALID_SPAN,
         )
         self.canary.attempt_arrived(cast("DecodeAttempt", attempt))
-        for rest in self.canary._resting.values():
-            await asyncio.wrap_future(rest.digests)
+        for rested in self.canary._resting.values():
+            assert rested.digests is not None
+            await asyncio.wrap_future(rested.digests)
         overwrite()
         self.canary.attempt_closed(cast("DecodeAttempt", attempt))
         assert answer.reservation is not None

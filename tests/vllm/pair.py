@@ -360,7 +360,10 @@ async def running_pair(
             checks = DigestChecks(decode.descriptor, "on", memory_of=found.__getitem__)
         elif sums:
             checks = DigestChecks(
-                decode.descriptor, "on", sums_of=dict(decode.landed_sums).__getitem__
+                decode.descriptor,
+                "on",
+                memory_of=dict(decode.landed_sums).__getitem__,
+                word_sums=True,
             )
         pair.checks = checks
         pair.receiver = Receiver(

@@ -126,9 +126,8 @@ class DecodeCall:
             return self._gone(f"vanished: {error.detail}", error)
         if isinstance(error, ProtocolViolation) and "worker_id" not in error.metadata:
             metadata = {**error.metadata, "worker_id": self._worker.worker_id}
-            return ProtocolViolation(
-                f"decode worker {self._worker}: {error.detail}", metadata=metadata
-            )
+            what = f"decode worker {self._worker}: {error.detail}"
+            return ProtocolViolation(what, metadata=metadata)
         if isinstance(error, Unauthenticated):
             return self._gone(f"rejected this router: {error.detail}", error)
         return error
