@@ -288,7 +288,7 @@ class Overwritten:
 async def overwritten(model: str) -> Overwritten:
     """Writes into received blocks beside any reservation, while a request runs, and while they are cached only."""
     config: dict[str, object] = {"model": model, "num_gpu_blocks_override": BLOCK_COUNT}
-    async with running_pair(sums=True, prefill=config, decode=config) as pair:
+    async with running_pair(digests="sums", prefill=config, decode=config) as pair:
         watched = Watched(pair, checks=pair.checks)
 
         def outcomes() -> list[str]:

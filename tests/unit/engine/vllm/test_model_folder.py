@@ -294,7 +294,8 @@ def test_an_adapter_must_fit_the_modules_of_the_model(
         f"{layers}.quantized.qweight": {**matrix, "shape": [2, 16], "dtype": "I32"},
     }
     (model / "model.safetensors").write_bytes(_file(header))
-    adapter = write_adapter(tmp_path / "a", **names)
+    adapter = write_adapter(tmp_path / "a")
+    write_weights(adapter / "adapter_model.safetensors", **names)
     if problem:
         with pytest.raises(ValueError, match=problem):
             require_modules(adapter, model)
