@@ -22,7 +22,7 @@ from headrace_text.model_hub import MODEL_FILES, fetch_model, parse_hub_model
 
 SAMPLED_TENSORS_MAX: Final = 1024
 SAMPLE_BYTES: Final = 64
-_HEADER_BYTES_MAX: Final = 100_000_000
+_HEADER_BYTES_MAX: Final = 16_000_000
 _LENGTH: Final = struct.Struct("<Q")
 _PART_BYTES: Final = 4 * 1024 * 1024
 # By type in safetensors: words, and the exponent of infinities and of what is no number.

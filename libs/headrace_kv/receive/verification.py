@@ -36,7 +36,7 @@ from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
 from headrace_kv.receive.local_broadcast import ResumeTransfer
-from headrace_kv.runs import Runs
+from headrace_kv.runs import Runs, concatenate
 from headrace_kv.shard_map import Edge, Key, heads_held
 from headrace_kv.transport.memory import HOST_MEMORY, WordSums
 
@@ -209,12 +209,12 @@ class DigestChecks:
         group, ranks = self._layout.groups[0], self._layout.tensor_parallel_size
         blocks = np.array([block_id], dtype=np.int64)
         span = BlockSpan(0, group.block_tokens, blocks, 0, blocks, 0)
-        found = []
+        found: list[int] = []
         for rank in self._ranks:
-            heads = len(heads_held(rank % ranks, ranks, group.head_count))
-            for layer in set(group.layers).intersection(self._layout.layers_of(rank)):
-                runs = self._planner(rank).plan(Edge(rank, rank, 0, 0, heads), layer, span)
-                found.append(self._digest_of(rank, runs, 0))
+            edge = Edge(rank, rank, 0, 0, len(heads_held(rank % ranks, ranks, group.head_count)))
+            layers = sorted(set(group.layers).intersection(self._layout.layers_of(rank)))
+            runs = [self._planner(rank).plan(edge, layer, span) for layer in layers]
+            found += [self._digest_of(rank, concatenate(runs), 0)] if runs else []
         return tuple(found)
 
     def _planner(self, rank: int) -> CopyPlanner:

@@ -216,8 +216,8 @@ class Canary:
 
     def attempt_arrived(self, attempt: DecodeAttempt) -> None:
         """The KV of an attempt has arrived. Digests of some blocks are taken in the share that `checks` has."""
-        checks, candidate, name = self._checks, self._candidate(attempt), attempt.work.transfer_id
-        if checks is None or candidate is None:
+        checks, name = self._checks, attempt.work.transfer_id
+        if checks is None or (candidate := self._candidate(attempt)) is None:
             return
         if is_digested(checks.share, name, 0) or self._is_due(candidate.prefill, 1):
             digests = checks.digest_blocks(self._block_ids(candidate))
