@@ -74,13 +74,9 @@ def require_vocabulary(
     """Raises InvalidRequest for a token beyond the vocabulary, which would end an engine. Placeholders may be."""
     if max(token_ids) < vocabulary_size:
         return
-    placeholders = {
-        index
-        for one in images
-        for index in range(one.start_token, one.start_token + one.token_count)
-    }
+    spans = [range(one.start_token, one.start_token + one.token_count) for one in images]
     for index, token_id in enumerate(token_ids):
-        if token_id >= vocabulary_size and index not in placeholders:
+        if token_id >= vocabulary_size and not any(index in one for one in spans):
             remedy = f"must be below {vocabulary_size}, the model's vocabulary, not {token_id}"
             raise InvalidRequest({f"token_ids[{index}]": remedy})
 

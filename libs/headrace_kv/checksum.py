@@ -8,7 +8,7 @@ digest is valid for one handoff only. Where decode's memory is on a device, a wo
 from __future__ import annotations
 
 import ctypes
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -45,37 +45,24 @@ class DigestTerms(NamedTuple):
     word_sums: bool = False
 
 
-def source_digest(memory: Memory, runs: Runs, seed: int) -> int:
+def source_digest(memory: Memory, runs: Runs, seed: int, *, word_sum: bool = False) -> int:
     """Digest of the bytes that the runs copy, read from `memory`."""
-    return _digest(memory, *_ordered(runs, runs.source_addresses), seed)
+    return _digest(memory, runs, runs.source_addresses, seed, word_sum)
 
 
-def destination_digest(memory: Memory, runs: Runs, seed: int) -> int:
-    """Digest of the bytes at the runs' destinations, read from `memory`."""
-    return _digest(memory, *_ordered(runs, runs.destination_addresses), seed)
+def destination_digest(memory: WordSums, runs: Runs, seed: int, *, word_sum: bool = False) -> int:
+    """Digest of the bytes at the destinations of the runs. A Memory, unless it is a word sum."""
+    return _digest(memory, runs, runs.destination_addresses, seed, word_sum)
 
 
-def source_word_sum(memory: WordSums, runs: Runs, seed: int) -> int:
-    """As source_digest, with a word sum."""
-    addresses, lengths = _ordered(runs, runs.source_addresses)
-    return memory.word_sum(addresses, lengths, seed)
-
-
-def destination_word_sum(memory: WordSums, runs: Runs, seed: int) -> int:
-    """As destination_digest, with a word sum."""
-    addresses, lengths = _ordered(runs, runs.destination_addresses)
-    return memory.word_sum(addresses, lengths, seed)
-
-
-def _ordered(runs: Runs, addresses: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """One side of the runs and their lengths, by ascending destination address."""
+def _digest(summed: WordSums, runs: Runs, addresses: Int64Array, seed: int, word_sum: bool) -> int:
+    lengths = runs.lengths
     if len(runs) > 1 and bool((np.diff(runs.destination_addresses) < 0).any()):
         order = np.argsort(runs.destination_addresses)
-        return addresses[order], runs.lengths[order]
-    return addresses, runs.lengths
-
-
-def _digest(memory: Memory, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
+        addresses, lengths = addresses[order], lengths[order]
+    if word_sum:
+        return summed.word_sum(addresses, lengths, seed)
+    memory = cast("Memory", summed)
     state = xxh3_64(seed=seed)
     if memory.on_host and len(lengths) and lengths.mean() >= _LONG_RUN_BYTES:
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):

@@ -89,8 +89,9 @@ class Watched:
             span=trace.INVALID_SPAN,
         )
         self.canary.attempt_arrived(cast("DecodeAttempt", attempt))
-        for rest in self.canary._resting.values():
-            await asyncio.wrap_future(rest.digests)
+        for rested in self.canary._resting.values():
+            assert rested.digests is not None
+            await asyncio.wrap_future(rested.digests)
         overwrite()
         self.canary.attempt_closed(cast("DecodeAttempt", attempt))
         assert answer.reservation is not None
@@ -287,7 +288,7 @@ class Overwritten:
 async def overwritten(model: str) -> Overwritten:
     """Writes into received blocks beside any reservation, while a request runs, and while they are cached only."""
     config: dict[str, object] = {"model": model, "num_gpu_blocks_override": BLOCK_COUNT}
-    async with running_pair(sums=True, prefill=config, decode=config) as pair:
+    async with running_pair(digests="sums", prefill=config, decode=config) as pair:
         watched = Watched(pair, checks=pair.checks)
 
         def outcomes() -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc.aio
 
@@ -330,11 +330,11 @@ async def reset(engine: VllmEngine) -> None:
 
 @asynccontextmanager
 async def running_pair(
-    *, digests: bool = False, sums: bool = False, **changes: dict[str, object]
+    *, digests: bool | Literal["sums"] = False, **changes: dict[str, object]
 ) -> AsyncIterator[Pair]:
     """Starts both engines, before this process uses gRPC. `changes`: settings by role.
 
-    With `digests`, decode checks all. With `sums`, by word sums of its ranks.
+    With `digests`, decode checks all: with "sums" by word sums of its ranks.
     """
     configs = {role: engine_config(role, **changes.get(role, {})) for role in ("prefill", "decode")}
     refs = {role: config.ref for role, config in configs.items()}
@@ -354,13 +354,16 @@ async def running_pair(
         prefill.launch()
         await decode.attach()
         await prefill.attach()
-        if digests:
+        if digests is True:
             memories = [decode.landed_memory(rank.rank) for rank in decode.descriptor.ranks]
             found = [memory for memory in memories if memory is not None]
             checks = DigestChecks(decode.descriptor, "on", memory_of=found.__getitem__)
-        elif sums:
+        elif digests:
             checks = DigestChecks(
-                decode.descriptor, "on", sums_of=dict(decode.landed_sums).__getitem__
+                decode.descriptor,
+                "on",
+                memory_of=dict(decode.landed_sums).__getitem__,
+                word_sums=True,
             )
         pair.checks = checks
         pair.receiver = Receiver(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ from tests.vllm.pair import prompt_of
 from tests.waiting import until
 
 pytestmark = IMPORTS_VLLM
+MODEL = Path("models/tiny-llama")
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def _adapters() -> None:
 def _read(text: str, *, on_cpu: bool = False) -> dict[str, object]:
     """vLLM's arguments for the adapters of a command line."""
     given = parse_engine_args(split_engine_args(text))
-    adapters = read_adapters(given.pop(LORA_MODULES, ()), given)
+    adapters = read_adapters(given.pop(LORA_MODULES, ()), given | {"model": MODEL})
     return lora_arguments(adapters, given, on_cpu=on_cpu)
 
 
@@ -71,7 +73,10 @@ def test_wrong_adapters_are_refused_by_name(text: str, words: str) -> None:
 def test_a_digest_depends_on_the_files_and_the_type() -> None:
     def digests(text: str) -> list[str]:
         given = parse_engine_args(split_engine_args(text))
-        return [one.identity.digest for one in read_adapters(given[LORA_MODULES], given)]
+        return [
+            one.identity.digest
+            for one in read_adapters(given[LORA_MODULES], given | {"model": MODEL})
+        ]
 
     poet, coder = digests(ARGUMENTS)
     assert poet != coder
@@ -109,7 +114,8 @@ def test_adapters_of_run_time_answer_as_vllm_that_was_started_with_them(
 ) -> None:
     require(device)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    folder = Path(FOLDER).resolve()
+    folder = tmp_path / "adapters"
+    shutil.copytree(FOLDER, folder)
     prompts = [prompt_of(length) for length in LENGTHS]
     plain = run_job(
         "tests.vllm.plain:adapter_tokens",
@@ -169,6 +175,8 @@ async def _use(
             assert (await load(name, name)).text == (
                 f"Success: LoRA adapter '{name}' added successfully."
             )
+            body = {"model": name, "prompt": prompts[0], "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
             await _check(it, prompts, name, plain[name])
         await _check(it, prompts, "", plain[""])
         # Poet is announced while its successor is loaded, so there is no room before coder is unloaded.
@@ -179,6 +187,10 @@ async def _use(
         await unload("coder")
         assert (await load("poet", "coder", load_inplace=True)).status_code == 200
         await _check(it, prompts, "poet", plain["coder"], before=plain["poet"])
+        for path, words in write_broken(folder).items():
+            refused = await load("other", path)
+            assert refused.status_code == 400
+            assert words in refused.json()["error"]["message"], refused.text
         broken = await load("other", "..")
         assert "is not in one of this worker's adapter_folders" in broken.text
         await unload("poet")
@@ -190,6 +202,36 @@ async def _use(
 
         await until(missing)
         await _check(it, prompts, "", plain[""])
+
+
+def write_broken(folder: Path) -> dict[str, str]:
+    """Copies of an adapter that cannot be used, by folder, and what the refusal says."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def changed(name: str) -> tuple[Path, dict[str, torch.Tensor], str]:
+        shutil.copytree(folder / "poet", folder / name)
+        file = folder / name / "adapter_model.safetensors"
+        weights = load_file(file)
+        return file, weights, next(one for one in weights if one.endswith("q_proj.lora_A.weight"))
+
+    file, weights, first = changed("nan")
+    weights[first][0, 0] = float("nan")
+    save_file(weights, file)
+    file, weights, first = changed("names")
+    weights[first.replace("layers.0", "layers.99")] = weights.pop(first)
+    save_file(weights, file)
+    file, weights, first = changed("shapes")
+    weights[first] = weights[first][:, :-8].contiguous()
+    save_file(weights, file)
+    file, _, _ = changed("deep")
+    (file.parent / "adapter_config.json").write_text("[" * 100_000)
+    return {
+        "nan": "values that are no numbers",
+        "names": "has no module for",
+        "shapes": "and the model another",
+        "deep": "nested too deeply",
+    }
 
 
 async def _check(

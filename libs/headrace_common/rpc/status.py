@@ -7,7 +7,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from traceback import clear_frames
 from types import TracebackType
 from typing import Any
 
@@ -201,7 +200,6 @@ class _Reporting:
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             return
         code, detail, trailers = _status_to_send(reported_error(error, self._method))
-        _forget_frames(error)
         del error, traceback
         await self._context.abort(code, detail, trailers)
 
@@ -220,10 +218,7 @@ def reported_error(error: Exception, method: str) -> HeadraceError:
     try:
         return _logged(error, method)
     finally:
-        cause: BaseException | None = error
-        while cause is not None:
-            clear_frames(cause.__traceback__)
-            cause = cause.__context__
+        _forget_frames(error)
 
 
 def _logged(error: Exception, method: str) -> HeadraceError:

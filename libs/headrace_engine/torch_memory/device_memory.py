@@ -361,12 +361,8 @@ class TorchMemory:
 def _weighted(words: Tensor, first_word: int, seed: int) -> Tensor:
     """The part of a word sum. Products of 64-bit integers wrap, also on devices."""
     numbers = torch.arange(first_word, first_word + len(words), device=words.device)
-    weights = (numbers * _signed(WORD_FACTOR) + _signed(seed)) | 1
+    weights = (numbers * (WORD_FACTOR - 2**64) + (seed - (seed >> 63 << 64))) | 1
     return ((words.to(torch.int64) & 0xFFFF_FFFF) * weights).sum()
-
-
-def _signed(number: int) -> int:
-    return number - (number >> 63 << 64)
 
 
 def _run(spans: tuple[_Span, ...], segment: Segment) -> Tensor:

@@ -4,30 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
+
+import numpy as np
 
 from headrace_common.errors import ConfigError
+from headrace_common.registry.adapters import ADAPTERS_MAX
 from headrace_text.model_hub import MODEL_FILES, fetch_model, parse_hub_model
 
 SAMPLED_TENSORS_MAX: Final = 1024
 SAMPLE_BYTES: Final = 64
-_HEADER_BYTES_MAX: Final = 100_000_000
+_HEADER_BYTES_MAX: Final = 16_000_000
 _LENGTH: Final = struct.Struct("<Q")
+_PART_BYTES: Final = 4 * 1024 * 1024
+# By type in safetensors: words, and the exponent of infinities and of what is no number.
+_EXPONENTS: Final = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+_MODULE: Final = re.compile(r"(?:.*\.)?layers\.(\d+\..+)\.[^.]+")
+_LORA_WEIGHT: Final = re.compile(r"(?:.*\.)?layers\.(\d+\..+)\.lora_([AB])\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Bytes [start, end) of a file. `identity`: name, type and shape."""
+    """Bytes [start, end) of a file. Without a type, it is a whole file."""
 
-    identity: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
     path: Path
     start: int
     end: int
+
+    @property
+    def identity(self) -> str:
+        """Name, type and shape."""
+        return f"{self.name}:{self.dtype}:{list(self.shape)}" if self.dtype else self.name
 
 
 def digest_of_weights(folder: Path) -> str:
@@ -37,14 +60,7 @@ def digest_of_weights(folder: Path) -> str:
     tensor, up to chance. Files that are not of safetensors count by name, size and some bytes.
     Raises OSError for files that cannot be read, and ValueError for a safetensors file without a valid header.
     """
-    tensors: list[_Tensor] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.extend(_tensors_of(path))
-    if not tensors:
-        for path in sorted(folder.glob("*.bin")):
-            size = path.stat().st_size
-            tensors.append(_Tensor(f"{path.name}:{size}", path, 0, size))
-    tensors.sort(key=lambda tensor: tensor.identity)
+    tensors = _tensors_in(folder)
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.identity}\n".encode())
@@ -53,11 +69,88 @@ def digest_of_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a LoRA adapter. Raises OSError, or ValueError for a file that holds no object."""
+    return _object((folder / "adapter_config.json").read_bytes(), "adapter_config.json")
+
+
 def digest_of_adapter(folder: Path) -> str:
-    """SHA-256 of a LoRA adapter: of its weights, as above, and of its configuration. Raises the same errors."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(f"{digest_of_weights(folder)}\n{text}".encode()).hexdigest()
+    """SHA-256 of a LoRA adapter: of all bytes of its weights, and of its configuration. Kept until a file changes.
+
+    Raises OSError, and ValueError for files that are no adapter, or with values that are no numbers.
+    """
+    return _digest_of_files(folder, _stamps(folder))
+
+
+def _stamps(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    found = ((one.name, one.stat()) for one in sorted(folder.iterdir()))
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+@lru_cache(maxsize=2 * ADAPTERS_MAX)
+def _digest_of_files(folder: Path, stamps: tuple[tuple[str, int, int, int], ...]) -> str:
+    text = json.dumps(adapter_config(folder), sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode())
+    for tensor in _tensors_in(folder):
+        digest.update(f"\n{tensor.identity}\n".encode())
+        word, exponent = _EXPONENTS.get(tensor.dtype, ("", 0))
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start)
+            while part := file.read(min(_PART_BYTES, tensor.end - file.tell())):
+                digest.update(part)
+                if word and bool(((np.frombuffer(part, word) & exponent) == exponent).any()):
+                    raise ValueError(f"{tensor.name} has values that are no numbers")
+    if _stamps(folder) != stamps:
+        raise ValueError("its files have changed while they were read")
+    return digest.hexdigest()
+
+
+def require_modules(adapter: Path, model: Path) -> None:
+    """Raises ValueError for a LoRA weight of a layer that names no module of the model, or has another shape.
+
+    Experts, and models that store no modules by layer, are not checked.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for tensor in _tensors_in(model):
+        if found := _MODULE.fullmatch(tensor.name):
+            known = shapes.setdefault(found[1], set())
+            # A quantized matrix may have any shape.
+            if len(tensor.shape) == 2 and tensor.dtype in _EXPONENTS:
+                known.add(tensor.shape)
+    for tensor in _tensors_in(adapter) if shapes else ():
+        found = _LORA_WEIGHT.fullmatch(tensor.name)
+        if found is None or ".experts" in tensor.name:
+            continue
+        if found[1] not in shapes:
+            raise ValueError(f"the model has no module for {tensor.name}")
+        # A is [rank, input], and B is [output, rank]. The matrix of the module is [output, input].
+        side = 1 if found[2] == "A" else 0
+        wanted = {shape[side] for shape in shapes[found[1]]}
+        if wanted and (len(tensor.shape) != 2 or tensor.shape[side] not in wanted):
+            raise ValueError(f"{tensor.name} has shape {list(tensor.shape)}, and the model another")
+
+
+def _tensors_in(folder: Path) -> list[_Tensor]:
+    """Those of all files of weights, by identity. Raises OSError and ValueError."""
+    tensors: list[_Tensor] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.extend(_tensors_of(path))
+    if not tensors:
+        for path in sorted(folder.glob("*.bin")):
+            size = path.stat().st_size
+            tensors.append(_Tensor(f"{path.name}:{size}", "", (), path, 0, size))
+    return sorted(tensors, key=lambda tensor: tensor.identity)
+
+
+def _object(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} holds no object")
+    return found
 
 
 def _tensors_of(path: Path) -> Iterable[_Tensor]:
@@ -70,31 +163,24 @@ def _tensors_of(path: Path) -> Iterable[_Tensor]:
         first = _LENGTH.size + header_bytes
         if header_bytes > _HEADER_BYTES_MAX or first > size:
             raise ValueError(f"{path.name} has no header of safetensors")
-        header: dict[str, Any] = json.loads(file.read(header_bytes))
+        header = _object(file.read(header_bytes), f"the header of {path.name}")
     for name, entry in header.items():
         if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            identity = f"{name}:{entry['dtype']}:{entry['shape']}"
-            yield _Tensor(identity, path, first + start, min(first + end, size))
+            start, end = (min(first + operator.index(at), size) for at in entry["data_offsets"])
+            shape = tuple(map(operator.index, entry["shape"]))
+            if not first <= start <= end:
+                raise ValueError(f"{path.name} has no bytes for {name}")
+            yield _Tensor(name, str(entry["dtype"]), shape, path, start, end)
 
 
 def _samples(tensors: list[_Tensor]) -> Iterable[bytes]:
     """Bytes from the middle of tensors, which are spread evenly over all."""
     count = min(len(tensors), SAMPLED_TENSORS_MAX)
-    files: dict[Path, BinaryIO] = {}
-    try:
-        for number in range(count):
-            tensor = tensors[number * len(tensors) // count]
-            file = files.get(tensor.path)
-            if file is None:
-                file = files[tensor.path] = tensor.path.open("rb", buffering=0)
-            middle = (tensor.start + tensor.end - SAMPLE_BYTES) // 2
-            start = max(tensor.start, middle)
-            length = min(SAMPLE_BYTES, tensor.end - start)
-            yield os.pread(file.fileno(), length, start)
-    finally:
-        for file in files.values():
-            file.close()
+    for number in range(count):
+        tensor = tensors[number * len(tensors) // count]
+        start = max(tensor.start, (tensor.start + tensor.end - SAMPLE_BYTES) // 2)
+        with tensor.path.open("rb", buffering=0) as file:
+            yield os.pread(file.fileno(), min(SAMPLE_BYTES, tensor.end - start), start)
 
 
 # Fields of config.json about how a model is stored or run. They do not change what it computes.

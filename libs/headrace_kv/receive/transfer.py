@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, Literal
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
@@ -295,22 +295,19 @@ class IncomingTransfer:
             self.states.enter(TransferState.RECEIVING)
         if not new or (self.copies is None and self.checks is None):
             return
+        sums = self.checks is not None and self.checks.word_sums
+        field: Literal["word_sum", "digest"] = "word_sum" if sums else "digest"
         landed = LayerLanded(
             edge=self.ledger.edge(key),
             layer=layer.layer,
             start_token=layer.start_token,
             end_token=layer.end_token,
-            digest=self._digest_of(layer),
+            digest=getattr(layer, field) if layer.HasField(field) else None,
         )
         if self.copies is not None:
             self.copies.land(landed)
         if self.checks is not None:
             self.checks.land(landed, peer.ref)
-
-    def _digest_of(self, layer: handoff_pb2.LayerDone) -> int | None:
-        if self.checks is not None and self.checks.word_sums:
-            return layer.word_sum if layer.HasField("word_sum") else None
-        return layer.digest if layer.HasField("digest") else None
 
     def land_hidden_state(self, peer: PrefillPeer, state: handoff_pb2.HiddenState) -> None:
         """Raises as IncomingHiddenState.receive, and ProtocolViolation for a rank that must not send it."""

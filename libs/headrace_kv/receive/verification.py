@@ -28,7 +28,6 @@ from headrace_common.tasks import call_when_done
 from headrace_kv.checksum import (
     DigestMode,
     destination_digest,
-    destination_word_sum,
     digest_share,
     is_digested,
 )
@@ -37,9 +36,9 @@ from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
 from headrace_kv.receive.local_broadcast import ResumeTransfer
-from headrace_kv.runs import Runs
+from headrace_kv.runs import Runs, concatenate
 from headrace_kv.shard_map import Edge, Key, heads_held
-from headrace_kv.transport.memory import HOST_MEMORY, Memory, WordSums
+from headrace_kv.transport.memory import HOST_MEMORY, WordSums
 
 _log = logging.getLogger(__name__)
 
@@ -137,8 +136,8 @@ _NAMED_LIMIT = 8
 class DigestChecks:
     """Reads ranges of `descriptor`'s memory back, on a thread of its own.
 
-    `memory_of` gives this process's access to a rank's memory, or with `sums_of` the rank's own sums, which are used
-    then. A prefill worker is rejected after `mismatch_limit` corrupt transfers.
+    `memory_of` gives a Memory with this process's access to that of a rank. With `word_sums`, digests are those, and
+    any WordSums do. A prefill worker is rejected after `mismatch_limit` corrupt transfers.
     """
 
     def __init__(
@@ -146,23 +145,18 @@ class DigestChecks:
         descriptor: KvDescriptor,
         mode: DigestMode,
         *,
-        memory_of: Callable[[int], Memory] = lambda rank: HOST_MEMORY,
-        sums_of: Callable[[int], WordSums] | None = None,
+        memory_of: Callable[[int], WordSums] = lambda rank: HOST_MEMORY,
+        word_sums: bool = False,
         mismatch_limit: int = 3,
     ) -> None:
         self.share = digest_share(mode)
         self.corrupt_senders = CorruptSenderTracker(mismatch_limit)
         self._layout = descriptor.layout
         self._ranks = {rank.rank: rank for rank in descriptor.ranks}
+        self.word_sums = word_sums
         self._memory_of = memory_of
-        self._sums_of = sums_of
         self._planners: dict[int, CopyPlanner] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
-
-    @property
-    def word_sums(self) -> bool:
-        """Whether digests are word sums."""
-        return self._sums_of is not None
 
     def checks(self, reservation: Reservation, resume: ResumeTransfer) -> RangeChecks:
         """The checks of a new transfer."""
@@ -209,20 +203,18 @@ class DigestChecks:
         return self._digest_of(rank, runs, seed)
 
     def _digest_of(self, rank: int, runs: Runs, seed: int) -> int:
-        if self._sums_of is not None:
-            return destination_word_sum(self._sums_of(rank), runs, seed)
-        return destination_digest(self._memory_of(rank), runs, seed)
+        return destination_digest(self._memory_of(rank), runs, seed, word_sum=self.word_sums)
 
     def _digest_block(self, block_id: int) -> tuple[int, ...]:
         group, ranks = self._layout.groups[0], self._layout.tensor_parallel_size
         blocks = np.array([block_id], dtype=np.int64)
         span = BlockSpan(0, group.block_tokens, blocks, 0, blocks, 0)
-        found = []
+        found: list[int] = []
         for rank in self._ranks:
-            heads = len(heads_held(rank % ranks, ranks, group.head_count))
-            for layer in set(group.layers).intersection(self._layout.layers_of(rank)):
-                runs = self._planner(rank).plan(Edge(rank, rank, 0, 0, heads), layer, span)
-                found.append(self._digest_of(rank, runs, 0))
+            edge = Edge(rank, rank, 0, 0, len(heads_held(rank % ranks, ranks, group.head_count)))
+            layers = sorted(set(group.layers).intersection(self._layout.layers_of(rank)))
+            runs = [self._planner(rank).plan(edge, layer, span) for layer in layers]
+            found += [self._digest_of(rank, concatenate(runs), 0)] if runs else []
         return tuple(found)
 
     def _planner(self, rank: int) -> CopyPlanner:
@@ -238,6 +230,7 @@ class RangeChecks:
     def __init__(
         self, checks: DigestChecks, reservation: Reservation, resume: ResumeTransfer
     ) -> None:
+        self.word_sums = checks.word_sums
         self._checks = checks
         self._reservation = reservation
         self._resume = resume
@@ -245,11 +238,6 @@ class RangeChecks:
         self._waiting: list[LayerLanded] = []
         self._checking: tuple[LayerLanded, ...] = ()
         self._stopped = False
-
-    @property
-    def word_sums(self) -> bool:
-        """See DigestChecks."""
-        return self._checks.word_sums
 
     @property
     def pending_keys(self) -> Collection[Key]:

@@ -17,7 +17,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
-from headrace_kv.checksum import DigestTerms, is_digested, source_digest, source_word_sum
+from headrace_kv.checksum import DigestTerms, is_digested, source_digest
 from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs
 from headrace_kv.layout import KvDescriptor, KvLayout
 from headrace_kv.messages import LayerRange
@@ -69,7 +69,7 @@ class LayerWrite:
         self._window_before_ns = window_before_ns
         self.results: list[WriteResult] = []
         self._digest: int | None = None
-        self._word_sum: int | None = None
+        self._digest_field = "digest"
 
     @property
     def landed(self) -> bool:
@@ -107,10 +107,8 @@ class LayerWrite:
         The transport has every batch, and may still send: the source stays as it is until the transfer is quiet.
         """
         if is_digested(terms.share, self.transfer_id, self.layer):
-            if terms.word_sums:
-                self._word_sum = source_word_sum(memory, self.runs, seed)
-            else:
-                self._digest = source_digest(memory, self.runs, seed)
+            self._digest = source_digest(memory, self.runs, seed, word_sum=terms.word_sums)
+            self._digest_field = "word_sum" if terms.word_sums else "digest"
 
     def layer_done(self) -> handoff_pb2.LayerDone:
         """The acknowledgement of the whole write."""
@@ -121,8 +119,7 @@ class LayerWrite:
             start_token=self.start_token,
             end_token=self.end_token,
             payload_bytes=self.payload_bytes,
-            digest=self._digest,
-            word_sum=self._word_sum,
+            **{self._digest_field: self._digest},
         )
 
     def _advance(self) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from opentelemetry.trace import Span
@@ -227,13 +228,9 @@ class DecodeAttempt:
                 hidden_format=self.engine.hidden_format if by_state else None,
                 signer=self.signer,
             )
+            arrived = partial(self.on_arrived, self)
             self._waiter = TransferWaiter(
-                transfer,
-                self.engine,
-                self.timestamps,
-                self._fail,
-                forwards_state=by_state,
-                on_arrived=lambda: self.on_arrived(self),
+                transfer, self.engine, self.timestamps, self._fail, by_state, arrived
             )
         else:
             self.receiver.cancel(reservation.transfer_id, Cancelled.reason, "no token is missing")

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from random import Random
@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from opentelemetry.trace import Span
 
-from headrace_common.errors import Draining
 from headrace_common.tasks import BackgroundTasks, end_task
 from headrace_decode.attempt import DecodeAttempt
 from headrace_engine.interface import BlockErrors, DecodeWork, Engine, ReceivedBlock
@@ -110,6 +109,7 @@ REUSED_BLOCKS_MAX: Final = 2
 """The same, of the blocks that were cached before."""
 _PAIRS_MAX: Final = 1024
 _SUSPECTS_MAX: Final = 8
+NO_WORKER: Final = WorkerRef("", "")
 _RESETS_MAX: Final = 20
 _RESET_PAUSE_S: Final = 0.1
 _SETTLE_S: Final = 0.05
@@ -117,20 +117,11 @@ _SETTLE_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class _Rest:
-    """Received blocks, by their numbers in the prompt, and what they held when they had arrived."""
-
-    numbers: tuple[int, ...]
-    digests: Future[list[tuple[int, ...]]]
-    arrived_s: float
-    """By time.monotonic."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A request that has ended. `span` is that of its attempt. `numbers` are those of received blocks to compare.
+    """A request that has its KV. `span` is that of its attempt. `numbers` are those of received blocks to compare.
 
-    With `changed`, all of them were written over after they had arrived, which was at `arrived_s`.
+    `digests`: what these held when they had arrived, which was at `arrived_s` by time.monotonic. With `changed`, all of
+    them were written over since then.
     """
 
     work: DecodeWork
@@ -138,8 +129,9 @@ class _Candidate:
     prefill: WorkerRef
     span: Span
     numbers: tuple[int, ...]
-    changed: bool = False
+    digests: Future[list[tuple[int, ...]]] | None = None
     arrived_s: float = -math.inf
+    changed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +139,11 @@ class Comparison:
     """The result for one request. No blocks were compared if none were cached any more, or the worker became busy.
 
     `prefill` has sent the blocks. With `overwritten`, it is the only worker that could have written into them since
-    then, or None. `quarantined`: no more KV is accepted from it.
+    then, or NO_WORKER. `quarantined`: no more KV is accepted from it.
     """
 
     transfer_id: str
-    prefill: WorkerRef | None
+    prefill: WorkerRef
     span: Span
     start_unix_ns: int
     end_unix_ns: int
@@ -159,11 +151,6 @@ class Comparison:
     difference: Difference | None = None
     overwritten: bool = False
     quarantined: bool = False
-
-    @property
-    def prefill_id(self) -> str:
-        """Empty without `prefill`."""
-        return "" if self.prefill is None else self.prefill.worker_id
 
     @property
     def outcome(self) -> str:
@@ -215,7 +202,7 @@ class Canary:
         self._lease_holders: Callable[[float], Collection[WorkerRef]] = lambda since_s: ()
         self.corrupt_senders = CorruptSenderTracker(_DIFFERENCES_MAX)
         self._pairs: OrderedDict[WorkerRef, _Pair] = OrderedDict()
-        self._resting: dict[str, _Rest] = {}
+        self._resting: dict[str, _Candidate] = {}
         # The latest request of each prefill worker that is due.
         self._due: dict[WorkerRef, _Candidate] = {}
         self._task: asyncio.Task[None] | None = None
@@ -229,27 +216,30 @@ class Canary:
 
     def attempt_arrived(self, attempt: DecodeAttempt) -> None:
         """The KV of an attempt has arrived. Digests of some blocks are taken in the share that `checks` has."""
-        checks, summary, reservation = self._checks, attempt.summary, attempt.reservation
-        if checks is None or summary is None or reservation is None:
+        checks, name = self._checks, attempt.work.transfer_id
+        if checks is None or (candidate := self._candidate(attempt)) is None:
             return
-        name = attempt.work.transfer_id
-        if is_digested(checks.share, name, 0) or self._is_due(summary.prefill, 1):
-            numbers = self._draw_received(attempt.work, reservation)
-            digests = checks.digest_blocks(self._block_ids(reservation, numbers))
-            self._resting[name] = _Rest(numbers, digests, time.monotonic())
+        if is_digested(checks.share, name, 0) or self._is_due(candidate.prefill, 1):
+            digests = checks.digest_blocks(self._block_ids(candidate))
+            arrived_s = time.monotonic()
+            self._resting[name] = replace(candidate, digests=digests, arrived_s=arrived_s)
 
     def attempt_closed(self, attempt: DecodeAttempt) -> None:
         """An attempt has given back its resources."""
-        summary, reservation, work = attempt.summary, attempt.reservation, attempt.work
-        rest = self._resting.pop(work.transfer_id, None)
-        if summary is not None and reservation is not None:
-            numbers = self._draw_received(work, reservation) if rest is None else rest.numbers
-            candidate = _Candidate(work, reservation, summary.prefill, attempt.span, numbers)
-            if rest is None:
-                self._handed_over(candidate, rested=False)
-            else:
-                self._rechecks.start(self._check_again(candidate, rest))
+        rested = self._resting.pop(attempt.work.transfer_id, None)
+        if rested is not None:
+            self._rechecks.start(self._check_again(rested))
+        elif (candidate := self._candidate(attempt)) is not None:
+            self._handed_over(candidate)
         self._start()
+
+    def _candidate(self, attempt: DecodeAttempt) -> _Candidate | None:
+        """None where nothing was handed over."""
+        summary, reservation, work = attempt.summary, attempt.reservation, attempt.work
+        if summary is None or reservation is None:
+            return None
+        numbers = self._draw_received(work, reservation)
+        return _Candidate(work, reservation, summary.prefill, attempt.span, numbers)
 
     def _start(self) -> None:
         if self._due and (self._task is None or self._task.done()):
@@ -274,41 +264,35 @@ class Canary:
         each = not pair.tolerance.learned or self.corrupt_senders.was_rejected(prefill)
         return each or pair.requests + more >= self._interval_requests
 
-    def _handed_over(self, candidate: _Candidate, *, rested: bool) -> None:
-        """`rested`: the blocks hold what has arrived."""
+    def _handed_over(self, candidate: _Candidate) -> None:
+        """With digests, its blocks hold what has arrived."""
         prefill = candidate.prefill
         if prefill in self.corrupt_senders.rejected or not candidate.numbers:
             return
         self._pair(prefill).requests += 1
-        if self._is_due(prefill) and (rested or self._checks is None):
+        if self._is_due(prefill) and (candidate.digests or self._checks is None):
             self._due[prefill] = candidate
 
-    async def _check_again(self, candidate: _Candidate, rest: _Rest) -> None:
+    async def _check_again(self, candidate: _Candidate) -> None:
         """Blocks that have changed are compared at once: a request may use them next."""
         assert self._checks is not None
-        ids = self._block_ids(candidate.reservation, rest.numbers)
+        assert candidate.digests is not None
         try:
-            before = await asyncio.wrap_future(rest.digests)
-            now = await asyncio.wrap_future(self._checks.digest_blocks(ids))
-            changed = tuple(
-                one for one, *two in zip(rest.numbers, before, now, strict=True) if two[0] != two[1]
-            )
+            before = await asyncio.wrap_future(candidate.digests)
+            now = await asyncio.wrap_future(self._checks.digest_blocks(self._block_ids(candidate)))
+            found = zip(candidate.numbers, before, now, strict=True)
+            changed = tuple(number for number, old, new in found if old != new)
             if changed:
-                suspicious = replace(
-                    candidate, numbers=changed, changed=True, arrived_s=rest.arrived_s
-                )
-                await self._compare(suspicious)
+                await self._compare(replace(candidate, numbers=changed, changed=True))
             else:
-                self._handed_over(candidate, rested=True)
+                self._handed_over(candidate)
                 self._start()
-        except Draining:
-            return
         except Exception:  # noqa: BLE001 - the next one may work
             _LOG.exception("the KV of %s could not be checked", candidate.work.transfer_id)
 
-    def _block_ids(self, reservation: Reservation, numbers: Iterable[int]) -> list[int]:
-        first = reservation.start_token // self._block_tokens
-        return [reservation.block_ids[number - first] for number in numbers]
+    def _block_ids(self, candidate: _Candidate) -> list[int]:
+        first = candidate.reservation.start_token // self._block_tokens
+        return [candidate.reservation.block_ids[number - first] for number in candidate.numbers]
 
     def _draw_received(self, work: DecodeWork, reservation: Reservation) -> tuple[int, ...]:
         """The numbers of some of the prompt's blocks that were received as a whole."""
@@ -342,9 +326,8 @@ class Canary:
             if (one := pair.tolerance.difference(errors))
         ]
         difference, number = min(found, default=(None, -1))
-        received = number in candidate.numbers
-        overwritten = difference is not None and (candidate.changed or not received)
-        prefill: WorkerRef | None = candidate.prefill
+        overwritten = candidate.changed or number not in candidate.numbers
+        prefill = candidate.prefill
         if blocks:
             pair.requests = 0
         if difference is not None:
@@ -367,7 +350,7 @@ class Canary:
                 end_unix_ns=time.time_ns(),
                 block_count=len(blocks),
                 difference=difference,
-                overwritten=overwritten,
+                overwritten=overwritten and difference is not None,
                 quarantined=prefill in self.corrupt_senders.rejected,
             )
         )
@@ -375,12 +358,12 @@ class Canary:
     async def _errors(self, candidate: _Candidate) -> dict[int, BlockErrors]:
         """Those of the blocks that could be compared, by number. Ends early when the worker gets a request."""
         found: dict[int, BlockErrors] = {}
-        work, reservation = candidate.work, candidate.reservation
+        work = candidate.work
         ids: dict[int, int | None] = dict(
-            zip(candidate.numbers, self._block_ids(reservation, candidate.numbers), strict=True)
+            zip(candidate.numbers, self._block_ids(candidate), strict=True)
         )
         if not candidate.changed:
-            reused = range(reservation.start_token // self._block_tokens)
+            reused = range(candidate.reservation.start_token // self._block_tokens)
             ids |= dict.fromkeys(self._draw(work, reused, REUSED_BLOCKS_MAX))
         for number, block_id in sorted(ids.items()):
             if not (candidate.changed or self._is_idle()):
@@ -415,22 +398,15 @@ class Canary:
         detail = f"its KV is not what this worker computes: {difference}"
         self.corrupt_senders.record(prefill, detail)
 
-    def _record_overwritten(
-        self, candidate: _Candidate, difference: Difference
-    ) -> WorkerRef | None:
+    def _record_overwritten(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         """Counts against a worker only if no other one had a write lease meanwhile. Returns that worker."""
         suspects = sorted(self._lease_holders(candidate.arrived_s), key=str)
-        named = ", ".join(map(str, suspects[:_SUSPECTS_MAX])) or "none"
-        what = "received blocks" if candidate.changed else "cached blocks"
-        _LOG.error(
-            "%s of the prompt of transfer %s were written over, or never held what this worker computes: %s. Workers "
-            "with a write lease since then: %s",
-            what,
-            candidate.work.transfer_id,
-            difference,
-            named if len(suspects) <= _SUSPECTS_MAX else f"{named} and others",
-        )
+        named = ", ".join(map(str, suspects[:_SUSPECTS_MAX]))
+        what = "received" if candidate.changed else "cached"
+        where = f"{what} blocks of the prompt of {candidate.work.transfer_id}"
+        why = f"were written over, or never held what this worker computes: {difference}"
+        _LOG.error("%s %s. Write leases since then, %d: %s", where, why, len(suspects), named)
         if len(suspects) != 1:
-            return None
-        self.corrupt_senders.record(suspects[0], f"it wrote over {what} of others: {difference}")
+            return NO_WORKER
+        self.corrupt_senders.record(suspects[0], f"{where} {why}")
         return suspects[0]

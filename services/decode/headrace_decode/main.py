@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -147,7 +148,7 @@ class DecodeServer(RoleServer):
             difference = comparison.difference
             host.metrics.blocks_compared(
                 hosted.ref.worker_id,
-                comparison.prefill_id,
+                comparison.prefill.worker_id,
                 comparison.outcome,
                 *(() if difference is None else (difference.layer, difference.head)),
             )
@@ -211,8 +212,9 @@ def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
         return None
     memories = {rank.rank: engine.landed_memory(rank.rank) for rank in engine.descriptor.ranks}
     readable = {rank: memory for rank, memory in memories.items() if memory is not None}
+    checks = partial(DigestChecks, engine.descriptor, config.digest)
     if len(readable) == len(memories):
-        return DigestChecks(engine.descriptor, config.digest, memory_of=readable.__getitem__)
+        return checks(memory_of=readable.__getitem__)
     sums = engine.landed_sums
     parts = [part for group in engine.descriptor.layout.groups for part in group.parts]
     if not sums or any(part.unit_bytes % WORD_BYTES for part in parts):
@@ -220,7 +222,7 @@ def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
             f'digest is "{config.digest}", but the engine cannot sum its KV memory, which is on a device and may have '
             f'units of other sizes than {WORD_BYTES} bytes: set digest to "off"'
         )
-    return DigestChecks(engine.descriptor, config.digest, sums_of=sums.__getitem__)
+    return checks(memory_of=sums.__getitem__, word_sums=True)
 
 
 def _capacity(config: DecodeConfig, engine: Engine) -> Capacity:

@@ -95,7 +95,7 @@ def record_comparison(telemetry: Telemetry, comparison: Comparison) -> None:
         return
     attributes: Attributes = {
         schema.ATTRIBUTE_TRANSFER_ID: comparison.transfer_id,
-        schema.ATTRIBUTE_PREFILL_WORKER_ID: comparison.prefill_id,
+        schema.ATTRIBUTE_PREFILL_WORKER_ID: comparison.prefill.worker_id,
         schema.ATTRIBUTE_CANARY_BLOCKS: comparison.block_count,
         schema.ATTRIBUTE_CANARY_OUTCOME: comparison.outcome,
     }

@@ -28,16 +28,20 @@ from headrace_common.limits import ADAPTER_CHANGE_S
 from headrace_common.registry.adapters import (
     ADAPTER_NAME_CHARACTERS_MAX,
     ADAPTER_PATH_BYTES_MAX,
+    adapter_from_proto,
     is_adapter_name,
 )
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.openai.errors import invalid_body
 from headrace_kv.layout import WorkerRef
+from headrace_router.workers.table import LoadTable
 
 _LOG = logging.getLogger(__name__)
 # A worker that starts meanwhile is asked too. Each round finds those of the round before.
 _ROUNDS_MAX: Final = 8
+_PLACED_POLLS_MAX: Final = 500
+_PLACED_POLL_S: Final = 0.01
 _UNDO_S: Final = 35.0
 """For a worker to register again. It has 30 s."""
 
@@ -57,6 +61,8 @@ class AdapterChanges:
     list_members: ListMembers
     open_channel: Callable[[str], grpc.aio.Channel]
     models: Collection[str]
+    table: Callable[[str], LoadTable]
+    """The decode workers of a model, for which this router places requests."""
 
     async def apply(
         self, request: LoadAdapterRequest
@@ -88,7 +94,14 @@ class AdapterChanges:
         names = sorted(ref.worker_id for ref in changes)
         what = f"loaded from {request.lora_path}" if request.lora_path else "unloaded"
         _LOG.info("adapter %s of %s: %s on %s", request.lora_name, model, what, ", ".join(names))
-        return next(iter(changes.values())).adapter, names
+        changed = next(iter(changes.values())).adapter
+        wanted = None if changed is None else adapter_from_proto(changed)
+        # The registry's news may arrive here after the answers of the workers.
+        for _ in range(_PLACED_POLLS_MAX):
+            if self.table(model).adapters.get(request.lora_name) == wanted:
+                break
+            await asyncio.sleep(_PLACED_POLL_S)
+        return changed, names
 
     async def _change_all(
         self,

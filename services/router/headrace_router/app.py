@@ -151,7 +151,7 @@ class Router:
             check_placed=refusal.check_placed,
         )
         self.runner = self.parts.run_by(self._new_runner(refusal, load))
-        adapters = AdapterChanges(list_members, self._open_channel, codecs)
+        adapters = AdapterChanges(list_members, self._open_channel, codecs, self.workers.table)
         self.services = self._new_services(adapters)
         readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
         page = MetricsPage(readers, telemetry.metrics.text, config.http_listen)

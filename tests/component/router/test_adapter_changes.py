@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import InvalidRequest, NoDecodeWorker, NotFound, RegistryUnavailable
+from headrace_common.registry.adapters import Adapter
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_router.adapters import AdapterChanges
@@ -52,7 +54,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 @asynccontextmanager
 async def changes_of(
-    *workers: FakeWorker, listed: Callable[[int], Sequence[FakeWorker]] | None = None
+    *workers: FakeWorker,
+    listed: Callable[[int], Sequence[FakeWorker]] | None = None,
+    placed: Callable[[], Mapping[str, Adapter]] = lambda: {"poet": Adapter("poet", "aa")},
 ) -> AsyncIterator[AdapterChanges]:
     """`listed` returns the workers that the registry has at the call of that number, else all."""
     calls = 0
@@ -68,7 +72,11 @@ async def changes_of(
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
             worker.member.endpoint = await server.start()
             held.push_async_callback(server.stop, None)
-        yield AdapterChanges(list_members, open_channel, ("m", "other"))
+
+        def table(model: str) -> Any:
+            return SimpleNamespace(adapters=placed())
+
+        yield AdapterChanges(list_members, open_channel, ("m", "other"), table)
 
 
 def new_worker(name: str, **fields: str) -> FakeWorker:
@@ -85,6 +93,20 @@ async def test_a_worker_that_starts_meanwhile_is_asked_too() -> None:
     assert adapter == adapter_pb2.Adapter(name="poet", digest="aa")
     assert names == ["first", "second"]
     assert first.steps == second.steps == ["change", "announce", "keep"]
+
+
+async def test_the_answer_waits_until_this_router_places_requests_for_the_adapter() -> None:
+    worker, asked = new_worker("first"), 0
+
+    def placed() -> Mapping[str, Adapter]:
+        nonlocal asked
+        asked += 1
+        return {"poet": Adapter("poet", "aa" if asked > 3 else "before")}
+
+    request = LoadAdapterRequest(lora_name="poet", lora_path="/adapters/poet", model="m")
+    async with changes_of(worker, placed=placed) as changes:
+        await changes.apply(request)
+    assert asked == 4
 
 
 @pytest.mark.parametrize(

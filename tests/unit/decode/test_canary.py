@@ -293,7 +293,7 @@ async def test_blocks_that_are_written_over_after_their_arrival_do_not_count_aga
     assert [one.block_id for one in bench.asked] == [101] * 3
     assert bench.outcomes[LEARNING:] == ["overwritten"] * 3
     assert not bench.canary.corrupt_senders.rejected
-    assert f"with a write lease since then: {PREFILL}, {OTHER}" in caplog.text
+    assert f"Write leases since then, 2: {PREFILL}, {OTHER}" in caplog.text
     assert bench.resets == 3
     # Only one worker could have written.
     bench.lease_holders = (OTHER,)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
@@ -68,18 +69,10 @@ class RankSums:
         self._link, self._rank, self._loop = link, rank, asyncio.get_running_loop()
 
     def word_sum(self, addresses: Int64Array, lengths: Int64Array, seed: int) -> int:
-        query = link_pb2.SumWords(
-            addresses=addresses.tobytes(), lengths=lengths.tobytes(), seed=seed
-        )
+        query = link_pb2.SumWords(runs=np.stack((addresses, lengths)).tobytes(), seed=seed)
         asking = self._link.ask_rank(self._rank, link_pb2.AttachResponse(sum_words=query))
-        answering = asyncio.run_coroutine_threadsafe(asking, self._loop)
-        try:
-            answer = answering.result(_SUM_TIMEOUT_S).words_summed
-        except TimeoutError:
-            answering.cancel()
-            raise TransferFailed(
-                f"rank {self._rank} did not sum its KV in {_SUM_TIMEOUT_S:g} s"
-            ) from None
+        bounded = asyncio.wait_for(asking, _SUM_TIMEOUT_S)
+        answer = asyncio.run_coroutine_threadsafe(bounded, self._loop).result().words_summed
         if answer.detail:
             raise TransferFailed(f"rank {self._rank} cannot sum its KV: {answer.detail}")
         return answer.word_sum

@@ -331,9 +331,7 @@ class ConnectorWorker:
 
     def _sum_words(self, query: link_pb2.AttachResponse) -> None:
         answer, asked = link_pb2.WordsSummed(), query.sum_words
-        addresses, lengths = (
-            np.frombuffer(one, np.int64) for one in (asked.addresses, asked.lengths)
-        )
+        addresses, lengths = np.frombuffer(asked.runs, np.int64).reshape(2, -1)
         try:
             assert self._transport is not None
             # Kernels may not see what network adapters have written before.

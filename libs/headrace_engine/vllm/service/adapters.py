@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,11 @@ from headrace_common.registry.adapters import (
     Adapter,
     is_adapter_name,
 )
-from headrace_engine.vllm.model_folder import digest_of_adapter
+from headrace_engine.vllm.model_folder import (
+    adapter_config,
+    digest_of_adapter,
+    require_modules,
+)
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
@@ -46,7 +50,7 @@ class LoadedAdapter:
 def read_adapters(
     modules: Sequence[LoRAModulePath], given: Mapping[str, Any]
 ) -> tuple[LoadedAdapter, ...]:
-    """The adapters of `--lora-modules`. `given`: all arguments of vLLM. Raises ConfigError."""
+    """The adapters of `--lora-modules`. `given`: all arguments of vLLM, with the model's folder. Raises ConfigError."""
     if modules and not given.get("enable_lora"):
         raise _wrong("--lora-modules needs --enable-lora: add it")
     if len(modules) > ADAPTERS_MAX:
@@ -57,12 +61,11 @@ def read_adapters(
             raise _wrong(f"--lora-modules: the name {name!r}: {ADAPTER_NAME_REMEDY}")
         if names.count(name) > 1:
             raise _wrong(f"--lora-modules names adapter {name} twice: give each name once")
-    return tuple(_read_module(number, module, given) for number, module in enumerate(modules, 1))
-
-
-def _read_module(number: int, module: LoRAModulePath, given: Mapping[str, Any]) -> LoadedAdapter:
     try:
-        return _read(number, module.name, Path(module.path), module.is_3d_lora_weight, given)
+        return tuple(
+            _read(number, one.name, Path(one.path), one.is_3d_lora_weight, given)
+            for number, one in enumerate(modules, 1)
+        )
     except ValueError as error:
         raise _wrong(f"--lora-modules: {error}") from error
 
@@ -73,11 +76,11 @@ def _read(
     """The adapter in a folder. Raises ValueError with the remedy."""
     from vllm.lora.request import LoRARequest
 
-    file = folder / "adapter_config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
         weights = digest_of_adapter(folder)
-        rank = int(config["r"])
+        rank = operator.index(adapter_config(folder)["r"])
+        if not is_3d_lora_weight:
+            require_modules(folder, given["model"])
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ValueError(
             f"{folder} is no adapter ({exc}): name a folder with adapter_config.json and adapter_model.safetensors"
@@ -145,7 +148,7 @@ class EngineAdapters:
     def __init__(
         self, adapters: Sequence[LoadedAdapter], given: Mapping[str, Any], *, on_cpu: bool
     ) -> None:
-        """`adapters` are to be loaded first. `given`: all arguments of vLLM."""
+        """`adapters` are to be loaded first. `given`: as in read_adapters."""
         self._loaded = {adapter.identity: adapter for adapter in adapters}
         self._given = dict(given)
         self._on_cpu = on_cpu

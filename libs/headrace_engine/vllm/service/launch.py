@@ -314,7 +314,7 @@ def _engine_args(
             "kv_offloading_size and kv_transfer_config of engine_args",
             metadata={"field": "kv_host_gib"},
         )
-    adapters = read_adapters(given.pop(LORA_MODULES, ()), given)
+    adapters = read_adapters(given.pop(LORA_MODULES, ()), given | {"model": folder.path})
     draft = ""
     if given.get(SPECULATION):
         given[SPECULATION], draft = find_draft(given[SPECULATION])
@@ -365,5 +365,5 @@ def _engine_args(
         kv_transfer_config=_transfer_config(config, settings, offloading),
     )
     lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())
-    loaded = EngineAdapters(adapters, given, on_cpu=runs_on_cpu())
+    loaded = EngineAdapters(adapters, given | {"model": folder.path}, on_cpu=runs_on_cpu())
     return AsyncEngineArgs(**{**ours, **lora, **given}), loaded

@@ -6,7 +6,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from headrace_common.errors import (
     ProtocolViolation,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_common.registry.adapters import ADAPTERS_MAX
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import PrefillTimes
@@ -305,7 +303,6 @@ def prompt_of(request: Request) -> Prompt:
     )
 
 
-@lru_cache(maxsize=ADAPTERS_MAX)
 def _identity_of(name: str, path: str) -> str:
     """Adapters of one name differ when their files do. Without files in a folder, the name of the download counts."""
     try:

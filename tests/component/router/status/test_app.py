@@ -31,6 +31,7 @@ from headrace_router.adapters import AdapterChanges, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusReader
+from headrace_router.workers.table import LoadTable
 from tests.suite.certificates import Authority
 
 DOCUMENT = b'{"secret":"topology"}'
@@ -55,7 +56,7 @@ async def served(**settings: str) -> AsyncIterator[str]:
     app = StatusApp(
         cast("StatusReader", FixedReader()),
         Authorizer.from_config(config, [STATUS_AUDIENCE]),
-        AdapterChanges(no_registry, open_channel, ("sim",)),
+        AdapterChanges(no_registry, open_channel, ("sim",), lambda model: LoadTable(())),
     )
     server = HttpServer(
         app,

@@ -12,7 +12,12 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.config import EngineConfig
-from headrace_engine.vllm.model_folder import read_model_folder
+from headrace_engine.vllm import model_folder
+from headrace_engine.vllm.model_folder import (
+    digest_of_adapter,
+    read_model_folder,
+    require_modules,
+)
 from headrace_engine.vllm.service import launch
 from headrace_kv.layout import WorkerRef
 from headrace_kv.tiers.tiers import TierSettings
@@ -196,3 +201,103 @@ def test_latent_attention_runs_in_every_dtype_on_processors_with_amx(
     assert (
         launch._device_args(config, model, on_cpu=on_cpu).get("attention_backend", None) == chosen
     )
+
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def write_adapter(path: Path, config: str = '{"r": 16}', **tensors: float) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(config)
+    write_weights(path / "adapter_model.safetensors", **tensors)
+    return path
+
+
+def test_a_digest_of_an_adapter_depends_on_every_byte_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_adapter(tmp_path / "a", a=1.0, b=2.0)
+    first = digest_of_adapter(path)
+    file = path / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    # Not in the middle of a tensor, where models are sampled.
+    content[-1] ^= 0x80
+    file.write_bytes(content)
+    second = digest_of_adapter(path)
+    assert second != first
+    monkeypatch.setattr(model_folder, "_tensors_in", None)
+    assert digest_of_adapter(path) == second
+
+
+def _file(header: object, data: bytes = bytes(8)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"short",
+        struct.pack("<Q", 1 << 60),
+        _file(b"[" * 200_000),
+        _file(b"{"),
+        _file([1]),
+        _file({"a": 1}),
+        _file({"a": {}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 0]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 4]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": ["0", "8"]}}),
+        _file({"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 7]}}),
+        _file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"\0\0\xc0\x7f" * 2),
+        _file({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}, b"\x80\xff" * 4),
+    ],
+)
+def test_a_malformed_file_of_weights_is_an_error_that_the_caller_expects(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = write_adapter(tmp_path / "a", a=1.0)
+    (path / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        digest_of_adapter(path)
+
+
+@pytest.mark.parametrize("config", ["[" * 100_000, "[]", "{", "\udcff"])
+def test_so_is_a_malformed_configuration(tmp_path: Path, config: str) -> None:
+    path = write_adapter(tmp_path / "a", a=1.0)
+    (path / "adapter_config.json").write_bytes(config.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"nested|object|Expecting|decode"):
+        digest_of_adapter(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ({f"{Q_PROJ}.lora_A.weight": 1.0, f"{Q_PROJ}.lora_B.weight": 1.0}, ""),
+        ({f"{Q_PROJ.replace('.0.', '.7.')}.lora_A.weight": 1.0}, "the model has no module for"),
+        ({f"{Q_PROJ.replace('q_proj', 'k_proj')}.lora_B.weight": 1.0}, "and the model another"),
+        ({f"{Q_PROJ.replace('q_proj', 'quantized')}.lora_B.weight": 1.0}, ""),
+        ({f"{Q_PROJ.replace('q_proj', 'experts.3.up')}.lora_A.weight": 1.0}, ""),
+        ({"base_model.model.lm_head.lora_A.weight": 1.0}, ""),
+    ],
+)
+def test_an_adapter_must_fit_the_modules_of_the_model(
+    tmp_path: Path, names: dict[str, float], problem: str
+) -> None:
+    model = folder(tmp_path / "m")
+    matrix = {"dtype": "F32", "data_offsets": [0, 8]}
+    layers = "model.language_model.layers.0.self_attn"
+    header = {
+        f"{layers}.q_proj.weight": {**matrix, "shape": [16, 16]},
+        f"{layers}.k_proj.weight": {**matrix, "shape": [8, 16]},
+        f"{layers}.quantized.qweight": {**matrix, "shape": [2, 16], "dtype": "I32"},
+    }
+    (model / "model.safetensors").write_bytes(_file(header))
+    adapter = write_adapter(tmp_path / "a")
+    write_weights(adapter / "adapter_model.safetensors", **names)
+    if problem:
+        with pytest.raises(ValueError, match=problem):
+            require_modules(adapter, model)
+    else:
+        require_modules(adapter, model)

@@ -12,11 +12,9 @@ from headrace_common.errors import TransferFailed
 from headrace_kv.checksum import (
     SAMPLED_SHARE,
     destination_digest,
-    destination_word_sum,
     digest_share,
     is_digested,
     source_digest,
-    source_word_sum,
 )
 from headrace_kv.layout import WorkerRef
 from headrace_kv.receive.verification import (
@@ -84,16 +82,16 @@ def test_word_sums_depend_on_the_place_of_each_word(
         )
         % 2**64
     )
-    assert source_word_sum(HOST_MEMORY, runs, seed) == expected
-    assert destination_word_sum(HOST_MEMORY, runs, seed) == expected
+    assert source_digest(HOST_MEMORY, runs, seed, word_sum=True) == expected
+    assert destination_digest(HOST_MEMORY, runs, seed, word_sum=True) == expected
     words = destination.view("<u4")
     for bit in (0, 15, 31):
         words[-1] ^= 1 << bit
-        assert destination_word_sum(HOST_MEMORY, runs, seed) != expected
+        assert destination_digest(HOST_MEMORY, runs, seed, word_sum=True) != expected
         words[-1] ^= 1 << bit
     if words[0] != words[-1]:
         words[0], words[-1] = words[-1], words[0]
-        assert destination_word_sum(HOST_MEMORY, runs, seed) != expected
+        assert destination_digest(HOST_MEMORY, runs, seed, word_sum=True) != expected
 
 
 def test_sampling_selects_its_share_and_the_same_pairs_on_both_sides() -> None:
