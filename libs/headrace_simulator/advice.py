@@ -18,6 +18,7 @@ GOOD_SHARE: Final = 0.9
 """The share of requests that must keep both bounds."""
 REQUESTS_MAX: Final = 600
 """Requests of the load that are replayed: those in a row that arrive fastest."""
+_SPLITS_MAX: Final = 15
 _PREFIXES: Final = 8
 PLAIN, POOLS, BOTH = "plain engines", "prefill and decode", "both roles"
 
@@ -88,8 +89,11 @@ class Outcome:
 
 
 def fleets_of(ranks: int, workers: int) -> list[Fleet]:
-    """All ways to use so many workers: plain engines, every split in two pools, and both roles."""
-    splits = [Fleet(ranks, prefill, workers - prefill) for prefill in range(1, workers)]
+    """The ways to use so many workers: plain engines, splits in two pools (of up to 16 workers all), and both roles."""
+    splits = [
+        Fleet(ranks, prefill, workers - prefill)
+        for prefill in range(1, workers, 1 + max(0, workers - 2) // _SPLITS_MAX)
+    ]
     plain = Fleet(ranks, both=workers, is_plain=True)
     return [plain, *splits, *([Fleet(ranks, both=workers)] if workers > 1 else [])]
 

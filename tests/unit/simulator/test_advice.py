@@ -128,6 +128,8 @@ def test_every_split_of_the_workers_is_tried() -> None:
     assert [one.kind for one in fleets] == [PLAIN, POOLS, POOLS, POOLS, BOTH]
     assert {one.devices for one in fleets} == {8}
     assert fleets[0].settings(1.0, 0.1).way is Way.PLAIN
+    assert len(fleets_of(1, 16)) == 17
+    assert len(fleets_of(1, 1_000)) < 20
     assert fleets[2].settings(1.0, 0.1).prefill_workers == 2
 
 
