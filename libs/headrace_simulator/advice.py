@@ -136,7 +136,8 @@ def reason(best: Outcome, outcomes: Iterable[Outcome]) -> str:
     if not equal:
         return f"Plain engines do not keep the bounds with as many devices. They {more}."
     near = max(equal, key=lambda one: one.share)
-    return f"With as many devices, plain engines keep them for {near.share:.0%}: {_what_is_late(near)}. They {more}."
+    kept = f"plain engines keep both bounds for {near.share:.0%} of the requests"
+    return f"With as many devices, {kept}: {_what_is_late(near)}. They {more}."
 
 
 def _what_is_late(one: Outcome) -> str:

@@ -186,7 +186,7 @@ def _start(best: Fleet, model: Path, ttft: float, tpot: float) -> list[str]:
     if best.is_plain:
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in _FLAGS.items())
         serve = f"vllm serve {folder} --tensor-parallel-size {best.ranks} {flags}"
-        return [f"{serve}   # {best.both} behind a balancer"]
+        return [f"{serve}   # {best.both} behind a balancer" if best.both > 1 else serve]
     counts = {"prefill": best.prefill, "decode": best.decode, "worker": best.both}
     used = [one for one, count in counts.items() if count]
     options = [f"--{one}s {best.both}" if best.both else f"--{one} {counts[one]}" for one in used]
