@@ -131,7 +131,7 @@ def reason(best: Outcome, outcomes: Iterable[Outcome]) -> str:
     if best.fleet.is_plain:
         return "Do not disaggregate: plain engines keep the bounds with as few devices as any other way."
     needed = min((one.fleet.devices for one in plain if one.is_good), default=0)
-    more = f"need {needed} devices" if needed else "do not with more devices either"
+    more = f"need {needed} devices" if needed else "do not with all devices either"
     equal = [one for one in plain if one.fleet.devices == best.fleet.devices]
     if not equal:
         return f"Plain engines do not keep the bounds with as many devices. They {more}."
