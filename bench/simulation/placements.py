@@ -23,7 +23,7 @@ from typing import Final
 from headrace_planner.settings import WorkerProfile, read_profile
 from headrace_simulator.job import SimulationResult
 from headrace_simulator.replay import simulate
-from headrace_simulator.settings import SimulationSettings, Way
+from headrace_simulator.settings import POOL_WAYS, SimulationSettings
 from headrace_simulator.trace import TraceRequest, read_trace
 
 FOLDER: Final = Path("bench/simulation")
@@ -101,7 +101,7 @@ def table(options: Replay) -> list[str]:
         "|---" * len(_HEAD) + "|",
     ]
     print("\n".join(text), flush=True)
-    for way in Way:
+    for way in POOL_WAYS:
         settings = SimulationSettings(
             prefill_workers=options.prefill,
             decode_workers=options.decode,

@@ -17,10 +17,10 @@ from headrace_common.time_model.model import HandoverTimes, StepTimes
 from headrace_kv.model_layout import DTYPE_BYTES, ModelConfig, kv_layout, prompt_bytes
 from headrace_planner.settings import WorkerProfile, read_json
 
-STEP_TOKENS: Final = 8_192
-SEQUENCES: Final = 256
-MEMORY_SHARE: Final = 0.9
-"""Flags of the workers that are proposed: tokens and requests of a step, and the share of a device's memory."""
+_STEP_TOKENS: Final = 8_192
+_SEQUENCES: Final = 256
+# The default of Headrace and of vLLM.
+_MEMORY_SHARE: Final = 0.9
 _MEMORY_RATE_SHARE: Final = 0.7
 _COMPUTE_RATE_SHARE: Final = 0.45
 _NETWORK_RATE_SHARE: Final = 0.9
@@ -168,7 +168,7 @@ def computed_profile(
 ) -> WorkerProfile | None:
     """The profile of a worker with so many devices. None where weights and the longest request do not fit."""
     work, layout, layers = work_of(config), kv_layout(config, ranks), len(config.layer_types)
-    memory_bytes = MEMORY_SHARE * 1e9 * device.memory_gb
+    memory_bytes = _MEMORY_SHARE * 1e9 * device.memory_gb
     room = memory_bytes - work.weight_bytes / ranks - _ACTIVATION_BYTES
     tokens = max(1, round(load.prompt_tokens + load.answer_tokens))
     copies = max(1, ranks // config.kv_heads)
@@ -203,8 +203,8 @@ def computed_profile(
         handovers=HandoverTimes(_HANDOVER_S, exposed_s / sent, _COUNT),
         kv_tokens=kv_tokens,
         kv_bytes_per_token=max(1, round(sent / prompt)),
-        max_num_seqs=SEQUENCES,
-        max_num_batched_tokens=STEP_TOKENS,
+        max_num_seqs=_SEQUENCES,
+        max_num_batched_tokens=_STEP_TOKENS,
         measured=f"computed from published peak rates, not measured: {config.name} on {ranks} {device.name}",
     )
 

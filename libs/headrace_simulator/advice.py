@@ -18,6 +18,7 @@ GOOD_SHARE: Final = 0.9
 """The share of requests that must keep both bounds."""
 REQUESTS_MAX: Final = 600
 """Requests of the load that are replayed: those in a row that arrive fastest."""
+_SPLITS_MAX: Final = 15
 _PREFIXES: Final = 8
 PLAIN, POOLS, BOTH = "plain engines", "prefill and decode", "both roles"
 
@@ -88,8 +89,11 @@ class Outcome:
 
 
 def fleets_of(ranks: int, workers: int) -> list[Fleet]:
-    """All ways to use so many workers: plain engines, every split in two pools, and both roles."""
-    splits = [Fleet(ranks, prefill, workers - prefill) for prefill in range(1, workers)]
+    """The ways to use so many workers: plain engines, splits in two pools (of up to 16 workers all), and both roles."""
+    splits = [
+        Fleet(ranks, prefill, workers - prefill)
+        for prefill in range(1, workers, 1 + max(0, workers - 2) // _SPLITS_MAX)
+    ]
     plain = Fleet(ranks, both=workers, is_plain=True)
     return [plain, *splits, *([Fleet(ranks, both=workers)] if workers > 1 else [])]
 
@@ -127,12 +131,13 @@ def reason(best: Outcome, outcomes: Iterable[Outcome]) -> str:
     if best.fleet.is_plain:
         return "Do not disaggregate: plain engines keep the bounds with as few devices as any other way."
     needed = min((one.fleet.devices for one in plain if one.is_good), default=0)
-    more = f"need {needed} devices" if needed else "do not with more devices either"
+    more = f"need {needed} devices" if needed else "do not with all devices either"
     equal = [one for one in plain if one.fleet.devices == best.fleet.devices]
     if not equal:
         return f"Plain engines do not keep the bounds with as many devices. They {more}."
     near = max(equal, key=lambda one: one.share)
-    return f"With as many devices, plain engines keep them for {near.share:.0%}: {_what_is_late(near)}. They {more}."
+    kept = f"plain engines keep both bounds for {near.share:.0%} of the requests"
+    return f"With as many devices, {kept}: {_what_is_late(near)}. They {more}."
 
 
 def _what_is_late(one: Outcome) -> str:

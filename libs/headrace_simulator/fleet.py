@@ -51,7 +51,8 @@ class Fleet:
             router.jobs,
             settings.ttft_s if settings.have_targets else 0.0,
             settings.itl_s if settings.have_targets else 0.0,
-            prompt_tokens_max,
+            # Plain engines keep no room for prompts of others.
+            1 if settings.way is Way.PLAIN else prompt_tokens_max,
             router.update_load,
             self._gone,
         )

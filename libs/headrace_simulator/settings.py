@@ -35,6 +35,10 @@ class Way(StrEnum):
     """Of workers of both roles, the one with most of the prompt cached, or else with the fewest requests, does both."""
 
 
+POOL_WAYS: Final = tuple(one for one in Way if one is not Way.PLAIN)
+"""Those of prefill and decode workers."""
+
+
 class Scaling(StrEnum):
     """What changes the numbers of workers."""
 

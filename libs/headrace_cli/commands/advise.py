@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,9 +27,6 @@ from headrace_kv.model_layout import ModelConfig, kv_layout, prompt_bytes
 from headrace_planner.settings import WorkerProfile, read_profile
 from headrace_simulator.accelerators import (
     ACCELERATORS,
-    MEMORY_SHARE,
-    SEQUENCES,
-    STEP_TOKENS,
     Accelerator,
     LoadSize,
     accelerator_of,
@@ -52,11 +50,6 @@ from headrace_simulator.settings import SimulationSpec
 from headrace_simulator.trace import TraceRequest, read_trace
 
 _SPREAD: Final = "MEAN,DEVIATION"
-_FLAGS: Final = {
-    "max_num_batched_tokens": STEP_TOKENS,
-    "max_num_seqs": SEQUENCES,
-    "gpu_memory_utilization": MEMORY_SHARE,
-}
 _TITLES: Final = (
     *("TP", "Devices", "TTFT p50", "p90", "TPOT p50", "p90", "Kept TTFT", "Kept TPOT", "Kept both"),
     "Goodput/s",
@@ -125,13 +118,20 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
             search = Search(simulated)
             best = search.run({size: devices // size for size in profiles})
         found = sorted(search.outcomes.values(), key=lambda one: one.rank)
-        start = _start(best.fleet, model, ttft, tpot)
+        chosen = profiles[best.fleet.ranks]
+        settings = {
+            "tensor_parallel_size": best.fleet.ranks,
+            "max_model_len": size.longest_tokens,
+            "max_num_batched_tokens": chosen.max_num_batched_tokens,
+            "max_num_seqs": chosen.max_num_seqs,
+        }
+        start = _start(best.fleet, model, settings, f"ttft_target={ttft:g}s tpot_target={tpot:g}s")
         why = reason(best, found)
-        facts = _facts(config, network_gbit, size, profiles[best.fleet.ranks])
+        facts = _facts(config, network_gbit, size, chosen)
         if as_json:
             ways = [{**asdict(one.fleet), **one.result} for one in found]
-            chosen = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
-            print_json({**chosen, "ways": ways, "profile": facts})
+            answer = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
+            print_json({**answer, "ways": ways, "profile": facts})
         else:
             _show(found, best, [facts, why], start)
 
@@ -180,28 +180,27 @@ def _facts(config: ModelConfig, network_gbit: float, size: LoadSize, profile: Wo
     )
 
 
-def _start(best: Fleet, model: Path, ttft: float, tpot: float) -> list[str]:
+def _start(best: Fleet, model: Path, settings: Mapping[str, int], targets: str) -> list[str]:
     """Commands and Helm values that start the fleet."""
     folder = model if model.is_dir() else model.parent
     if best.is_plain:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in _FLAGS.items())
-        serve = f"vllm serve {folder} --tensor-parallel-size {best.ranks} {flags}"
-        return [f"{serve}   # {best.both} behind a balancer"]
+        flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+        serve = " ".join(("vllm serve", str(folder), *flags))
+        return [f"{serve}   # {best.both} behind a balancer" if best.both > 1 else serve]
     counts = {"prefill": best.prefill, "decode": best.decode, "worker": best.both}
     used = [one for one, count in counts.items() if count]
     options = [f"--{one}s {best.both}" if best.both else f"--{one} {counts[one]}" for one in used]
-    sets = [f"--set {one}.{name}={value}" for one in used for name, value in _FLAGS.items()]
-    settings = ", ".join(
-        f"{name}: {value}" for name, value in {"tensor_parallel_size": best.ranks, **_FLAGS}.items()
-    )
-    resources = f"resources: {{limits: {{nvidia.com/gpu: {best.ranks}}}}}"
+    options += [f"--set {one}.{name}={value}" for one in used for name, value in settings.items()]
+    resources = {"limits": {"nvidia.com/gpu": best.ranks}}
+    helm = {
+        one: {"replicas": count, "resources": resources, "settings": dict(settings)}
+        for one, count in counts.items()
+    }
     return [
-        f"headrace up --model {folder} --tensor-parallel-size {best.ranks} {' '.join(options + sets)}",
-        f"headrace policy set ttft_target={ttft:g}s tpot_target={tpot:g}s",
-        *(
-            f"{one}: {{replicas: {count}, {resources}, settings: {{{settings}}}}}"
-            for one, count in counts.items()
-        ),
+        f"headrace up --model {folder} {' '.join(options)}",
+        f"headrace policy set {targets}",
+        # YAML has JSON too.
+        *(f"{one}: {json.dumps(values)}" for one, values in helm.items()),
     ]
 
 

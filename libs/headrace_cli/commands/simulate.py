@@ -26,6 +26,7 @@ from headrace_common.extras import require_extra
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import read_profile, read_settings
 from headrace_simulator.settings import (
+    POOL_WAYS,
     Scaling,
     ScalingSettings,
     SimulationSettings,
@@ -147,7 +148,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
                     worker_start_s=worker_start,
                 ),
             )
-            for one in way or [one for one in Way if workers or one is not Way.PLAIN]
+            for one in way or (Way if workers else POOL_WAYS)
         )
         spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
         results = run_spec(spec)

@@ -35,6 +35,8 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
     """Answers as a router and as a worker."""
 
+    RecordLoad = None  # type: ignore[assignment]
+
     def __init__(self) -> None:
         self.status = STATES(
             incarnation="1", state=STATES.STATE_SERVING, running_requests=3, total_blocks=8

@@ -106,7 +106,12 @@ def results(shares: Mapping[tuple[str, int], float], asked: list[Fleet]) -> Any:
     [
         ({(PLAIN, 3): 0.95, (BOTH, 3): 0.99}, PLAIN, 3, "Do not disaggregate"),
         ({(PLAIN, 6): 0.95, (BOTH, 3): 0.99}, BOTH, 3, "They need 8 devices"),
-        ({(PLAIN, 1): 0.2, (POOLS, 5): 0.91}, POOLS, 5, "for 20%: prompts delay running answers"),
+        (
+            {(PLAIN, 1): 0.2, (POOLS, 5): 0.91},
+            POOLS,
+            5,
+            "for 20% of the requests: prompts delay running answers",
+        ),
         ({(BOTH, 2): 0.6}, BOTH, 2, "No way keeps the bounds"),
     ],
 )
@@ -128,6 +133,8 @@ def test_every_split_of_the_workers_is_tried() -> None:
     assert [one.kind for one in fleets] == [PLAIN, POOLS, POOLS, POOLS, BOTH]
     assert {one.devices for one in fleets} == {8}
     assert fleets[0].settings(1.0, 0.1).way is Way.PLAIN
+    assert len(fleets_of(1, 16)) == 17
+    assert len(fleets_of(1, 1_000)) < 20
     assert fleets[2].settings(1.0, 0.1).prefill_workers == 2
 
 
