@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
-from headrace_frontend.openai.body import LenientBody
+from headrace_frontend.openai.body import ForwardingBody, LenientBody
 from headrace_frontend.openai.messages import MessageBody
 
 _PARTS_MAX: Final = 1_024
@@ -164,8 +164,17 @@ class ReasoningBody(LenientBody):
     effort: str | None = None
 
 
-class ResponsesBody(LenientBody):
+class ResponsesBody(ForwardingBody):
     """A request of /v1/responses."""
+
+    # They say nothing to the model.
+    without_effect = frozenset(
+        {
+            *("client_metadata", "include", "max_tool_calls", "prompt_cache_options"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "stream_options"),
+            *("truncation", "user"),
+        }
+    )
 
     model: str = ""
     input: (
@@ -223,7 +232,8 @@ class ResponsesBody(LenientBody):
         if tools:
             fields["tool_choice"] = _tool_choice(self.tool_choice)
             fields["parallel_tool_calls"] = self.parallel_tool_calls
-        return {name: value for name, value in fields.items() if value is not None}
+        sent = {name: value for name, value in fields.items() if value is not None}
+        return self.forwarded | sent
 
     @property
     def namespaced(self) -> Mapping[str, tuple[str, str]]:
