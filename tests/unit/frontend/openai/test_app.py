@@ -88,9 +88,9 @@ async def test_errors_have_openais_codes(
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_max_tokens_is_lowered_to_the_rest_of_the_context_or_refused(path: str) -> None:
     app = LocalApp()
+    body = {"messages": [USER], "max_tokens": 32_000}
     for stream in (False, True):
-        body = {"messages": [USER], "max_tokens": 32_000, "stream": stream}
-        reply = await app.post(path, body)
+        reply = await app.post(path, body | {"stream": stream})
         (prepared,) = reply.prepared
         left = CONTEXT - len(prepared.token_ids)
         assert (reply.status, prepared.sampling.max_tokens) == (200, left)

@@ -83,7 +83,7 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
     assert not matcher.get_error()
     tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 @pytest.mark.parametrize(
