@@ -355,7 +355,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             allowed = AllowedTools.model_validate(choice.get("allowed_tools", choice))
             fields["tool_choice"] = allowed.mode
             if isinstance(tools, list):
-                fields["tools"] = [tool for tool in tools if allowed.permits(tool)]
+                fields["tools"] = allowed.among(tools)
         return fields
 
     @model_validator(mode="after")

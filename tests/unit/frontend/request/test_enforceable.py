@@ -66,12 +66,6 @@ SCHEMAS: Final[list[tuple[dict[str, Any], str, str, str]]] = [
     ({"type": "string", "pattern": r"^[\](?!](?!y)x$"}, '"]x"', '"x"', "pattern"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"a"', "oneOf"),
     ({"oneOf": ONE_OF}, '{"k":"a","x":1}', '{"k":"b","x":1}', ""),
-    (
-        {**OBJECT, "properties": AB, "additionalProperties": {}, "minProperties": 1},
-        '{"a":1}',
-        "1",
-        "minProperties",
-    ),
 ]
 
 
