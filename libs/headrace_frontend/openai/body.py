@@ -67,23 +67,10 @@ class LenientBody(Body):
 # Fields of chats that every API takes: vLLM's for sampling, and Headrace's own.
 _FORWARDED: Final = frozenset(
     {
-        *(
-            "allowed_token_ids",
-            "bad_words",
-            "cache_salt",
-            "chat_template_kwargs",
-            "frequency_penalty",
-        ),
-        *("ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens"),
-        *("presence_penalty", "priority", "repetition_penalty", "request_id", "seed"),
-        *(
-            "skip_special_tokens",
-            "stop",
-            "stop_token_ids",
-            "structured_outputs",
-            "timeout_s",
-            "top_k",
-        ),
+        *("allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "seed", "stop"),
+        *("frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p"),
+        *("min_tokens", "presence_penalty", "priority", "repetition_penalty", "request_id"),
+        *("skip_special_tokens", "stop_token_ids", "structured_outputs", "timeout_s", "top_k"),
         *("tpot_target_s", "ttft_target_s"),
     }
 )

@@ -13,7 +13,6 @@ from headrace_frontend.openai.body import ForwardingBody, LenientBody
 from headrace_frontend.openai.messages import MessageBody
 
 _PARTS_MAX: Final = 1_024
-_TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # The input of a custom tool, as the model writes it.
 _CUSTOM: Final = {
     "type": "object",
@@ -21,6 +20,10 @@ _CUSTOM: Final = {
     "required": ["input"],
 }
 _IMAGE: Final = "input_image"
+_PARTS: Final = (
+    *("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"),
+    _IMAGE,
+)
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
 _ARGUMENTS: Final = ("arguments", "input", "action")
 _UNSUPPORTED: Final = (
@@ -40,16 +43,14 @@ class PartBody(LenientBody):
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         kind = fields.get("type")
         if kind == "input_file":
-            return {
-                "type": "text",
-                "text": f"[{fields.get('filename', 'file')}: not readable here]",
-            }
-        known = not isinstance(kind, str) or kind in (*_TEXT_PARTS, "refusal", _IMAGE)
+            name = fields.get("filename", "file")
+            return {"type": "text", "text": f"[{name}: not readable here]"}
+        known = not isinstance(kind, str) or kind in _PARTS
         return fields if known else {"type": kind}
 
     @property
     def ignored(self) -> Iterable[str]:
-        return () if self.type in (*_TEXT_PARTS, "refusal", _IMAGE) else (self.type,)
+        return () if self.type in _PARTS else (self.type,)
 
     @model_validator(mode="after")
     def _check(self) -> PartBody:
