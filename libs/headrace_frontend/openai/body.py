@@ -8,7 +8,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain, islice
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -62,6 +62,34 @@ class LenientBody(Body):
     """A body of an API with fields that say nothing to a model, such as cache_control, ids and statuses."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+# Fields of chats that every API takes: vLLM's for sampling, and Headrace's own.
+_FORWARDED: Final = frozenset(
+    {
+        *("allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "seed", "stop"),
+        *("frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p"),
+        *("min_tokens", "presence_penalty", "priority", "repetition_penalty", "request_id"),
+        *("skip_special_tokens", "stop_token_ids", "structured_outputs", "timeout_s", "top_k"),
+        *("tpot_target_s", "ttft_target_s"),
+    }
+)
+
+
+class ForwardingBody(LenientBody):
+    """A request of an API beside chat completions. Its own fields are lenient within."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def forwarded(self) -> dict[str, Any]:
+        """The fields of the same chat that this API does not have."""
+        given = self.model_extra or {}
+        return {name: given[name] for name in _FORWARDED & given.keys()}
+
+    @property
+    def ignored(self) -> Iterable[str]:
+        return (self.model_extra or {}).keys() - _FORWARDED
 
 
 class UnknownFields:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote_to_bytes
 
@@ -198,15 +197,15 @@ class AllowedTools(Body):
     mode: Literal["auto", "required"] = "auto"
     tools: list[dict[str, Any]] = Field(max_length=CHAT_TOOLS_MAX)
 
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        found = (tool.get("function", tool) for tool in self.tools)
-        return frozenset(str(one.get("name")) for one in found if isinstance(one, dict))
+    def among(self, tools: list[Any]) -> list[Any]:
+        """Those of a chat's tools that are allowed."""
+        names = set(map(_name_of, self.tools))
+        return [tool for tool in tools if _name_of(tool) in names]
 
-    def permits(self, tool: Any) -> bool:
-        """Whether a tool of a chat is one of them. True for what is no tool."""
-        function = tool.get("function") if isinstance(tool, dict) else None
-        return not isinstance(function, dict) or function.get("name") in self._names
+
+def _name_of(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return str(function.get("name")) if isinstance(function, dict) else ""
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice

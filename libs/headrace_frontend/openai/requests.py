@@ -355,7 +355,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             allowed = AllowedTools.model_validate(choice.get("allowed_tools", choice))
             fields["tool_choice"] = allowed.mode
             if isinstance(tools, list):
-                fields["tools"] = [tool for tool in tools if allowed.permits(tool)]
+                fields["tools"] = allowed.among(tools)
         return fields
 
     @model_validator(mode="after")
@@ -416,11 +416,8 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_choices(self) -> CompletionBody:
-        prompts = (
-            1
-            if isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-            else len(self.prompt)
-        )
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        prompts = len(self.prompt) if is_list else 1
         if prompts * self.n > _CHOICES_MAX:
             raise ValueError(f"n: times prompts must be at most {_CHOICES_MAX}; send fewer prompts")
         return self

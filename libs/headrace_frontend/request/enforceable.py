@@ -13,7 +13,6 @@ from headrace_frontend.request.schema import keyword_problem, resolved
 from headrace_text.constraints import SchemaPath, with_parts
 
 _Schema: TypeAlias = dict[str, Any]
-_Rule: TypeAlias = Callable[[_Schema, str], bool]
 
 _ALTERNATIVES_MAX: Final = 64
 _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "type"})
@@ -80,17 +79,30 @@ class _Rewriting:
             return False
         found = with_parts(schema, self.rewritten, path)
         for name in schema:
-            if name in found and not self._apply(name, found):
+            if not self._apply(name, schema, found):
                 self.unenforced.append(".".join(map(str, (*path, name))))
         return found
 
-    def _apply(self, name: str, schema: _Schema) -> bool:
+    def _apply(self, name: str, given: _Schema, found: _Schema) -> bool:
         """Removes or replaces a keyword that no engine enforces. False when the schema then permits more."""
-        if name == "propertyNames":
-            return _name_properties(schema, self._resolved(schema.pop(name)))
-        if name == "oneOf":
-            return self._permit_any(schema)
-        return _RULES[name](schema, name) if name in _RULES else True
+        if name in _DROPPED:
+            return _DROPPED[name](found.pop(name), given)
+        if name in _RENAMED:
+            found.setdefault(_RENAMED[name], found.pop(name))
+        match name:
+            case "format":
+                _write_format(found)
+            case "oneOf":
+                return self._permit_any(found)
+            case "pattern":
+                return _write_pattern(found)
+            case "propertyNames":
+                return _name_properties(found, self._resolved(found.pop(name)))
+            case "unevaluatedItems":
+                return _close(found, name, "items")
+            case "unevaluatedProperties":
+                return _close(found, name, "additionalProperties")
+        return True
 
     def _permit_any(self, schema: _Schema) -> bool:
         """Replaces oneOf by anyOf, unless no value can match two of the alternatives."""
@@ -127,9 +139,10 @@ def _are_disjoint(one: Any, other: Any) -> bool:
     if not isinstance(properties, dict) or not isinstance(more, dict):
         return False
     needed, needed_more = set(one.get("required", ())), set(other.get("required", ()))
-    if _is_closed(other) and needed - more.keys():
+    # Objects have only the properties that their schema names, unless it says otherwise.
+    if other.get("additionalProperties", False) is False and needed - more.keys():
         return True
-    if _is_closed(one) and needed_more - properties.keys():
+    if one.get("additionalProperties", False) is False and needed_more - properties.keys():
         return True
     return any(
         (values := _values(properties.get(name)))
@@ -137,11 +150,6 @@ def _are_disjoint(one: Any, other: Any) -> bool:
         and not values & found
         for name in needed & needed_more
     )
-
-
-def _is_closed(schema: _Schema) -> bool:
-    """Objects have only the properties that their schema names, unless it says otherwise."""
-    return schema.get("additionalProperties", False) is False
 
 
 def _kinds(schema: _Schema) -> set[str]:
@@ -162,60 +170,18 @@ def _says_nothing(schema: Any) -> bool:
     return schema is True or schema == {}
 
 
-def _drop(schema: _Schema, name: str) -> bool:
-    del schema[name]
-    return True
-
-
-def _rename(instead: str) -> _Rule:
-    def rename(schema: _Schema, name: str) -> bool:
-        schema.setdefault(instead, schema.pop(name))
-        return True
-
-    return rename
-
-
-def _drop_alone(other: str) -> _Rule:
-    """A rule for a keyword that says nothing without another."""
-    return lambda schema, name: other in schema or _drop(schema, name)
-
-
-def _drop_not(schema: _Schema, name: str) -> bool:
-    return schema.pop(name) is False
-
-
-def _drop_condition(schema: _Schema, name: str) -> bool:
-    del schema[name]
-    then, other = schema.pop("then", True), schema.pop("else", True)
-    return _says_nothing(then) and _says_nothing(other)
-
-
-def _drop_contains(schema: _Schema, name: str) -> bool:
-    del schema[name]
-    return schema.pop("minContains", 1) == 0 and schema.pop("maxContains", None) is None
-
-
-def _drop_unique(schema: _Schema, name: str) -> bool:
-    return schema.pop(name) is False or schema.get("maxItems") in (0, 1)
-
-
-def _drop_dependents(schema: _Schema, name: str) -> bool:
-    return all(_says_nothing(one) or one == [] for one in schema.pop(name).values())
-
-
-def _write_format(schema: _Schema, name: str) -> bool:
+def _write_format(schema: _Schema) -> None:
     """A format that engines do not enforce is an annotation."""
-    if schema[name] not in _FORMATS:
-        pattern = _FORMAT_PATTERNS.get(schema.pop(name))
+    if schema["format"] not in _FORMATS:
+        pattern = _FORMAT_PATTERNS.get(schema.pop("format"))
         if pattern is not None:
             schema.setdefault("pattern", pattern)
-    return True
 
 
-def _write_pattern(schema: _Schema, name: str) -> bool:
-    pattern: str = schema.pop(name)
+def _write_pattern(schema: _Schema) -> bool:
+    pattern: str = schema.pop("pattern")
     if (plain := without_lookarounds(pattern)) is not None:
-        schema[name] = plain
+        schema["pattern"] = plain
     return plain == pattern
 
 
@@ -236,45 +202,35 @@ def _name_properties(schema: _Schema, names: Any) -> bool:
     return True
 
 
-def _close(instead: str) -> _Rule:
-    """A rule for a keyword that is another one where nothing else evaluates properties or items."""
-
-    def close(schema: _Schema, name: str) -> bool:
-        value = schema.pop(name)
-        if _says_nothing(value) or instead in schema:
-            return True
-        if not schema.keys().isdisjoint(_COMPOSITIONS):
-            return False
-        schema[instead] = value
+def _close(schema: _Schema, name: str, instead: str) -> bool:
+    """Replaces a keyword by another one where nothing else evaluates properties or items."""
+    value = schema.pop(name)
+    if _says_nothing(value) or instead in schema:
         return True
-
-    return close
-
-
-def _check_count(schema: _Schema, name: str) -> bool:
-    """Engines count properties only where all named ones are required, or where there are no others."""
-    named, required = schema.get("properties", {}), schema.get("required", ())
-    if _is_closed(schema) or set(named) <= set(required):
-        return True
-    del schema[name]
-    return False
+    if not schema.keys().isdisjoint(_COMPOSITIONS):
+        return False
+    schema[instead] = value
+    return True
 
 
-_RULES: Final[Mapping[str, _Rule]] = {
-    "$recursiveAnchor": _drop,
-    # A schema has one resource, as clients send it.
-    "$dynamicAnchor": _rename("$anchor"),
-    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), _rename("$ref")),
-    **dict.fromkeys(("then", "else"), _drop_alone("if")),
-    **dict.fromkeys(("minContains", "maxContains"), _drop_alone("contains")),
-    **dict.fromkeys(("minProperties", "maxProperties"), _check_count),
-    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _drop_dependents),
-    "contains": _drop_contains,
-    "format": _write_format,
-    "if": _drop_condition,
-    "not": _drop_not,
-    "pattern": _write_pattern,
-    "unevaluatedItems": _close("items"),
-    "unevaluatedProperties": _close("additionalProperties"),
-    "uniqueItems": _drop_unique,
+# A schema has one resource, as clients send it.
+_RENAMED: Final[Mapping[str, str]] = {
+    "$dynamicAnchor": "$anchor",
+    "$dynamicRef": "$ref",
+    "$recursiveRef": "$ref",
 }
+_DROPPED: Final[Mapping[str, Callable[[Any, _Schema], bool]]] = {
+    # These say nothing by themselves.
+    **dict.fromkeys(
+        ("$recursiveAnchor", "else", "maxContains", "minContains", "then"), lambda *_: True
+    ),
+    **dict.fromkeys(
+        ("dependencies", "dependentRequired", "dependentSchemas"),
+        lambda value, _: all(one == [] or _says_nothing(one) for one in value.values()),
+    ),
+    "contains": lambda *_: False,
+    "if": lambda _, given: all(_says_nothing(given.get(one, True)) for one in ("then", "else")),
+    "not": lambda value, _: value is False,
+    "uniqueItems": lambda value, given: value is False or given.get("maxItems") in (0, 1),
+}
+"""Keywords that no engine enforces. Each function returns whether a value says nothing in a schema."""

@@ -108,7 +108,7 @@ def keyword_problem(schema: dict[str, Any]) -> str | None:
 def has_finite_value(schema: dict[str, Any]) -> bool:
     """False where each value of a valid schema would contain another of its values without end.
 
-    True for a schema that is too large to tell.
+    True for a schema that is too large for the check.
     """
     finite: set[str] = set()
     steps = iter(range(_STEPS_MAX))

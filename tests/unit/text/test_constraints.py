@@ -56,7 +56,8 @@ def test_an_answer_is_a_call_or_has_the_form(parser: str, form: str | tuple[str,
         matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from("grammar", grammar))
         assert not matcher.get_error()
         tokens = [*before, *text.encode()]
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        taken = matcher.try_consume_tokens(tokens)
+        return bool(taken == len(tokens) and matcher.is_accepting())
 
     assert accepts('{"a": 1}' if isinstance(form, str) else "no")
     call = opening.replace("NAME", "stop") + " any\n text"

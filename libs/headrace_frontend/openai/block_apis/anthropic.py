@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
 from headrace_frontend.openai.block_apis.blocks import Block, BlockFormat, BlockKind, named_event
-from headrace_frontend.openai.body import LenientBody
+from headrace_frontend.openai.body import ForwardingBody, LenientBody
 from headrace_frontend.openai.errors import AnyError, ErrorForm, error_object, status_of
 from headrace_frontend.openai.responses import CollectedChoice, usage_object
 from headrace_frontend.promises import KEPT_FIELD
@@ -141,8 +141,16 @@ class OutputConfig(LenientBody):
     effort: str | None = None
 
 
-class CountTokensBody(LenientBody):
+class CountTokensBody(ForwardingBody):
     """A request of /v1/messages/count_tokens."""
+
+    # They say nothing to the model.
+    without_effect = frozenset(
+        {
+            *("betas", "cache_control", "container", "context_management", "inference_geo"),
+            *("mcp_servers", "metadata", "service_tier", "speed"),
+        }
+    )
 
     model: str = ""
     messages: Annotated[
@@ -169,7 +177,9 @@ class CountTokensBody(LenientBody):
             fields["continue_final_message"] = True
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+            given = self.forwarded.get("chat_template_kwargs")
+            own = given if isinstance(given, dict) else {}
+            fields["chat_template_kwargs"] = {"enable_thinking": thinks, **own}
         return fields
 
     @property
@@ -209,7 +219,8 @@ class MessagesBody(CountTokensBody):
                 fields["parallel_tool_calls"] = False
         if self.output_config is not None:
             fields |= _output(self.output_config)
-        return {name: value for name, value in fields.items() if value is not None}
+        sent = {name: value for name, value in fields.items() if value is not None}
+        return self.forwarded | sent
 
 
 def _output(config: OutputConfig) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
-from headrace_frontend.openai.body import LenientBody
+from headrace_frontend.openai.body import ForwardingBody, LenientBody
 from headrace_frontend.openai.messages import MessageBody
 
 _PARTS_MAX: Final = 1_024
-_TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # The input of a custom tool, as the model writes it.
 _CUSTOM: Final = {
     "type": "object",
@@ -21,6 +20,10 @@ _CUSTOM: Final = {
     "required": ["input"],
 }
 _IMAGE: Final = "input_image"
+_PARTS: Final = (
+    *("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"),
+    _IMAGE,
+)
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
 _ARGUMENTS: Final = ("arguments", "input", "action")
 _UNSUPPORTED: Final = (
@@ -40,16 +43,14 @@ class PartBody(LenientBody):
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         kind = fields.get("type")
         if kind == "input_file":
-            return {
-                "type": "text",
-                "text": f"[{fields.get('filename', 'file')}: not readable here]",
-            }
-        known = not isinstance(kind, str) or kind in (*_TEXT_PARTS, "refusal", _IMAGE)
+            name = fields.get("filename", "file")
+            return {"type": "text", "text": f"[{name}: not readable here]"}
+        known = not isinstance(kind, str) or kind in _PARTS
         return fields if known else {"type": kind}
 
     @property
     def ignored(self) -> Iterable[str]:
-        return () if self.type in (*_TEXT_PARTS, "refusal", _IMAGE) else (self.type,)
+        return () if self.type in _PARTS else (self.type,)
 
     @model_validator(mode="after")
     def _check(self) -> PartBody:
@@ -164,8 +165,17 @@ class ReasoningBody(LenientBody):
     effort: str | None = None
 
 
-class ResponsesBody(LenientBody):
+class ResponsesBody(ForwardingBody):
     """A request of /v1/responses."""
+
+    # They say nothing to the model.
+    without_effect = frozenset(
+        {
+            *("client_metadata", "include", "max_tool_calls", "prompt_cache_options"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "stream_options"),
+            *("truncation", "user"),
+        }
+    )
 
     model: str = ""
     input: (
@@ -223,7 +233,8 @@ class ResponsesBody(LenientBody):
         if tools:
             fields["tool_choice"] = _tool_choice(self.tool_choice)
             fields["parallel_tool_calls"] = self.parallel_tool_calls
-        return {name: value for name, value in fields.items() if value is not None}
+        sent = {name: value for name, value in fields.items() if value is not None}
+        return self.forwarded | sent
 
     @property
     def namespaced(self) -> Mapping[str, tuple[str, str]]:

@@ -456,3 +456,17 @@ async def test_items_of_a_conversation_become_calls_and_text_or_are_named() -> N
     assert call.tool_calls[0].name == "local_shell"
     assert json.loads(call.tool_calls[0].arguments) == exec_
     assert (json.loads(result.content), last.content) == ([{"stdout": "a.py"}], "And now?")
+
+
+async def test_fields_of_chats_have_their_effect_and_unknown_ones_are_named() -> None:
+    fields = {"min_p": 0.5, "seed": 7, "stop": ["x"], "cache_salt": "s", "unheard": 1}
+    for path, body in ASKED.items():
+        reply = await LocalApp().post(path, body | fields)
+        (request,) = reply.requests
+        sampling = request.sampling
+        assert (sampling.min_p, sampling.seed, list(sampling.stop)) == (0.5, 7, ["x"])
+        assert request.cache_salt == "s"
+        assert reply.headers["x-headrace-ignored-fields"] == "unheard"
+        strict = LocalApp(rejects_unknown_fields=True)
+        assert (await strict.post(path, body | fields)).status == 400
+        assert (await strict.post(path, body)).status == 200
