@@ -133,8 +133,7 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
 
 
 def _usual(message: latency_pb2.LatencySum) -> dict[str, int]:
-    found = sum_from_proto(message).parts_us.items()
-    return {_name(part): _NS_PER_US * time_us for part, time_us in found}
+    return {_name(part): _NS_PER_US * us for part, us in sum_from_proto(message).parts_us.items()}
 
 
 def _name(part: TimePart) -> str:
