@@ -102,8 +102,8 @@ class ResponseTimes:
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
         self.first_message_unix_ns = 0
-        self.end_unix_ns = 0
-        """The end of the response, before the client has all of it."""
+        self.finished_unix_ns = 0
+        """The end of a response without an error, before the client has all of it."""
         self.longest_gaps = LongestTimes()
         """Times without tokens after the first one."""
         self.client_waits = LongestTimes()
@@ -291,7 +291,7 @@ class ResponseStream:
         timing: inference_pb2.Timing,
     ) -> None:
         """Ends the response. The next message is the last."""
-        self.usage = usage
+        self.usage, self.times.finished_unix_ns = usage, self.times.now_unix_ns()
         self._pending.finish()
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
         self._last_message = inference_pb2.GenerateResponse(
@@ -327,7 +327,7 @@ class ResponseStream:
 
     def _end(self) -> None:
         """The next message is the last, or the error. It does not wait for the gap between messages."""
-        self._ended, self.times.end_unix_ns = True, self.times.now_unix_ns()
+        self._ended = True
         self._stop_timer()
         self._readable.set()
 

@@ -34,18 +34,17 @@ def gaps_of(
     usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
     intervals = times.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
     waits = times.client_waits.intervals()
-    answered_unix_ns = times.end_unix_ns or end_unix_ns
-    for start, end in ((last_unix_ns, answered_unix_ns), (answered_unix_ns, end_unix_ns)):
-        if end - start > times.client_waits.least_ns:
-            intervals.append((start, end))
-    waits.append((answered_unix_ns, end_unix_ns))
+    waits.append((times.finished_unix_ns or end_unix_ns, end_unix_ns))
+    rest = (times.finished_unix_ns or last_unix_ns, end_unix_ns)
+    if rest[1] - rest[0] > times.client_waits.least_ns:
+        intervals.append(rest)
     return tuple(Gap(*one, _cause(*one, failures_unix_ns, waits)) for one in intervals)
 
 
 def _cause(
     start: int, end: int, failures: Sequence[int], waits: Iterable[tuple[int, int]]
 ) -> GapCause:
-    if any(start <= failure < end for failure in failures):
+    if any(start <= failure <= end for failure in failures):
         return "failure"
     waited = sum(max(0, min(end, until) - max(start, since)) for since, until in waits)
     return "client" if 2 * waited >= end - start else ""
