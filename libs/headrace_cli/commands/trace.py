@@ -377,8 +377,8 @@ def _span(trace: trace_pb2.Trace, span: trace_pb2.Span) -> dict[str, Any]:
         "endTimeUnixNano": str(start_ns + ns_from_duration(span.duration)),
         "attributes": [_attribute(key, value) for key, value in sorted(span.attributes.items())],
     }
-    if span.parent_span_id:
-        made["parentSpanId"] = span.parent_span_id
+    known = {"parentSpanId": span.parent_span_id, "traceState": span.trace_state}
+    made |= {name: text for name, text in known.items() if text}
     if span.linked_span_ids:
         made["links"] = [
             {"traceId": trace.trace_id, "spanId": linked} for linked in span.linked_span_ids

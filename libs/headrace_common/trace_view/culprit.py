@@ -15,7 +15,7 @@ SLOW_LINK: Final = 0.5
 SLOW_LAYER: Final = 3.0
 """A layer that took this many times the median is called slow, if it also is a large share of the computation."""
 _SLOW_LAYER_SHARE: Final = 0.2
-# Less than this share of a part, or of the time that it is a part of, varies by itself.
+# Less than this share of a part, or of the time to the token, varies by itself.
 _EXCESS_OF_PART: Final = 1 / 3
 _EXCESS_OF_WHOLE: Final = 0.15
 _GAP_NS_MIN: Final = 100_000_000
@@ -42,20 +42,32 @@ def culprit_of(view: TraceView) -> Culprit | None:
     return max(_candidates(view), key=lambda pair: pair[0], default=(0, None))[1]
 
 
+def largest_part(view: TraceView) -> Culprit:
+    """The part that took longest, if the clocks' error does not explain it."""
+    certain = {
+        part: time_ns for part, time_ns in view.parts.items() if time_ns > _doubt_ns(view, part)
+    }
+    part = max(certain or view.parts, key=view.parts.__getitem__)
+    return Culprit(part, view.parts[part], view.ttft_ns)
+
+
+def _doubt_ns(view: TraceView, part: str) -> int:
+    """How much of a part the error of the clocks may be."""
+    return view.clock_error_ns if part in _OF_TWO_CLOCKS else 0
+
+
 def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:
     """Each with the nanoseconds by which it exceeds the usual."""
     sums = ((view.parts, view.usual, False), (view.second_parts, view.second_usual, True))
     for parts, usual, second in sums:
         whole_ns = sum(parts.values())
         for part, time_ns in parts.items():
-            excess_ns = _evident_ns(view, part, parts)
             usual_ns = usual.get(part, 0) if usual else None
-            if usual_ns is not None:
-                excess_ns = max(excess_ns, time_ns - usual_ns)
-            least_ns = max(_EXCESS_OF_PART * time_ns, _EXCESS_OF_WHOLE * whole_ns)
-            if part in _OF_TWO_CLOCKS:
-                least_ns = max(least_ns, view.clock_error_ns)
-            if excess_ns > least_ns:
+            known_ns = time_ns - usual_ns if usual_ns is not None else 0
+            excess_ns = max(known_ns, _evident_ns(view, part, parts))
+            until_token_ns = whole_ns + second * view.ttft_ns
+            least_ns = max(_EXCESS_OF_PART * time_ns, _EXCESS_OF_WHOLE * until_token_ns)
+            if excess_ns > max(least_ns, _doubt_ns(view, part)):
                 yield excess_ns, Culprit(part, time_ns, whole_ns, usual_ns, second)
     for gap in view.gaps:
         least_ns = 0 if gap.cause == "failure" else _EXCESS_OF_WHOLE * view.total_ns
@@ -81,9 +93,8 @@ def _evident_ns(view: TraceView, part: str, parts: Mapping[str, int]) -> float:
 def slow_link(view: TraceView) -> Link | None:
     """The link that ended last, if it was far slower than the others."""
     link = view.last_link
-    if link is None or len(view.links) < 2:
-        return None
-    return link if 0 < link.gb_s < SLOW_LINK * view.median_gb_s else None
+    slow = link is not None and 0 < link.gb_s < SLOW_LINK * view.median_gb_s
+    return link if slow else None
 
 
 def slow_layer(view: TraceView, part_ns: int) -> tuple[int, int, int] | None:

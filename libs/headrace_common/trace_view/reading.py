@@ -141,8 +141,7 @@ def whole_number(text: str) -> int | None:
 
 
 def _usual(message: latency_pb2.LatencySum) -> dict[str, int]:
-    found = sum_from_proto(message).parts_us.items()
-    return {_name(part): _NS_PER_US * time_us for part, time_us in found}
+    return {_name(part): _NS_PER_US * us for part, us in sum_from_proto(message).parts_us.items()}
 
 
 def _name(part: TimePart) -> str:

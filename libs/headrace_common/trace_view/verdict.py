@@ -6,7 +6,13 @@ from typing import Final
 
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import LayerStamps
-from headrace_common.trace_view.culprit import Culprit, culprit_of, slow_layer, slow_link
+from headrace_common.trace_view.culprit import (
+    Culprit,
+    culprit_of,
+    largest_part,
+    slow_layer,
+    slow_link,
+)
 from headrace_common.trace_view.model import Link, TokenGap, TraceStep, TraceView
 
 
@@ -49,22 +55,20 @@ _WAITS: Final = {
     "gather": "was copied to staging memory",
     "unfinished": "did not land",
 }
-_LATE: Final = "DEADLINE_EXCEEDED"
 
 
 def verdict(view: TraceView) -> str:
     """Such as "68 % transfer exposed: link prefill-1/r2 -> decode-0/r1 moved at 0.3 GB/s, median is 2.1"."""
     attempted = any(step.name == schema.SPAN_ATTEMPT for step in view.steps)
-    if view.error_reason not in ("", _LATE) and not attempted:
+    if view.error_reason not in ("", "DEADLINE_EXCEEDED") and not attempted:
         return f"refused after {format_ms(view.total_ns)} by {view.error_reason}: {view.error}"
     failed = f"failed: {view.error}; " if view.error else ""
     culprit = culprit_of(view)
     if culprit is None:
         if view.ttft_ns <= 0:
             return f"{failed}no times have arrived"
-        part = max(view.parts, key=view.parts.__getitem__)
         failed += "nothing unusual, " if view.usual and not view.error else ""
-        culprit = Culprit(part, view.parts[part], view.ttft_ns)
+        culprit = largest_part(view)
     failed += "second token: " if culprit.second else ""
     share = format_percent(culprit.time_ns, culprit.whole_ns)
     gap = culprit.gap
@@ -143,10 +147,8 @@ def _failed_attempts(view: TraceView) -> list[TraceStep]:
 def _decode_wait_detail(view: TraceView, part_ns: int) -> str:
     """The router waits for a slot before it chooses workers, and a decode worker after the KV cache has arrived."""
     duration = format_ms(part_ns)
-    route_ns = min(
-        (step.start_ns for step in view.steps if step.name == schema.SPAN_ROUTE), default=0
-    )
-    if 2 * route_ns > part_ns:
+    routes_ns = [step.start_ns for step in view.steps if step.name == schema.SPAN_ROUTE]
+    if 2 * min(routes_ns, default=0) > part_ns:
         return f"the decode workers had no free slot for {duration}"
     worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
     return f"the request was ready, and {worker} took {duration} to start a step with it"

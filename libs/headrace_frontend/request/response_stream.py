@@ -100,8 +100,8 @@ class ResponseStream:
         self.last_token_ns = 0
         self.first_message_ns = 0
         """When the message with the first token was made."""
-        self.end_ns = 0
-        """The end of the response, before the client has all of it."""
+        self.finished_ns = 0
+        """When the response was complete, before the client has all of it."""
         self.longest_gaps = LongestTimes()
         """Times without tokens after the first one."""
         self.client_waits = LongestTimes()
@@ -279,7 +279,7 @@ class ResponseStream:
         timing: inference_pb2.Timing,
     ) -> None:
         """Ends the response. The next message is the last."""
-        self.usage = usage
+        self.usage, self.finished_ns = usage, time.monotonic_ns()
         # The text that was held back can complete a stop string.
         self._parts = [self._pending_text(), self._text.finish(len(self._generated))]
         self.stopped = self._text.stopped
@@ -324,7 +324,7 @@ class ResponseStream:
 
     def _end(self) -> None:
         """The next message is the last, or the error. It does not wait for the gap between messages."""
-        self._ended, self.end_ns = True, time.monotonic_ns()
+        self._ended = True
         self._stop_timer()
         self._readable.set()
 

@@ -34,18 +34,17 @@ def gaps_of(response: ResponseStream, failures_ns: Sequence[int], end_ns: int) -
     usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
     intervals = response.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
     waits = response.client_waits.intervals()
-    answered_ns = response.end_ns or end_ns
-    for start, end in ((last_ns, answered_ns), (answered_ns, end_ns)):
-        if end - start > response.client_waits.least_ns:
-            intervals.append((start, end))
-    waits.append((answered_ns, end_ns))
+    waits.append((response.finished_ns or end_ns, end_ns))
+    rest = (response.finished_ns or last_ns, end_ns)
+    if rest[1] - rest[0] > response.client_waits.least_ns:
+        intervals.append(rest)
     return tuple(Gap(*one, _cause(*one, failures_ns, waits)) for one in intervals)
 
 
 def _cause(
     start: int, end: int, failures: Sequence[int], waits: Iterable[tuple[int, int]]
 ) -> GapCause:
-    if any(start <= failure < end for failure in failures):
+    if any(start <= failure <= end for failure in failures):
         return "failure"
     waited = sum(max(0, min(end, until) - max(start, since)) for since, until in waits)
     return "client" if 2 * waited >= end - start else ""

@@ -41,6 +41,13 @@ def test_otlp_has_every_span_with_its_process(trace: trace_pb2.Trace) -> None:
     assert {"headrace-router", "headrace-prefill", "prefill-0", "decode-0"} <= names
 
 
+def test_otlp_has_the_caller(trace: trace_pb2.Trace) -> None:
+    called = trace_pb2.Span(span_id="2", parent_span_id="1", trace_state="vendor=x")
+    trace.spans.append(called)
+    made = otlp_object(trace)["resourceSpans"][-1]["scopeSpans"][0]["spans"][-1]
+    assert (made["parentSpanId"], made["traceState"]) == ("1", "vendor=x")
+
+
 def test_the_object_has_the_message_the_sum_and_the_links(trace: trace_pb2.Trace) -> None:
     made = trace_object(trace)
     assert made["trace_id"] == trace.trace_id

@@ -255,12 +255,11 @@ def _span_to_proto(
         start_unix_ns = max(0, start_unix_ns - difference.ahead_ns)
         attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS] = f"{difference.ahead_ns / 1e6:.3f}"
         attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] = f"{difference.error_ns / 1e6:.3f}"
-    # The parent of the root may be a client's span, which is not stored.
-    parent = "" if span.name == schema.SPAN_REQUEST else span.parent_span_id.hex()
     failed = span.status.code == otlp_pb2.Status.STATUS_CODE_ERROR
     return trace_pb2.Span(
         span_id=span.span_id.hex(),
-        parent_span_id=parent,
+        parent_span_id=span.parent_span_id.hex(),
+        trace_state=span.trace_state,
         name=span.name,
         service=service,
         worker_id=worker_id,

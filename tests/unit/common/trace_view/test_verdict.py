@@ -112,6 +112,9 @@ def test_a_link_that_is_always_slow_is_named() -> None:
 def test_what_the_clocks_may_have_moved_is_not_named() -> None:
     doubtful = usual_view({**USUAL, "network": 30}, USUAL, clock_error_ns=30 * MS)
     assert verdict(doubtful).startswith("nothing unusual")
+    largest = {"network": 30 * MS, "prefill": 20 * MS}
+    alone = replace(doubtful, parts=largest, usual={}, ttft_ns=50 * MS)
+    assert verdict(alone).startswith("40 % prefill")
     known = replace(doubtful, clock_error_ns=20 * MS)
     assert verdict(known).startswith("21 % network, 6 times its usual 5.00 ms")
 
@@ -120,6 +123,9 @@ def test_the_second_token_has_a_culprit_too() -> None:
     second, usual = {"transfer exposed": 90 * MS}, {"transfer exposed": 3 * MS}
     slow = usual_view(USUAL, USUAL, second_parts=second, second_usual=usual)
     assert verdict(slow).startswith("second token: 100 % transfer exposed, 30 times its usual")
+    # Little time beside that to the first token.
+    second["transfer exposed"] = 15 * MS
+    assert verdict(slow).startswith("nothing unusual, 83 % prefill")
 
 
 @pytest.mark.parametrize(

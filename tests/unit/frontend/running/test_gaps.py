@@ -68,6 +68,8 @@ class Answer:
 async def test_a_steady_answer_has_no_gap() -> None:
     answer = Answer()
     await answer.add(100)
+    # The answer may wait for the report of its prefill.
+    await asyncio.sleep(1.0)
     answer.finish()
     assert answer.end() == []
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext, TraceState
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.telemetry import schema
@@ -94,3 +95,16 @@ def test_a_pause_between_two_attempts_has_a_span() -> None:
     later.start = 100_190
     (pause,) = named(ended(failed, later).spans())[schema.SPAN_BACK_OFF]
     assert times_us(pause) == (190, 100_190)
+
+
+def test_a_root_has_the_span_and_the_state_of_its_caller() -> None:
+    record = ended(attempt(remote=False))
+    record.parent = SpanContext(record.context.trace_id, 0x1234, True)
+    record.context = SpanContext(
+        record.context.trace_id, 5, False, trace_state=TraceState([("vendor", "x")])
+    )
+    store = TraceStore(TraceLimits(1))
+    store.start_trace(record.trace_id, "r1", START_UNIX_NS)
+    store.end_request(record)
+    root = next(span for span in store.get("r1").spans if span.name == schema.SPAN_REQUEST)
+    assert (root.parent_span_id, root.trace_state) == ("0000000000001234", "vendor=x")
