@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from traceback import clear_frames
 from types import TracebackType
 from typing import Any
 
@@ -206,6 +207,7 @@ class _Reporting:
 
 def _forget_frames(error: BaseException | None) -> None:
     while error is not None and error.__traceback__ is not None:
+        clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
