@@ -103,17 +103,17 @@ class Attempt(RunningAttempt):
         if bounds is not None:
             call.bounds.CopyFrom(bounds)
         self._token_ids = request.prepared.all_token_ids(self._given)
+        self._links = links
+        self._link, self._answer = links.open(
+            call, self._token_ids, request.deadline, self._carrier, self
+        )
+        record.opened(self._answer, first_token)
         if terms is not None:
             tokens = terms.missing_tokens(len(self._token_ids.ids) - 1)
             self._expected = ExitStack()
             self._expected.enter_context(
                 queue.expect_task(decision.worker.layout, tokens, terms.priority, terms.tenant)
             )
-        self._links = links
-        self._link, self._answer = links.open(
-            call, self._token_ids, request.deadline, self._carrier, self
-        )
-        record.opened(self._answer, first_token)
 
     @property
     def prefill_worker(self) -> WorkerRef | None:
