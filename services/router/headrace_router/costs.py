@@ -130,10 +130,18 @@ class Asked:
         before: Numbers = self.needed_tokens - self.missing / 2
         return before
 
-    def late_s(self, first_s: Numbers, step_s: Numbers, tpot_s: float | Numbers) -> Numbers | float:
+    @cached_property
+    def lacks(self) -> Flags:
+        """Whether a worker lacks tokens."""
+        lacks: Flags = self.missing > 0
+        return lacks
+
+    def late_s(self, first_s: Numbers, step_s: Numbers, tpot_s: _Bound) -> Numbers | float:
         """What late tokens cost, where steps have this bound."""
         targets = self.targets
-        late_s: Numbers = np.maximum(0.0, step_s - _KEPT * tpot_s) * targets.answer_tokens
+        late_s: Numbers | float = 0.0
+        if tpot_s is not None:
+            late_s = np.maximum(0.0, step_s - _KEPT * tpot_s) * targets.answer_tokens
         if targets.ttft_s is not None:
             allowed_s = _FIRST_KEPT * targets.ttft_s - targets.elapsed_s
             late_s = late_s + _LATE_WEIGHT * np.maximum(0.0, first_s - allowed_s)
@@ -323,8 +331,9 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     # What others lose: time in each step, or room for the prefixes that they will need.
     held_s = (_HELD_SHARE * table.times.mean_steps[TOKEN_ROW]) * table.held_tokens
     others_s = np.maximum((targets.answer_tokens * added_s) * table.requests, held_s)
-    late_s = asked.late_s(first_s, step_s, targets.tpot_s or math.inf)
-    cost_s = begun_s + targets.answer_tokens * step_s + others_s + late_s
+    cost_s = begun_s + targets.answer_tokens * step_s + others_s
+    if targets.ttft_s is not None or targets.tpot_s is not None:
+        cost_s += asked.late_s(first_s, step_s, targets.tpot_s)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s
     prefill_row = table.rows if remote is None else np.where(remote, -1, table.rows)
@@ -347,7 +356,7 @@ def _missing_s(table: LoadTable, asked: Asked) -> Numbers:
     """How long each worker alone computes what it lacks of the prompt."""
     _, prompt, token, attended, *_ = table.times.steps
     missing = asked.missing
-    found_s: Numbers = prompt * (missing > 0)
+    found_s: Numbers = prompt * asked.lacks
     found_s += (token + attended * asked.before) * missing
     return found_s
 
@@ -374,7 +383,9 @@ def _computed_s(
         alone_s = missing_s + (token * tokens + attended * attended_tokens - done_s)
     # The answers that run now end, and then the prompts have all of the time.
     ended_s = alone_s + answers_s * asked.targets.answer_tokens
-    return np.where(asked.missing > 0, np.minimum(alone_s / share, ended_s), 0.0)
+    if tpot_s is not None:
+        alone_s = alone_s / share
+    return np.where(asked.lacks, np.minimum(alone_s, ended_s), 0.0)
 
 
 def _queued_s(candidates: Candidates, asked: Asked) -> tuple[Numbers, Numbers]:

@@ -198,7 +198,9 @@ class KvAware(Placement):
         missing_weight = policy.overlap_weight / _DEFAULT_OVERLAP_WEIGHT
         asked = Asked(missing, needed_tokens, request.targets, missing_weight, request.early_first)
         # These decide before the cost, the most severe first. Most requests meet none of them.
-        faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
+        faults = {"full": table.requests >= table.max_num_seqs}
+        if table.unreachable_count:
+            faults = {"unreachable": ~table.reachable, **faults}
         if request.suspect:
             faults = {"suspect": table.flags(request.suspect), **faults}
         if table.has_restricted:
@@ -343,15 +345,15 @@ def _shown(
         order = np.argpartition(_masked(costs.cost_s, usable), EXPLAINED_CANDIDATES)
         cheapest = order[:EXPLAINED_CANDIDATES].tolist()
     rows = [row, *(one for one in cheapest if one != row and usable[one])]
-    at = np.array(rows)
+    found: list[tuple[tuple[str, str, str], tuple[float, ...]]] = []
     columns = (costs.cost_s, costs.first_s, costs.step_s, asked.missing)
-    lists = [one[at].tolist() for one in (*columns, table.held_tokens, table.requests)]
-    names = [
-        (
+    for one in rows:
+        by = costs.prefill_row.item(one)
+        name = (
             table.workers[one].ref.worker_id,
             table.workers[by].ref.worker_id if by >= 0 else "",
             ", ".join([name for name, flags in faults.items() if flags[one]]) if faults else "",
         )
-        for one, by in zip(rows, costs.prefill_row[at].tolist(), strict=True)
-    ]
-    return tuple(zip(names, zip(*lists, strict=True), strict=True))
+        values = [column.item(one) for column in (*columns, table.held_tokens, table.requests)]
+        found.append((name, tuple(values)))
+    return tuple(found)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import grpc.aio
@@ -89,8 +88,8 @@ class Attempt(RunningAttempt):
         """Whether the answer has the first token of prefill, and decode has not."""
         self._calling: asyncio.Future[Any] | None = None
         """Sends the first token of prefill to decode."""
-        self._expected: ExitStack | None = None
-        """Counts the prompt in the prefill queue until the decode worker has reserved its blocks."""
+        self._expected: Callable[[], None] | None = None
+        """Ends the count of the prompt in the prefill queue, once the decode worker has reserved its blocks."""
         call = self._call
         span_context = child_context(request.record.context)
         TRACE_NAMES.add(call.transfer_id, span_context)
@@ -103,12 +102,6 @@ class Attempt(RunningAttempt):
         if bounds is not None:
             call.bounds.CopyFrom(bounds)
         self._token_ids = request.prepared.all_token_ids(self._given)
-        if terms is not None:
-            tokens = terms.missing_tokens(len(self._token_ids.ids) - 1)
-            self._expected = ExitStack()
-            self._expected.enter_context(
-                queue.expect_task(decision.worker.layout, tokens, terms.priority, terms.tenant)
-            )
         self._links = links
         self._link, self._answer = links.open(
             call,
@@ -119,6 +112,10 @@ class Attempt(RunningAttempt):
             request.prepared.images,
         )
         record.opened(self._answer, first_token)
+        if terms is not None:
+            tokens = terms.missing_tokens(len(self._token_ids.ids) - 1)
+            layout = decision.worker.layout
+            self._expected = queue.expect_task(layout, tokens, terms.priority, terms.tenant)
 
     @property
     def prefill_worker(self) -> WorkerRef | None:
@@ -306,8 +303,9 @@ class Attempt(RunningAttempt):
         self._answer.return_credit()
 
     def _count_no_more(self) -> None:
-        if self._expected is not None:
-            self._expected.close()
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            expected()
 
     def _explained(self, error: HeadraceError) -> HeadraceError:
         """The error with the worker's name. A client would take a rejected credential for its own API key."""

@@ -174,7 +174,7 @@ class EndpointPicker:
             expected = self.queue.expect_task(
                 decision.worker.layout, tokens, prepared.priority, prepared.tenant
             )
-            held.enter_context(expected)
+            held.callback(expected)
         asyncio.get_running_loop().call_later(_PROMISE_S, held.close)
 
 

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
@@ -141,13 +141,16 @@ class PrefillQueue:
         tokens: int,
         priority: Priority = Priority.NORMAL,
         tenant: str = DEFAULT_TENANT,
-    ) -> AbstractContextManager[None]:
-        """Counts a prompt that will be queued once its blocks are reserved, until the block ends.
+    ) -> Callable[[], None]:
+        """Counts a prompt that will be queued once its blocks are reserved, until the result is called, once.
 
         Without it, all prompts that arrive during one reservation would see the same short queue.
         """
         group = self._groups.get(fingerprint(layout))
-        return nullcontext() if group is None else group.tasks.expect(tokens, priority, tenant)
+        if group is None:
+            return lambda: None
+        group.tasks.expect(1, tokens, priority, tenant)
+        return partial(group.tasks.expect, -1, tokens, priority, tenant)
 
     def enqueue(
         self, task: prefill_pb2.PrefillTask, *, layout: KvLayout, terms: TaskTerms

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Generic, TypeAlias, TypeVar
 
 from sortedcontainers import SortedDict
@@ -345,16 +344,10 @@ class GroupTasks:
         """The tasks of a class that wait. `add` and `remove` add and remove them."""
         return self._classes[priority]
 
-    @contextmanager
-    def expect(self, tokens: int, priority: Priority, tenant: str) -> Iterator[None]:
-        """Within the block, a task counts that will be queued soon."""
-        self.expected += 1
-        self._classes[priority].expect(tenant, tokens)
-        try:
-            yield
-        finally:
-            self.expected -= 1
-            self._classes[priority].expect(tenant, -tokens)
+    def expect(self, count: int, tokens: int, priority: Priority, tenant: str) -> None:
+        """So many tasks of so many tokens will soon be queued, or no longer if negative."""
+        self.expected += count
+        self._classes[priority].expect(tenant, count * tokens)
 
     def add(self, queued: QueuedTask) -> None:
         """A task waits from now on. It is in no lane yet."""

@@ -316,6 +316,7 @@ class LoadTable:
         self.has_restricted = bool((self.prefill_only | self.decode_only).any())
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
+        self.unreachable_count = count
         # Workers of one kind have one layout, with all its fields.
         kinds, kind_of = _groups(self.workers, engine_hash)
         self.engine_hashes = frozenset(kinds)
@@ -348,6 +349,7 @@ class LoadTable:
         self.external_requests[row] = load.external_requests
         self.held_tokens[row] = load.held_tokens
         self.total_tokens[row] = load.total_tokens
+        self.unreachable_count += int(self.reachable[row]) - load.reachable
         self.reachable[row] = load.reachable
         self.draining[row] = load.draining
         self.times.set(row, load.prompts, load.times)

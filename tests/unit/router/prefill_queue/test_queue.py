@@ -342,7 +342,7 @@ async def test_expected_tasks_count_as_queued() -> None:
         waits_s = []
         for _ in range(5):
             waits_s.append(queue.wait_s("sim"))
-            expected.enter_context(queue.expect_task(LAYOUT, 100))
+            expected.callback(queue.expect_task(LAYOUT, 100))
         # The first has a credit. Each of the others waits for one more task of 10 s.
         assert waits_s == pytest.approx([0.0, 10.0, 20.0, 30.0, 40.0], rel=0.05)
         assert queue.depth == 0
