@@ -84,6 +84,8 @@ _LOG = logging.getLogger(__name__)
 DOMAIN = "headrace"
 _DETAILS_KEY = "grpc-status-details-bin"
 # gRPC clients with a retry policy wait for so many milliseconds before they try again.
+# Errors that led to an error. Few have more than three.
+_CAUSES_MAX = 16
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # HTTP/2 trailers carry the status, with the detail twice. gRPC clients limit them to 8 KiB by default.
 _DETAIL_BYTES_MAX = 1_024
@@ -202,9 +204,10 @@ def reported_error(error: Exception, method: str) -> HeadraceError:
         return _logged(error, method)
     finally:
         cause: BaseException | None = error
-        while cause is not None:
-            clear_frames(cause.__traceback__)
-            cause = cause.__context__
+        for _ in range(_CAUSES_MAX):
+            if cause is not None:
+                clear_frames(cause.__traceback__)
+                cause = cause.__context__
 
 
 def _logged(error: Exception, method: str) -> HeadraceError:
