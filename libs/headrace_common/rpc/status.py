@@ -27,6 +27,8 @@ from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, 
 from headrace_common.rpc.wire_fields import MalformedMessage, fields_of
 
 _DEPTH_MAX = 32
+# Errors that led to an error. Few have more than three.
+_CAUSES_MAX = 16
 # The search runs on the event loop.
 _FIELDS_MAX = 256
 
@@ -84,8 +86,6 @@ _LOG = logging.getLogger(__name__)
 DOMAIN = "headrace"
 _DETAILS_KEY = "grpc-status-details-bin"
 # gRPC clients with a retry policy wait for so many milliseconds before they try again.
-# Errors that led to an error. Few have more than three.
-_CAUSES_MAX = 16
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # HTTP/2 trailers carry the status, with the detail twice. gRPC clients limit them to 8 KiB by default.
 _DETAIL_BYTES_MAX = 1_024
