@@ -255,6 +255,7 @@ COUNTED_BYTES: Final = 65_536
 """Whole requests of fewer bytes are not counted there: calls in flight bound them."""
 READS_MAX: Final = 8
 """Requests of a caller that are received at a time over gRPC. Only a complete one can be counted."""
+_ROOM_WAIT_S: Final = 30.0
 _INPUT: Final = InputMemory(INPUT_BYTES_MAX)
 _CURRENT: Final = ContextVar["RequestInput | None"]("input", default=None)
 
@@ -292,8 +293,15 @@ class RequestInput:
                 raise _no_memory() from None
 
     async def wait_for_room(self) -> None:
-        """Waits while the caller has half of the memory or more. So its large requests are received in turn."""
-        await self._memory.wait_for_room(self.caller)
+        """Waits while the caller has half of the memory or more. So its large requests are received in turn.
+
+        Raises QueueFull when that takes too long.
+        """
+        try:
+            async with asyncio.timeout(_ROOM_WAIT_S):
+                await self._memory.wait_for_room(self.caller)
+        except TimeoutError:
+            raise _no_memory() from None
 
     def set_size(self, size: int) -> None:
         """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""

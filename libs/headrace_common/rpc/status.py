@@ -26,6 +26,8 @@ from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, 
 from headrace_common.rpc.wire_fields import MalformedMessage, fields_of
 
 _DEPTH_MAX = 32
+# Errors that led to an error. Few have more than three.
+_CAUSES_MAX = 16
 # The search runs on the event loop.
 _FIELDS_MAX = 256
 
@@ -206,10 +208,11 @@ class _Reporting:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    while error is not None and error.__traceback__ is not None:
-        clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    for _ in range(_CAUSES_MAX):
+        if error is not None:
+            clear_frames(error.__traceback__)
+            error.with_traceback(None)
+            error = error.__cause__ or error.__context__
 
 
 def reported_error(error: Exception, method: str) -> HeadraceError:

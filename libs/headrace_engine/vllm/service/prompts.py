@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.callers.bounds import FewEach
 from headrace_common.errors import InvalidRequest
-from headrace_common.tasks import lower_priority
 from headrace_engine.interface import PromptImage
 from headrace_engine.vllm.service.sampling import request_errors
 from headrace_kv.prefix.images import CONTENT_HASH_BYTES, content_hash
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 _HASH_CHARACTERS = 2 * CONTENT_HASH_BYTES
 # The pixels of one request are in memory at a time. A tenant has one request among those that wait for that.
 _TURNS, _PIXELS = FewEach(), FewEach()
-_DECODER: Final = ThreadPoolExecutor(1, "images", initializer=lower_priority)
+_DECODER: Final = ThreadPoolExecutor(1, "images")
 
 
 async def engine_prompt(

@@ -119,6 +119,9 @@ async def test_a_request_of_a_caller_with_half_of_the_memory_is_received_later()
         assert not waiting.done()
         first.admit()
         await waiting
+        other.add(60)
+        with pytest.raises(QueueFull):
+            await other.wait_for_room()
 
 
 async def test_what_a_refused_request_had_is_freed_without_a_garbage_collection() -> None:
