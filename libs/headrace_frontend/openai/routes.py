@@ -32,6 +32,7 @@ from headrace_frontend.openai.conversion import (
     openai_error,
     tokenize_request,
 )
+from headrace_frontend.openai.image_fetch import has_remote_images
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
@@ -48,7 +49,7 @@ from headrace_frontend.openai.responses import (
     ResponseHead,
 )
 from headrace_frontend.promises import KEEP_HEADER, ask_to_keep
-from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_TOKENS
+from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_TOKENS, PARSE
 from headrace_frontend.request.response_stream import Outlet
 
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
@@ -316,8 +317,10 @@ class TokenizeRoutes:
             await self._parts.images.fetch(body.messages, self._parts.codecs[model])
         try:
             async with self._intake.admitted(tenant):
+                size = PARSE.loop_max + 1 if body.prompt is None else len(body.prompt)
+                convert = partial(tokenize_request, body)
                 prepared = await preparer.tokenize(
-                    tokenize_request(body),
+                    await preparer.run(tenant, PARSE, size, convert),
                     tenant,
                     add_generation_prompt=body.add_generation_prompt,
                 )
@@ -350,9 +353,12 @@ class GenerateRoutes:
 
     async def complete(self, exchange: HttpExchange) -> None:
         """/v1/completions."""
-        tenant, body = await self._intake.read(exchange, CompletionBody)
-        request_id = _request_id(exchange, body)
-        head, model = self._head(body, f"cmpl-{request_id}")
+        tenant, body, requests = await self._intake.converted(
+            exchange,
+            CompletionBody,
+            lambda body: completion_requests(body, _request_id(exchange, body)),
+        )
+        head, model = self._head(body, f"cmpl-{_request_id(exchange, body)}")
         form = CompletionFormat(
             head,
             self._parts.codecs[model],
@@ -363,7 +369,7 @@ class GenerateRoutes:
         generation = Generation(
             tenant,
             body,
-            completion_requests(body, request_id),
+            requests,
             deadline=self._intake.deadline(body.timeout_s),
             format=form,
             generates=body.generates,
@@ -372,24 +378,30 @@ class GenerateRoutes:
 
     async def chat(self, exchange: HttpExchange) -> None:
         """/v1/chat/completions."""
-        tenant, body = await self._intake.read(exchange, ChatCompletionBody)
+        tenant, body, chat = await self._intake.converted(
+            exchange, ChatCompletionBody, partial(_with_request, exchange)
+        )
 
         def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
             codec = self._parts.codecs[model]
             return ChatFormat(head, codec, includes=body.includes, rules=rules)
 
-        await self._answer_chat(exchange, tenant, body, "chatcmpl-", new_format)
+        await self._answer_chat(exchange, tenant, chat, "chatcmpl-", new_format)
 
     async def messages(self, exchange: HttpExchange) -> None:
         """/v1/messages."""
-        tenant, _, chat = await self._intake.converted(exchange, MessagesBody, _chat_of)
+        tenant, _, chat = await self._intake.converted(
+            exchange, MessagesBody, lambda body: _with_request(exchange, _chat_of(body))
+        )
         await self._answer_chat(
             exchange, tenant, chat, "msg_", lambda head, _, rules: MessagesFormat(head, rules)
         )
 
     async def respond(self, exchange: HttpExchange) -> None:
         """/v1/responses."""
-        tenant, body, chat = await self._intake.converted(exchange, ResponsesBody, _chat_of)
+        tenant, body, chat = await self._intake.converted(
+            exchange, ResponsesBody, lambda body: _with_request(exchange, _chat_of(body))
+        )
         store = self._parts.conversations
         stores = store.keeps and body.store is not False
         echoed, namespaced = body.echoed | {"store": stores}, body.namespaced
@@ -417,7 +429,7 @@ class GenerateRoutes:
         self,
         exchange: HttpExchange,
         tenant: str,
-        body: ChatCompletionBody,
+        chat: _Chat,
         id_prefix: str,
         new_format: Callable[[ResponseHead, str, AnswerRules], AnswerFormat],
         complete: Callable[[inference_pb2.GenerateRequest], None] = lambda request: None,
@@ -426,11 +438,15 @@ class GenerateRoutes:
 
         `complete` adds messages that the body does not have.
         """
+        body, request = chat
         request_id = _request_id(exchange, body)
         head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
-        await self._parts.images.fetch(body.messages, self._parts.codecs[model])
-        request = chat_request(body, request_id)
+        if request is None:
+            await self._parts.images.fetch(body.messages, self._parts.codecs[model])
+            request = await self._parts.preparer.run(
+                tenant, PARSE, PARSE.loop_max + 1, partial(chat_request, body, request_id)
+            )
         complete(request)
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
@@ -450,6 +466,16 @@ class GenerateRoutes:
         fingerprint = self._parts.models.system_fingerprint(choice) or None
         head = ResponseHead(response_id, int(time.time()), choice.name, fingerprint)
         return head, choice.model
+
+
+_Chat: TypeAlias = tuple[ChatCompletionBody, inference_pb2.GenerateRequest | None]
+"""A body, and its request unless images must be fetched before."""
+
+
+def _with_request(exchange: HttpExchange, body: ChatCompletionBody) -> _Chat:
+    if has_remote_images(body.messages):
+        return body, None
+    return body, chat_request(body, _request_id(exchange, body))
 
 
 def _chat_of(body: MessagesBody | ResponsesBody) -> ChatCompletionBody:
