@@ -51,7 +51,7 @@ from headrace_frontend.openai.responses import (
     ResponseHead,
 )
 from headrace_frontend.promises import KEEP_HEADER, ask_to_keep
-from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_TOKENS
+from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_TOKENS, PARSE
 from headrace_frontend.request.response_stream import Outlet
 
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
@@ -260,8 +260,10 @@ class TokenizeRoutes:
             async with self._intake.admitted(tenant):
                 if body.messages is not None:
                     await self._parts.images.fetch(body.messages, self._parts.codecs[model], tenant)
+                size = PARSE.loop_max + 1 if body.prompt is None else len(body.prompt)
+                convert = partial(tokenize_request, body)
                 prepared = await preparer.tokenize(
-                    tokenize_request(body),
+                    await preparer.run(tenant, PARSE, size, convert),
                     tenant,
                     add_generation_prompt=body.add_generation_prompt,
                 )
@@ -289,9 +291,12 @@ class GenerateRoutes(_Answering):
 
     async def complete(self, exchange: HttpExchange) -> None:
         """/v1/completions."""
-        tenant, body = await self._intake.read(exchange, CompletionBody)
-        request_id = _request_id(exchange, body)
-        head, model = self._head(body, f"cmpl-{request_id}")
+        tenant, body, requests = await self._intake.converted(
+            exchange,
+            CompletionBody,
+            lambda body: completion_requests(body, _request_id(exchange, body)),
+        )
+        head, model = self._head(body, f"cmpl-{_request_id(exchange, body)}")
         form = CompletionFormat(
             head,
             self._parts.codecs[model],
@@ -302,7 +307,7 @@ class GenerateRoutes(_Answering):
         generation = Generation(
             tenant,
             body,
-            completion_requests(body, request_id),
+            requests,
             deadline=self._intake.deadline(body.timeout_s),
             format=form,
             generates=body.generates,
@@ -311,24 +316,30 @@ class GenerateRoutes(_Answering):
 
     async def chat(self, exchange: HttpExchange) -> None:
         """/v1/chat/completions."""
-        tenant, body = await self._intake.read(exchange, ChatCompletionBody)
+        tenant, body, chat = await self._intake.converted(
+            exchange, ChatCompletionBody, partial(_with_request, exchange)
+        )
 
         def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
             codec = self._parts.codecs[model]
             return ChatFormat(head, codec, includes=body.includes, rules=rules)
 
-        await self._answer_chat(exchange, tenant, body, "chatcmpl-", new_format)
+        await self._answer_chat(exchange, tenant, chat, "chatcmpl-", new_format)
 
     async def messages(self, exchange: HttpExchange) -> None:
         """/v1/messages."""
-        tenant, _, chat = await self._intake.converted(exchange, MessagesBody, _chat_of)
+        tenant, _, chat = await self._intake.converted(
+            exchange, MessagesBody, lambda body: _with_request(exchange, _chat_of(body))
+        )
         await self._answer_chat(
             exchange, tenant, chat, "msg_", lambda head, _, rules: MessagesFormat(head, rules)
         )
 
     async def respond(self, exchange: HttpExchange) -> None:
         """/v1/responses."""
-        tenant, body, chat = await self._intake.converted(exchange, ResponsesBody, _chat_of)
+        tenant, body, chat = await self._intake.converted(
+            exchange, ResponsesBody, lambda body: _with_request(exchange, _chat_of(body))
+        )
         store = self._parts.conversations
         stores = store.keeps and body.store is not False
         echoed, namespaced = body.echoed | {"store": stores}, body.namespaced
@@ -357,7 +368,7 @@ class GenerateRoutes(_Answering):
         self,
         exchange: HttpExchange,
         tenant: str,
-        body: ChatCompletionBody,
+        chat: _Chat,
         id_prefix: str,
         new_format: Callable[[ResponseHead, str, AnswerRules], AnswerFormat],
         complete: Callable[[inference_pb2.GenerateRequest], None] = lambda request: None,
@@ -366,14 +377,17 @@ class GenerateRoutes(_Answering):
 
         `complete` adds messages that the body does not have.
         """
+        body, request = chat
         request_id = _request_id(exchange, body)
         head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
         deadline = self._intake.deadline(body.timeout_s)
-        if has_remote_images(body.messages):
+        if request is None:
             async with self._intake.admitted(tenant, deadline):
                 await self._parts.images.fetch(body.messages, self._parts.codecs[model], tenant)
-        request = chat_request(body, request_id)
+            request = await self._parts.preparer.run(
+                tenant, PARSE, PARSE.loop_max + 1, partial(chat_request, body, request_id)
+            )
         complete(request)
         if request.sampling.HasField("structured_outputs"):
             permit_calls(request.sampling.structured_outputs, rules, self._parts.codecs[model])
@@ -395,6 +409,16 @@ class GenerateRoutes(_Answering):
         fingerprint = self._parts.models.system_fingerprint(choice) or None
         head = ResponseHead(response_id, int(time.time()), choice.name, fingerprint)
         return head, choice.model
+
+
+_Chat: TypeAlias = tuple[ChatCompletionBody, inference_pb2.GenerateRequest | None]
+"""A body, and its request unless images must be fetched before."""
+
+
+def _with_request(exchange: HttpExchange, body: ChatCompletionBody) -> _Chat:
+    if has_remote_images(body.messages):
+        return body, None
+    return body, chat_request(body, _request_id(exchange, body))
 
 
 def _chat_of(body: MessagesBody | ResponsesBody) -> ChatCompletionBody:
