@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import TokenVerifier
+from headrace_common.access.tokens import HeldToken, TokenVerifier
 from tests.unit.test_architecture import ROOT
 
 SERVICES = {
@@ -58,7 +58,8 @@ def test_each_service_gets_its_token_and_no_private_key(tmp_path: Path) -> None:
     verifier = TokenVerifier.from_pem(first[folder / "key" / "token_keys.pem"])
     for service, worker in SERVICES.items():
         token = folder / service / "token"
-        caller = verifier.verify(token.read_text().strip())
+        held = HeldToken.from_text(token.read_text())
+        caller = verifier.verify(held.token, held.proof("here"), ["here"])
         assert caller.roles == {Role(service)}
         assert caller.name == worker
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
@@ -69,4 +70,5 @@ def test_each_service_gets_its_token_and_no_private_key(tmp_path: Path) -> None:
     (folder / "router" / "token").unlink()
     _create(folder, programs)
     assert (folder / "key/token_key.pem").read_bytes() == first[folder / "key/token_key.pem"]
-    assert verifier.verify((folder / "router" / "token").read_text().strip()).roles == {Role.ROUTER}
+    held = HeldToken.from_text((folder / "router" / "token").read_text())
+    assert verifier.verify(held.token, held.proof("here"), ["here"]).roles == {Role.ROUTER}
