@@ -221,8 +221,7 @@ class Canary:
             return
         if is_digested(checks.share, name, 0) or self._is_due(candidate.prefill, 1):
             digests = checks.digest_blocks(self._block_ids(candidate))
-            arrived_s = time.monotonic()
-            self._resting[name] = replace(candidate, digests=digests, arrived_s=arrived_s)
+            self._resting[name] = replace(candidate, digests=digests, arrived_s=time.monotonic())
 
     def attempt_closed(self, attempt: DecodeAttempt) -> None:
         """An attempt has given back its resources."""
@@ -275,8 +274,7 @@ class Canary:
 
     async def _check_again(self, candidate: _Candidate) -> None:
         """Blocks that have changed are compared at once: a request may use them next."""
-        assert self._checks is not None
-        assert candidate.digests is not None
+        assert self._checks is not None and candidate.digests is not None
         try:
             before = await asyncio.wrap_future(candidate.digests)
             now = await asyncio.wrap_future(self._checks.digest_blocks(self._block_ids(candidate)))
@@ -331,10 +329,8 @@ class Canary:
         if blocks:
             pair.requests = 0
         if difference is not None:
-            if overwritten:
-                prefill = self._record_overwritten(candidate, difference)
-            else:
-                self._record(candidate, difference)
+            record = self._record_overwritten if overwritten else self._record
+            prefill = record(candidate, difference)
             await self._empty_cache()
         elif not candidate.changed:
             for number in candidate.numbers:
@@ -387,7 +383,7 @@ class Canary:
             await asyncio.sleep(_RESET_PAUSE_S)
         _LOG.error("the prefix cache may have wrong KV: empty it with headrace reset-cache")
 
-    def _record(self, candidate: _Candidate, difference: Difference) -> None:
+    def _record(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         prefill = candidate.prefill
         _LOG.warning(
             "the KV of transfer %s from %s is not what this worker computes: %s",
@@ -397,6 +393,7 @@ class Canary:
         )
         detail = f"its KV is not what this worker computes: {difference}"
         self.corrupt_senders.record(prefill, detail)
+        return prefill
 
     def _record_overwritten(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         """Counts against a worker only if no other one had a write lease meanwhile. Returns that worker."""
