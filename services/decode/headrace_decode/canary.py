@@ -108,7 +108,6 @@ BLOCKS_MAX: Final = 8
 REUSED_BLOCKS_MAX: Final = 2
 """The same, of the blocks that were cached before."""
 _PAIRS_MAX: Final = 1024
-_SUSPECTS_MAX: Final = 8
 NO_WORKER: Final = WorkerRef("", "")
 _RESETS_MAX: Final = 20
 _RESET_PAUSE_S: Final = 0.1
@@ -274,7 +273,8 @@ class Canary:
 
     async def _check_again(self, candidate: _Candidate) -> None:
         """Blocks that have changed are compared at once: a request may use them next."""
-        assert self._checks is not None and candidate.digests is not None
+        assert self._checks is not None
+        assert candidate.digests is not None
         try:
             before = await asyncio.wrap_future(candidate.digests)
             now = await asyncio.wrap_future(self._checks.digest_blocks(self._block_ids(candidate)))
@@ -398,7 +398,7 @@ class Canary:
     def _record_overwritten(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         """Counts against a worker only if no other one had a write lease meanwhile. Returns that worker."""
         suspects = sorted(self._lease_holders(candidate.arrived_s), key=str)
-        named = ", ".join(map(str, suspects[:_SUSPECTS_MAX]))
+        named = ", ".join(map(str, suspects[:8]))
         what = "received" if candidate.changed else "cached"
         where = f"{what} blocks of the prompt of {candidate.work.transfer_id}"
         why = f"were written over, or never held what this worker computes: {difference}"
