@@ -51,6 +51,7 @@ CALLS = {
     "vllm.v1.engine.async_llm.AsyncLLM.add_lora": "lora_request",
     "vllm.renderers.base.BaseRenderer.render_cmpl_async": "prompts skip_mm_cache",
     "vllm.multimodal.media.image.ImageMediaIO.load_bytes": "data",
+    "vllm.multimodal.utils.strip_covered_mm_data": "mm_features num_computed_tokens",
     "vllm.lora.request.LoRARequest": "lora_name lora_int_id lora_path is_3d_lora_weight",
     "vllm.v1.engine.async_llm.AsyncLLM.reset_prefix_cache": "reset_connector",
     "vllm.v1.engine.async_llm.AsyncLLM.shutdown": "",

@@ -243,6 +243,17 @@ def cached_block(
     return int(found[0].block_id) if found else None
 
 
+def keep_images() -> None:
+    """On the scheduler. Ranks keep the images of new requests that have KV already.
+
+    vLLM leaves them out. When such a request is preempted, and its KV evicted, a rank finds no image to encode, and
+    the engine ends.
+    """
+    from vllm.v1.core.sched import output
+
+    output.strip_covered_mm_data = lambda features, *_, **__: features
+
+
 def tier_event(change: BlockChange) -> KVCacheEvent:
     """vLLM's event for a change of a lower tier. Blocks have vLLM's own hashes."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored

@@ -11,7 +11,12 @@ from headrace_common.errors import HeadraceError
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.tier_planner import plan_tiers
 from headrace_engine.vllm import continuation, grammar_costs, parallel
-from headrace_engine.vllm.compat import extra_config, replica_count, steps_under_way
+from headrace_engine.vllm.compat import (
+    extra_config,
+    keep_images,
+    replica_count,
+    steps_under_way,
+)
 from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, Peers
@@ -60,6 +65,7 @@ class ConnectorDeployment:
         tiers = plan_tiers(
             self.settings.tiers, groups, ranks, sends_from_host=self.settings.sends_from_host
         )
+        keep_images()
         peers: Peers
         if self.standalone is None:
             grammar_costs.install()

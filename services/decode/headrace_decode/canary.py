@@ -108,7 +108,6 @@ BLOCKS_MAX: Final = 8
 REUSED_BLOCKS_MAX: Final = 2
 """The same, of the blocks that were cached before."""
 _PAIRS_MAX: Final = 1024
-_SUSPECTS_MAX: Final = 8
 NO_WORKER: Final = WorkerRef("", "")
 _RESETS_MAX: Final = 20
 _RESET_PAUSE_S: Final = 0.1
@@ -221,8 +220,7 @@ class Canary:
             return
         if is_digested(checks.share, name, 0) or self._is_due(candidate.prefill, 1):
             digests = checks.digest_blocks(self._block_ids(candidate))
-            arrived_s = time.monotonic()
-            self._resting[name] = replace(candidate, digests=digests, arrived_s=arrived_s)
+            self._resting[name] = replace(candidate, digests=digests, arrived_s=time.monotonic())
 
     def attempt_closed(self, attempt: DecodeAttempt) -> None:
         """An attempt has given back its resources."""
@@ -331,10 +329,8 @@ class Canary:
         if blocks:
             pair.requests = 0
         if difference is not None:
-            if overwritten:
-                prefill = self._record_overwritten(candidate, difference)
-            else:
-                self._record(candidate, difference)
+            record = self._record_overwritten if overwritten else self._record
+            prefill = record(candidate, difference)
             await self._empty_cache()
         elif not candidate.changed:
             for number in candidate.numbers:
@@ -387,7 +383,7 @@ class Canary:
             await asyncio.sleep(_RESET_PAUSE_S)
         _LOG.error("the prefix cache may have wrong KV: empty it with headrace reset-cache")
 
-    def _record(self, candidate: _Candidate, difference: Difference) -> None:
+    def _record(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         prefill = candidate.prefill
         _LOG.warning(
             "the KV of transfer %s from %s is not what this worker computes: %s",
@@ -397,11 +393,12 @@ class Canary:
         )
         detail = f"its KV is not what this worker computes: {difference}"
         self.corrupt_senders.record(prefill, detail)
+        return prefill
 
     def _record_overwritten(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         """Counts against a worker only if no other one had a write lease meanwhile. Returns that worker."""
         suspects = sorted(self._lease_holders(candidate.arrived_s), key=str)
-        named = ", ".join(map(str, suspects[:_SUSPECTS_MAX]))
+        named = ", ".join(map(str, suspects[:8]))
         what = "received" if candidate.changed else "cached"
         where = f"{what} blocks of the prompt of {candidate.work.transfer_id}"
         why = f"were written over, or never held what this worker computes: {difference}"
