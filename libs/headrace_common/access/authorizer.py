@@ -218,7 +218,7 @@ class Authorizer:
     ) -> Caller | None:
         """The caller that a token proves, if it may call `method`. None: the certificate decides.
 
-        `again`: for a call that was accepted, of which the proof may be an older one by now.
+        `again`: for an open call, of which the proof was checked.
         Raises Unauthenticated or PermissionDenied.
         """
         if self._insecure:

@@ -224,7 +224,7 @@ class TokenVerifier:
     ) -> Caller:
         """The caller that a token stands for, at a receiver with the names `audiences`.
 
-        `again`: for an open call, of which the proof may be an older one by now. Raises Unauthenticated.
+        `again`: for an open call, of which the proof was checked. Raises Unauthenticated with the remedy.
         """
         known = self._verified.get(token)
         if known is None or time.time() >= known.until_s:
@@ -233,17 +233,16 @@ class TokenVerifier:
             known = self._verified[token] = _Verified(_caller_of(claims), until_s, _holder(claims))
             if len(self._verified) > _CACHE_MAX:
                 self._verified.popitem(last=False)
-        if known.holder is not None:
+        if known.holder is not None and not again:
             claims = known.proof_claims(proof)
             if claims["aud"] not in audiences:
                 names = " or ".join(sorted(audiences)) or "a service that takes no proofs"
                 raise Unauthenticated(
                     f"the caller's token was sent to {claims['aud']!r}, but this is {names}: call it by that address, "
                     "or set its internal_advertise",
-                    metadata={"audience": str(claims["aud"])[:_AUDIENCE_CHARACTERS_MAX]},
+                    metadata={"audience": claims["aud"][:_AUDIENCE_CHARACTERS_MAX]},
                 )
-            if not again:
-                self._order.check(f"{claims['key']} {claims['run']}", claims["number"])
+            self._order.check(f"{claims['key']} {claims['run']}", claims["number"])
         return known.caller
 
     def _claims_of(self, token: str) -> dict[str, Any]:
