@@ -18,6 +18,7 @@ from headrace_engine.interface import (
     Sampling,
     StructuredOutputs,
 )
+from headrace_text.constraints import call_or_form
 from tests.decoding import decoded
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import GREEDY, MODEL, Answer, Pair, prompt_of
@@ -46,6 +47,7 @@ SAMPLINGS = {
     "regex": replace(constrained("regex", r"[a-f]{3}-[0-9]{4}"), temperature=1.0, seed=5),
     "choice": constrained("choice", "", "yes, certainly", "no, never"),
     "grammar": constrained("grammar", 'root ::= "SELECT " [a-z]+ " FROM t"'),
+    "call or form": constrained("grammar", call_or_form("<tool_call>", 1, ["f"], SCHEMA)),
 }
 
 

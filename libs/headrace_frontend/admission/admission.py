@@ -39,6 +39,7 @@ _RETRY_UNKNOWN_S: Final = 0.5
 _LATEST_WEIGHT: Final = 0.1
 # Blocks of a worker become free by other routers' requests too, of which this one gets no notice.
 _PROBE_S: Final = 0.05
+_PROBE_MAX_S: Final = 0.4
 
 
 class BoundedResource:
@@ -51,7 +52,7 @@ class BoundedResource:
         self._wait_s = wait_s
         self._mean_hold_s = 0.0
         self._probe: asyncio.TimerHandle | None = None
-        self._probe_units = 1
+        self._probe_units, self._probe_s = 1, _PROBE_S
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> Held | None:
         """As `acquire`, without a wait. None when the units are not free, or others wait."""
@@ -92,17 +93,22 @@ class BoundedResource:
         granted = asyncio.Event()
         request = CapacityRequest(tenant, amount, granted.set, priority)
         self.pool.requeue(request)
-        self._probe_units = 1
+        self._probe_units, self._probe_s = 1, min(_PROBE_MAX_S, 2 * self._probe_s)
         if self._probe is None:
-            self._probe = asyncio.get_running_loop().call_later(_PROBE_S, self._raise_limit)
+            self._probe = asyncio.get_running_loop().call_later(self._probe_s, self._raise_limit)
         await self._wait(granted, request, deadline, bound)
 
     def _raise_limit(self) -> None:
-        """Lets more requests find out whether they can use their units. Twice as many each time that all can."""
+        """Lets more requests find out whether they can use their units. Twice as many each time that all can.
+
+        The pause grows while none can.
+        """
         self._probe = None
+        if self._probe_units > 1:
+            self._probe_s = _PROBE_S
         if self.pool.raise_limit(self._probe_units):
             self._probe_units *= 2
-            self._probe = asyncio.get_running_loop().call_later(_PROBE_S, self._raise_limit)
+            self._probe = asyncio.get_running_loop().call_later(self._probe_s, self._raise_limit)
 
     async def _wait(
         self,

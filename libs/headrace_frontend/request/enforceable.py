@@ -14,7 +14,8 @@ from headrace_text.constraints import SchemaPath, with_parts
 
 _Schema: TypeAlias = dict[str, Any]
 
-_ALTERNATIVES_MAX: Final = 64
+# Of alternatives in one schema. More are not compared.
+_PAIRS_MAX: Final = 4_096
 _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "type"})
 # Keywords that evaluate properties and items too.
 _COMPOSITIONS: Final = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
@@ -30,7 +31,8 @@ _FORMAT_PATTERNS: Final[Mapping[str, str]] = {
     "uri-reference": f"^({_URI})*$",
     "uri-template": rf"^({_URI}|\{{[+#./;?&=,!@|]?[A-Za-z0-9_.%,:*]+\}})*$",
 }
-_PATTERN_PART: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?<?[=!]|.", re.DOTALL)
+# A class that has no end reaches to the end of the pattern, so that the time is linear.
+_PATTERN_PART: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|\(\?<?[=!]|.", re.DOTALL)
 
 
 def enforceable(schema: _Schema) -> tuple[_Schema, list[str]]:
@@ -70,6 +72,7 @@ class _Rewriting:
     def __init__(self, root: _Schema) -> None:
         self.unenforced: list[str] = []
         self._root = root
+        self._pairs = iter(range(_PAIRS_MAX))
 
     def rewritten(self, schema: Any, path: SchemaPath = ()) -> Any:
         """The schema at a path, with its parts rewritten."""
@@ -106,12 +109,12 @@ class _Rewriting:
 
     def _permit_any(self, schema: _Schema) -> bool:
         """Replaces oneOf by anyOf, unless no value can match two of the alternatives."""
-        parts = schema["oneOf"]
         if "anyOf" in schema:
             return True
-        resolved = list(map(self._resolved, parts[: _ALTERNATIVES_MAX + 1]))
-        if len(resolved) <= _ALTERNATIVES_MAX and all(
-            _are_disjoint(*pair) for pair in combinations(resolved, 2)
+        parts = map(self._resolved, schema["oneOf"])
+        if all(
+            next(self._pairs, None) is not None and _are_disjoint(*pair)
+            for pair in combinations(parts, 2)
         ):
             return True
         schema["anyOf"] = schema.pop("oneOf")

@@ -65,8 +65,8 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(("minContains", "minItems", "minLength", "minProperties"), _COUNT),
     **dict.fromkeys(("deprecated", "readOnly", "uniqueItems", "writeOnly"), _FLAG),
     **dict.fromkeys(("$anchor", "$comment", "$dynamicAnchor", "$dynamicRef", "$id"), _TEXT),
-    **dict.fromkeys(("$ref", "contentEncoding", "contentMediaType", "description"), _TEXT),
-    **dict.fromkeys(("format", "pattern", "title"), _TEXT),
+    **dict.fromkeys(("$recursiveRef", "$ref", "contentEncoding", "contentMediaType"), _TEXT),
+    **dict.fromkeys(("description", "format", "pattern", "title"), _TEXT),
 }
 
 
