@@ -121,6 +121,10 @@ class ResponseTimes:
         """The message with the first token is made."""
         self.first_message_unix_ns = self.now_unix_ns()
 
+    def finished(self) -> None:
+        """The response has ended without an error."""
+        self.finished_unix_ns = self.now_unix_ns()
+
     def tokens_arrived(self, now_ns: int) -> None:
         """A batch of tokens has arrived at this time of the monotonic clock."""
         now_unix_ns = self._start_unix_ns + now_ns - self._start_ns
@@ -291,7 +295,8 @@ class ResponseStream:
         timing: inference_pb2.Timing,
     ) -> None:
         """Ends the response. The next message is the last."""
-        self.usage, self.times.finished_unix_ns = usage, self.times.now_unix_ns()
+        self.usage = usage
+        self.times.finished()
         self._pending.finish()
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
         self._last_message = inference_pb2.GenerateResponse(

@@ -30,8 +30,7 @@ def gaps_of(
     last_unix_ns = times.last_token_unix_ns
     if not last_unix_ns:
         return ()
-    gaps = times.gaps
-    usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
+    usual_ns = 1e9 * times.gaps.total / max(1, sum(times.gaps.counts)) if times.gaps else 0.0
     intervals = times.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
     waits = times.client_waits.intervals()
     waits.append((times.finished_unix_ns or end_unix_ns, end_unix_ns))

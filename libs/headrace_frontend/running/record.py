@@ -265,10 +265,9 @@ class RequestRecord(RequestSteps):
             attributes = sum_attributes(breakdown.second)
             times = (first_ns, second_ns)
             yield maker.at(schema.SPAN_SECOND_TOKEN, self.context, times, attributes)
-        for start_unix_ns, end_unix_ns, cause in self.gaps:
+        for start, end, cause in self.gaps:
             attributes = {schema.ATTRIBUTE_GAP_CAUSE: cause}
-            times = (start_unix_ns, end_unix_ns)
-            yield maker.at(schema.SPAN_GAP, self.context, times, attributes)
+            yield maker.at(schema.SPAN_GAP, self.context, (start, end), attributes)
         previous: SpanContext | None = None
         for attempt in self.attempts:
             yield from attempt.spans(self, maker, previous)
