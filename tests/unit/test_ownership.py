@@ -25,6 +25,7 @@ FOREIGN = {
     ("libs/headrace_engine/vllm/compat.py", "os.environ"): "vLLM reads its settings there",
     ("libs/headrace_engine/vllm/compat.py", "outputs.put"): "vLLM's RequestOutputCollector",
     ("libs/headrace_engine/vllm/compat.py", "llm.output_processor.process_outputs"): "vLLM's OutputProcessor",
+    ("libs/headrace_engine/vllm/compat.py", "output.strip_covered_mm_data"): "a function of vLLM",
     ("libs/headrace_kv/transport/mapped_memory.py", "library.mmap.restype"): "ctypes",
     ("services/registry/headrace_registry/store/etcd_connection.py", "sys.modules"): "etcd3's modules are made here",
     ("services/registry/headrace_registry/store/etcd_connection.py", "module.__dict__"): "the same",
