@@ -286,11 +286,12 @@ class Cases:
         """Images that the model would read otherwise are refused by name."""
         prompt = self.prompts["an image"]
         image = prompt.images[0]
-        broken = b"no image"
+        broken, cut = b"no image", image.data[: len(image.data) // 2]
         for field_name, changed in {
             "images[0].token_count": replace(image, token_count=image.token_count - 1),
             "images[0].content_hash": replace(image, data=WIDE.data),
-            "images": replace(image, data=broken, content_hash=content_hash(broken)),
+            "images[0].data": replace(image, data=broken, content_hash=content_hash(broken)),
+            "images": replace(image, data=cut, content_hash=content_hash(cut)),
         }.items():
             for remote_kv in (False, True):
                 work = self._work(replace(prompt, images=(changed,)), remote_kv=remote_kv)

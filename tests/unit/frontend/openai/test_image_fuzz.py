@@ -64,7 +64,6 @@ async def test_an_image_is_accepted_or_refused_by_name_at_every_door(tmp_path: P
         assert len(found) == 1
         statuses += Counter(found)
     assert min(statuses[200], statuses[400]) > COUNT // 5
-    assert statuses.total() == COUNT
 
 
 @pytest.mark.parametrize("seed", [1, 2])
