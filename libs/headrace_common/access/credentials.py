@@ -32,11 +32,6 @@ def audience_of(endpoint: str) -> str:
     return f"localhost:{endpoint.rpartition(':')[2]}"
 
 
-def audience_of_role(role: str) -> str:
-    """The name of the only receiver of a role. No endpoint has a space."""
-    return f"role {role}"
-
-
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
     """The files of TLS, for code without a ServiceConfig. All empty means plaintext.
@@ -110,15 +105,14 @@ class Credentials:
     def metadata_for(self, endpoint: str, receiver: str = "") -> Metadata:
         """What calls to an endpoint send: a token, and a proof for this receiver only. Empty when there is none.
 
-        `receiver` names a receiver that the caller's own settings name, by its role: its endpoint may be an alias.
+        `receiver` is REGISTRY_AUDIENCE where the caller's own settings name the registry: its endpoint may be an alias.
         Raises ConfigError when the file, or the local key, cannot be read.
         """
         held = self._held_for(endpoint)
         if held is None:
             return ()
         # Deployments with one local key differ by their ports.
-        named = receiver and self.token_file
-        proof = held.proof(audience_of_role(receiver) if named else audience_of(endpoint))
+        proof = held.proof(receiver if receiver and self.token_file else audience_of(endpoint))
         return (
             ((TOKEN_KEY, held.token), (PROOF_KEY, proof)) if proof else ((TOKEN_KEY, held.token),)
         )

@@ -13,6 +13,8 @@ TOKEN_KEY: Final = "headrace-token"
 """The metadata key of role tokens. API keys of clients have `authorization`."""
 PROOF_KEY: Final = "headrace-proof"
 """The metadata key of the proof that the holder of the token has signed for this receiver."""
+REGISTRY_AUDIENCE: Final = "role registry"
+"""The registry, as the receiver of proofs. No endpoint has a space."""
 STATUS_AUDIENCE: Final = "status page"
 """The receiver of proofs that browsers send."""
 

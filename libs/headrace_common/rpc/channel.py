@@ -246,7 +246,7 @@ Identity: TypeAlias = "ServiceConfig | Credentials | TlsFiles | None"
 def open_channel(endpoint: str, identity: Identity = None, receiver: str = "") -> grpc.aio.Channel:
     """Opens a channel to "host:port", with mutual TLS and a role token when `identity` has them.
 
-    `receiver` is the role of a receiver that the caller's own settings name: Credentials.metadata_for.
+    `receiver`: see Credentials.metadata_for.
 
     The channel connects on first use. After a change of the TLS files or of the token, new calls present the new
     ones, and calls in progress go on. Raises ConfigError when a file cannot be read.

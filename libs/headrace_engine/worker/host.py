@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import REGISTRY_AUDIENCE
 from headrace_common.errors import StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
@@ -68,7 +68,7 @@ class WorkerHost:
     def __init__(self, role: WorkerRole, config: WorkerConfig) -> None:
         self.telemetry = init_telemetry(role, config.worker_id, config)
         self.metrics = WorkerMetrics(self.telemetry.metrics)
-        self.registry = open_channel(config.registry, config, Role.REGISTRY)
+        self.registry = open_channel(config.registry, config, REGISTRY_AUDIENCE)
         self.descriptors = DescriptorCache(self.registry)
         self.renewals: LeaseRenewals | None = None
         if config.workers_per_process > 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import REGISTRY_AUDIENCE
 from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
@@ -66,7 +66,7 @@ async def serve() -> None:
         telemetry = init_telemetry("planner", config.planner_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         await stack.enter_async_context(metrics_served(config, telemetry.metrics))
-        registry = open_channel(config.registry, config, Role.REGISTRY)
+        registry = open_channel(config.registry, config, REGISTRY_AUDIENCE)
         stack.push_async_callback(registry.close)
         observer = Observer(config.model, lambda endpoint: open_channel(endpoint, config))
         stack.push_async_callback(observer.close)

@@ -10,8 +10,7 @@ from typing import Annotated
 from pydantic import Field, SecretStr, model_validator
 
 from headrace_common import ports
-from headrace_common.access.credentials import audience_of_role
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import REGISTRY_AUDIENCE, Role
 from headrace_common.config import (
     HostPort,
     PositiveCount,
@@ -66,7 +65,7 @@ class RegistryConfig(ServiceConfig):
     """The registry: stores the members, their KV descriptors and the run-time policy."""
 
     role = Role.REGISTRY
-    audiences = (audience_of_role(Role.REGISTRY),)
+    audiences = (REGISTRY_AUDIENCE,)
 
     internal_listen: HostPort = Field(
         f"127.0.0.1:{ports.REGISTRY}",

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import REGISTRY_AUDIENCE
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.http.bounds import HttpBounds
@@ -80,7 +80,7 @@ async def serve_router(config: RouterConfig) -> None:
         telemetry = init_telemetry("router", router_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         await stack.enter_async_context(metrics_served(config, telemetry.metrics))
-        registry = open_channel(config.registry, config, Role.REGISTRY)
+        registry = open_channel(config.registry, config, REGISTRY_AUDIENCE)
         stack.push_async_callback(registry.close)
         membership: Membership | None = None
         members = RegistryView(

@@ -13,6 +13,7 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import (
     ANONYMOUS,
     PROOF_KEY,
+    REGISTRY_AUDIENCE,
     TOKEN_KEY,
     TRUSTED,
     Caller,
@@ -170,11 +171,11 @@ def test_a_proof_is_for_the_address_or_for_the_registry_of_the_settings(tmp_path
         return str(jwt.decode(proof, options={"verify_signature": False})["aud"])
 
     held, local = Credentials(token_file=str(path)), Credentials(role=Role.ROUTER)
-    assert audience(held, "Registry.example:7051", Role.REGISTRY) == "role registry"
+    assert audience(held, "Registry.example:7051", REGISTRY_AUDIENCE) == REGISTRY_AUDIENCE
     # A router named this address to a command.
     assert audience(held, "Registry.example:7051") == "registry.example:7051"
     for endpoint in ("127.0.0.1:7051", "localhost:7051", "[::1]:7051"):
-        assert audience(local, endpoint, Role.REGISTRY) == "localhost:7051"
+        assert audience(local, endpoint, REGISTRY_AUDIENCE) == "localhost:7051"
 
 
 def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

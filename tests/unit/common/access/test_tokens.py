@@ -144,6 +144,15 @@ def test_a_proof_is_replaced_and_an_older_one_is_refused(monkeypatch: pytest.Mon
     verifier.verify(held.token, first, HERE, again=True)
     with pytest.raises(Unauthenticated, match="older"):
         verifier.verify(held.token, first, HERE)
+    # So is one of a process that signs new ones all the time.
+    kept = held.proof("registry")
+    for _ in range(3):
+        verifier.verify(held.token, held.proof("registry"), HERE)
+        at_s += PROOF_PERIOD_S
+    verifier.verify(held.token, kept, HERE)
+    verifier.verify(held.token, held.proof("registry"), HERE)
+    with pytest.raises(Unauthenticated, match="older"):
+        verifier.verify(held.token, kept, HERE)
 
 
 @pytest.mark.parametrize("text", [b"", b"nonsense", KEY])
