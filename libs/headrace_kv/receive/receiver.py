@@ -74,6 +74,44 @@ class ReceiverLimits:
     quiesce_timeout_s: float = 30.0
 
 
+class _Refusals:
+    """Refuses Opens, and ends a stream with many of them in a row. The transfers are not affected (I6)."""
+
+    def __init__(self) -> None:
+        self._tickets: Counter[PrefillPeer] = Counter()
+        self._unknown: Counter[PrefillPeer] = Counter()
+
+    def has_ended(self, peer: PrefillPeer) -> bool:
+        """Whether the stream ends, so that nothing more of it is of interest."""
+        refused, unknown = self._tickets[peer], self._unknown[peer]
+        return refused >= _REFUSED_TICKETS_MAX or unknown >= _UNKNOWN_OPENS_MAX
+
+    def forget(self, peer: PrefillPeer) -> None:
+        """The stream has opened a transfer, or it has ended."""
+        self._tickets.pop(peer, None)
+        self._unknown.pop(peer, None)
+
+    def add_unknown(self, peer: PrefillPeer, transfer_id: str, ref: WorkerRef) -> None:
+        """The worker `ref` has no reservation for the transfer."""
+        peer.refuse(transfer_id, "NOT_FOUND", f"{ref} has no reservation for it")
+        self._unknown[peer] += 1
+        if self._unknown[peer] == _UNKNOWN_OPENS_MAX:
+            detail = f"{peer} opened {_UNKNOWN_OPENS_MAX} transfers that are not reserved here"
+            _log.warning("%s; its stream ends", detail)
+            peer.end(ProtocolViolation(detail))
+
+    def add_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
+        """The ticket is not valid."""
+        peer.refuse(transfer_id, error.reason, error.detail, error.metadata["ticket"])
+        self._tickets[peer] += 1
+        refused = self._tickets[peer]
+        if refused == 1:
+            _log.warning("refused %s to fill transfer %s: %s", peer, transfer_id, error.detail)
+        elif refused == _REFUSED_TICKETS_MAX:
+            _log.warning("refused %d tickets of %s and ends its stream", refused, peer)
+            peer.end(error)
+
+
 class Receiver:
     """The transfers into one decode worker.
 
@@ -105,8 +143,7 @@ class Receiver:
         self._ref = ref
         self._layout = layout
         self._tickets = tickets
-        self._refused_tickets: dict[PrefillPeer, int] = {}
-        self._unknown_opens: Counter[PrefillPeer] = Counter()
+        self._refusals = _Refusals()
         self._broadcast = broadcast
         self._checks = checks
         self._trackers = [] if checks is None else [checks.corrupt_senders]
@@ -283,8 +320,7 @@ class Receiver:
         self._left.move_to_end(peer.ref)
         if len(self._left) > _LEFT_MAX:
             self._left.popitem(last=False)
-        self._refused_tickets.pop(peer, None)
-        self._unknown_opens.pop(peer, None)
+        self._refusals.forget(peer)
         for opened in self._expected.values():
             opened.pop(peer, None)
         written = [transfer for transfer in self._transfers if peer in transfer.writers]
@@ -328,9 +364,7 @@ class Receiver:
         return transfer if transfer is not None and peer in transfer.writers else None
 
     def _on_open(self, peer: PrefillPeer, transfer_id: str, ticket: bytes) -> None:
-        if self._refused_tickets.get(peer, 0) >= _REFUSED_TICKETS_MAX:
-            return
-        if self._unknown_opens[peer] >= _UNKNOWN_OPENS_MAX:
+        if self._refusals.has_ended(peer):
             return
         transfer, opened = self._transfers.get(transfer_id), self._expected.get(transfer_id)
         if transfer is not None:
@@ -338,7 +372,7 @@ class Receiver:
         elif (ended_detail := self._transfers.ended_detail(transfer_id)) is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
         elif opened is None:
-            self._refuse_unknown(peer, transfer_id)
+            self._refusals.add_unknown(peer, transfer_id, self._ref)
         elif len(opened.keys() | {peer}) <= peer.layout.rank_count:
             # A worker may have many streams, and its tickets are not verified yet.
             opened[peer] = ticket
@@ -356,10 +390,9 @@ class Receiver:
                 if not transfer.has_accepted(peer.ref, ticket):
                     self._tickets.check(ticket, transfer_id, peer.ref, transfer.signer)
             except (PermissionDenied, Unauthenticated) as error:
-                self._refuse_ticket(peer, transfer_id, error)
+                self._refusals.add_ticket(peer, transfer_id, error)
                 return
-            self._refused_tickets.pop(peer, None)
-            self._unknown_opens.pop(peer, None)
+            self._refusals.forget(peer)
             try:
                 for tracker in self._trackers:
                     tracker.require_accepted(peer.ref)
@@ -371,25 +404,6 @@ class Receiver:
         peer.send(
             handoff_pb2.HandoffResponse(reservation=reservation_to_proto(transfer.reservation))
         )
-
-    def _refuse_unknown(self, peer: PrefillPeer, transfer_id: str) -> None:
-        """Refuses an Open. A stream with many of them that opens nothing else ends."""
-        peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
-        self._unknown_opens[peer] += 1
-        if self._unknown_opens[peer] == _UNKNOWN_OPENS_MAX:
-            detail = f"{peer} opened {_UNKNOWN_OPENS_MAX} transfers that are not reserved here"
-            _log.warning("%s; its stream ends", detail)
-            peer.end(ProtocolViolation(detail))
-
-    def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
-        """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""
-        peer.refuse(transfer_id, error.reason, error.detail, error.metadata["ticket"])
-        refused = self._refused_tickets[peer] = self._refused_tickets.get(peer, 0) + 1
-        if refused == 1:
-            _log.warning("refused %s to fill transfer %s: %s", peer, transfer_id, error.detail)
-        elif refused == _REFUSED_TICKETS_MAX:
-            _log.warning("refused %d tickets of %s and ends its stream", refused, peer)
-            peer.end(error)
 
     def _on_landed(
         self, peer: PrefillPeer, landed: handoff_pb2.LayerDone | handoff_pb2.HiddenState
