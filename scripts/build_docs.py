@@ -4,7 +4,8 @@
 
 Pages are staged under build/docs/source with the paths that they have in the repository, so a link that resolves in
 one resolves in the other. The settings and API pages are generated there and not committed. The build fails on a
-broken link or anchor, and on a page that would load something from another host.
+broken link or anchor, and on a page that would load something from another host. Beside the pages stand their Markdown
+and llms.txt, the list of them for language models (https://llmstxt.org).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -22,7 +24,13 @@ BUILD: Final = ROOT / "build" / "docs"
 SOURCE: Final = BUILD / "source"
 SITE: Final = BUILD / "site"
 CONFIG: Final = BUILD / "zensical.toml"
-TOP_PAGES: Final = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+TOP_PAGES: Final = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+)
 FOLDERS: Final = ("docs", "bench/results")
 STAGED_SUFFIXES: Final = (".md", ".svg", ".png")
 BUILD_TIMEOUT_S: Final = 120
@@ -74,6 +82,21 @@ def remote_loads(site: Path) -> Iterator[str]:
             yield f"{path.relative_to(site)}: {match.group()}"
 
 
+def write_for_models(source: Path, site: Path) -> None:
+    """Copies each page's Markdown beside it, and lists the pages of the navigation in llms.txt."""
+    for path in source.rglob("*.md"):
+        shutil.copyfile(path, site / path.relative_to(source))
+    project = tomllib.loads(CONFIG.read_text(encoding="utf-8"))["project"]
+    lines = [f"# {project['site_name']}", "", f"> {project['site_description']}", ""]
+    for section in project["nav"]:
+        ((title, pages),) = section.items()
+        lines += [f"## {title}", ""]
+        listed = [{title: pages}] if isinstance(pages, str) else pages
+        lines += [f"- [{name}]({path})" for page in listed for name, path in page.items()]
+        lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
 def main() -> int:
     stage()
     try:
@@ -81,6 +104,7 @@ def main() -> int:
     except subprocess.CalledProcessError:
         print("docs: the site has broken links, see above", file=sys.stderr)
         return 1
+    write_for_models(SOURCE, SITE)
     found = list(remote_loads(SITE))
     for place in found:
         print(f"docs: loads from another host: {place}", file=sys.stderr)
