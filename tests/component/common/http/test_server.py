@@ -65,8 +65,7 @@ async def connected(
     server: HttpServer, request: bytes = b""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection on which the request was sent."""
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request)
     return reader, writer
 
@@ -421,9 +420,10 @@ async def test_a_grpc_client_of_this_port_gets_the_name_of_the_other_one() -> No
             assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_long_http2_frame_ends_the_connection() -> None:
-    async with serving(mock.Mock()) as server:
-        reader, writer = await connected(server, PREFACE + b"\xff\xff\xff" + bytes(6))
+@pytest.mark.parametrize("frames", [b"\xff\xff\xff" + bytes(6), bytes(9) * 257])
+async def test_long_or_many_http2_frames_end_the_connection(frames: bytes) -> None:
+    async with serving(mock.Mock(), HttpBounds(64, head_wait_s=3600)) as server:
+        reader, writer = await connected(server, PREFACE + frames)
         with contextlib.suppress(ConnectionError):
             while await reader.read(1024):
                 pass
