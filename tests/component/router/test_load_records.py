@@ -52,7 +52,7 @@ async def test_records_have_lengths_and_shared_prefixes_under_a_key_of_the_call(
 async def test_as_many_calls_run_as_may_be(rig: Rig) -> None:
     stub: Any = load_pb2_grpc.LoadServiceStub(rig.internal_channel)
 
-    def begin() -> asyncio.Future[Any]:
+    def begin() -> Any:
         call = stub.RecordLoad(load_pb2.RecordLoadRequest(), timeout=PATIENCE_S)
         return asyncio.ensure_future(call.read())
 
