@@ -72,8 +72,7 @@ class HttpServer:
     @property
     def port(self) -> int:
         """The port that is really used."""
-        port: int = self._socket.getsockname()[1]
-        return port
+        return int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:
@@ -107,14 +106,16 @@ class HttpServer:
             handshake.cancel()
         for connection in tuple(self._connections):
             connection.transport.abort()
-        tasks = {*self._handshakes, *self._requests}
-        if tasks:
+        if tasks := {*self._handshakes, *self._requests}:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
     def add(self, connection: Connection) -> None:
         """See `Listener`."""
         self._connections.add(connection)
         self._new[connection] = partial(self._end, connection)
+        if not self._accepts:
+            # Its handshake has lasted into the drain.
+            connection.shut_down()
 
     def start_request(self, connection: Connection) -> None:
         """See `Listener`."""

@@ -281,7 +281,7 @@ class Router:
             inference=inference,
             queue=QueueService(self.queue, own_prompts.hand_over, self.runner.reject_when_draining),
             load=LoadReader(
-                self._codecs, self.queue, self.admission, self.metrics.answered, self._recorder
+                self._codecs, self.queue, self.runner, self.metrics.answered, self._recorder
             ),
             traces=self.traces,
             adapters=adapters,

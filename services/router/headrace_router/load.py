@@ -15,9 +15,9 @@ import grpc.aio
 from headrace.inference.v1 import load_pb2, load_pb2_grpc
 from headrace_common.durations import timestamp_from_unix_ns
 from headrace_common.errors import QueueFull
-from headrace_frontend.admission.admission import Admission
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
+from headrace_frontend.running.runner import RequestRunner
 from headrace_kv.prefix.hashing import PrefixHasher
 from headrace_router.prefill_queue.queue import PrefillQueue
 
@@ -96,15 +96,14 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         self,
         models: Collection[str],
         queue: PrefillQueue,
-        admission: Admission,
+        runner: RequestRunner,
         answered: Callable[[str], load_pb2.RequestTotals],
         recorder: LoadRecorder,
     ) -> None:
         """`answered`: see RouterMetrics."""
         self._recorder = recorder
         self._models = sorted(models)
-        self._queue = queue
-        self._admission = admission
+        self._queue, self._runner = queue, runner
         self._answered = answered
 
     async def GetLoad(
@@ -118,7 +117,8 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
     async def RecordLoad(
         self, request: load_pb2.RecordLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[load_pb2.RecordLoadResponse]:
-        """Records of answered requests, until the call is cancelled."""
+        """Records of answered requests, until the call is cancelled or a drain begins."""
+        self._runner.reject_when_draining()
         async with aclosing(self._recorder.record()) as records:
             async for record in records:
                 yield record
@@ -128,7 +128,7 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         return load_pb2.ModelLoad(
             model=model,
             queued_prompts=sum(depths.values()),
-            waiting_requests=self._admission.waiting_for_slot(model),
+            waiting_requests=self._runner.admission.waiting_for_slot(model),
             answered=self._answered(model),
             queued_by_class=load_pb2.ClassCounts(**depths),
         )

@@ -51,11 +51,12 @@ async def test_records_have_lengths_and_shared_prefixes_under_a_key_of_the_call(
 
 async def test_as_many_calls_run_as_may_be(rig: Rig) -> None:
     stub: Any = load_pb2_grpc.LoadServiceStub(rig.internal_channel)
-    calls = [
-        stub.RecordLoad(load_pb2.RecordLoadRequest(), timeout=PATIENCE_S)
-        for _ in range(RECORDINGS_MAX + 1)
-    ]
-    reads = [asyncio.ensure_future(call.read()) for call in calls]
+
+    def begin() -> Any:
+        call = stub.RecordLoad(load_pb2.RecordLoadRequest(), timeout=PATIENCE_S)
+        return asyncio.ensure_future(call.read())
+
+    reads = [begin() for _ in range(RECORDINGS_MAX + 1)]
     done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
     (refused,) = done
     with pytest.raises(grpc.aio.AioRpcError, match="operators record the load") as raised:
@@ -64,3 +65,5 @@ async def test_as_many_calls_run_as_may_be(rig: Rig) -> None:
     rig.router.drain()
     ended = await asyncio.gather(*(one for one in reads if one is not refused))
     assert ended == [grpc.aio.EOF] * RECORDINGS_MAX
+    with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+        await begin()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from headrace.inference.v1 import load_pb2
-from headrace_frontend.admission.admission import Admission
+from headrace_frontend.running.runner import RequestRunner
 from headrace_router.load import LoadReader, LoadRecorder
 from headrace_router.prefill_queue.queue import PrefillQueue
 
@@ -14,7 +14,6 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 async def test_every_served_model_has_an_entry_of_its_own() -> None:
     depths = {"m": 3, "other": 1}
     queue = SimpleNamespace(
-        estimate=lambda model: SimpleNamespace(depth=depths[model]),
         depths=lambda model: {"high": 0, "normal": 1, "low": depths[model] - 1},
     )
     admission = SimpleNamespace(waiting_for_slot=lambda model: 10 * depths[model])
@@ -22,7 +21,7 @@ async def test_every_served_model_has_an_entry_of_its_own() -> None:
     reader = LoadReader(
         ["other", "m"],
         cast("PrefillQueue", queue),
-        cast("Admission", admission),
+        cast("RequestRunner", SimpleNamespace(admission=admission)),
         lambda model: answered.get(model, load_pb2.RequestTotals()),
         LoadRecorder(),
     )
@@ -32,6 +31,5 @@ async def test_every_served_model_has_an_entry_of_its_own() -> None:
         for one in answer.models
     ]
     assert found == [("m", 3, 30, 2), ("other", 1, 10, 0)]
-    first, second = (one.queued_by_class for one in answer.models)
-    assert (first.high, first.normal, first.low) == (0, 1, 2)
-    assert (second.normal, second.low) == (1, 0)
+    by_class = [one.queued_by_class for one in answer.models]
+    assert [(one.high, one.normal, one.low) for one in by_class] == [(0, 1, 2), (0, 1, 0)]
