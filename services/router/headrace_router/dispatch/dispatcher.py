@@ -332,7 +332,8 @@ class RequestDispatcher:
                 # A lost worker fails all its requests at once.
                 self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
             error.add_metadata(attempts=str(number))
-            if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
+            gone = error.metadata.get("worker_id") if isinstance(error, WorkerGone) else None
+            if gone == attempt.decode_worker.worker_id:
                 self.workers.mark_unreachable(attempt.decode_worker)
             response = request.response
             may_retry = retries.record_failure(
