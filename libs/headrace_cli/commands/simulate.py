@@ -206,8 +206,7 @@ def _show(runs: Sequence[Mapping[str, Any]]) -> None:
         )
         for run in runs
     ]
-    table, _ = fitted_table(console, _COLUMNS, rows)
-    console.print(table)
+    console.print(fitted_table(console, _COLUMNS, rows)[0])
     _show_classes(console, runs)
     first = runs[0]
     console.print(
@@ -233,8 +232,7 @@ def _show_classes(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
         for one in run["classes"]
     ]
     if rows:
-        table, _ = fitted_table(console, _CLASS_COLUMNS, rows)
-        console.print(table)
+        console.print(fitted_table(console, _CLASS_COLUMNS, rows)[0])
 
 
 def time_text(times: Mapping[str, Any], percentile: str) -> str:
