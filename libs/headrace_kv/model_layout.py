@@ -22,7 +22,14 @@ class ModelConfig:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ModelConfig:
         """That of a whole config.json."""
-        return cls({**content, **(content.get("text_config") or {})})
+        return cls({**content, **cls(content).nested("text_config")})
+
+    def nested(self, name: str) -> Mapping[str, Any]:
+        """The object in this field, empty without one. Raises ConfigError."""
+        found = self.fields.get(name) or {}
+        if not isinstance(found, dict):
+            raise ConfigError(f"config.json: {name} is {found}; it must be an object")
+        return found
 
     def count(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that has a value: a whole number from 1. Raises ConfigError."""
@@ -57,7 +64,7 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        return self.count("head_dim", default=self.count("hidden_size") // self.heads)
+        return self.count("head_dim", default=self.count("hidden_size") // self.heads or None)
 
     @property
     def is_latent(self) -> bool:
@@ -70,16 +77,15 @@ class ModelConfig:
         count, stated = self.count("num_hidden_layers"), self.fields.get("layer_types")
         slides = self.fields.get("sliding_window") and self.fields.get("use_sliding_window", True)
         if stated:
-            kinds = stated
-        elif self.fields.get("sliding_window_pattern"):
-            every = self.count("sliding_window_pattern")
+            kinds = stated if isinstance(stated, list) else []
+        elif every := self.count("sliding_window_pattern", default=0):
             kinds = [_FULL if (layer + 1) % every == 0 else _WINDOW for layer in range(count)]
         elif self.name in _STATES or not (slides or _UNKNOWN & self.fields.keys()):
             kinds = [self.name if self.name in _STATES else _FULL] * count
         else:
             kinds = [_WINDOW if self.name in _ALL_SLIDE else ""] * count
         known = (_FULL, _WINDOW, _CHUNK, *_STATES)
-        if len(kinds) != count or not set(kinds) <= set(known):
+        if len(kinds) != count or not all(one in known for one in kinds):
             raise ConfigError(
                 f"config.json: layer_types must name the kind of each layer, of {', '.join(known)}"
             )
@@ -97,8 +103,7 @@ _UNKNOWN: Final = {
 def kv_layout(config: ModelConfig, tensor_parallel_size: int = 1) -> KvLayout:
     """The layout of a model's workers, with KV of its own type. Raises ConfigError where its cache is not known."""
     if config.dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
-        raise ConfigError(f"config.json: dtype is {config.dtype}; known are {known}")
+        raise ConfigError(f"config.json: dtype is {config.dtype}; known: {', '.join(DTYPE_BYTES)}")
     kinds = config.layer_types
     groups = [
         _group(config, kind, tuple(layer for layer, one in enumerate(kinds) if one == kind))
@@ -122,10 +127,8 @@ def _group(config: ModelConfig, kind: str, layers: tuple[int, ...]) -> CacheGrou
     if kind in _STATES:
         part = Part("state", config.dtype, _STATES[kind](config, size))
         return CacheGroup(kind, layers, STATE, 1, 0, (part,))
-    elements = 2 * config.head_dim
-    if config.is_latent:
-        elements = config.count("kv_lora_rank") + config.count("qk_rope_head_dim")
-    parts = (Part("kv", config.dtype, size * elements),)
+    latent = config.is_latent and config.count("kv_lora_rank") + config.count("qk_rope_head_dim")
+    parts = (Part("kv", config.dtype, size * (latent or 2 * config.head_dim)),)
     window = config.count("sliding_window") if kind == _WINDOW else 0
     chunk = config.count("attention_chunk_size") if kind == _CHUNK else 0
     return CacheGroup(kind, layers, TOKENS, config.kv_heads, _BLOCK_TOKENS, parts, window, chunk)
@@ -136,8 +139,7 @@ def _convolution(config: ModelConfig, size: int) -> int:
 
 
 def _mamba2(config: ModelConfig, size: int) -> int:
-    heads, width = config.count("num_heads"), config.count("head_dim")
-    state = config.count("state_size")
+    heads, width, state = map(config.count, ("num_heads", "head_dim", "state_size"))
     channels = heads * width + 2 * config.count("n_groups") * state
     return size * (heads * width * state + channels * (config.count("conv_kernel") - 1))
 
@@ -148,9 +150,9 @@ def _delta_net(config: ModelConfig, size: int) -> int:
         for one in ("key", "value")
     )
     channels = 2 * keys[0] * keys[1] + values[0] * values[1]
-    kernel = config.count("linear_conv_kernel_dim")
+    last = size * channels * (config.count("linear_conv_kernel_dim") - 1)
     # The recurrent state is in float32.
-    return 4 * values[0] * values[1] * keys[1] + size * channels * (kernel - 1)
+    return 4 * values[0] * values[1] * keys[1] + last
 
 
 _STATES: Final[Mapping[str, Callable[[ModelConfig, int], int]]] = {

@@ -128,15 +128,14 @@ def _mlp(config: ModelConfig, layer: int, hidden: int) -> tuple[float, float]:
 
 def _weight_bytes(config: ModelConfig) -> float:
     """Of one parameter, with scales."""
-    quantization = config.fields.get("quantization_config")
+    quantization = config.nested("quantization_config")
     if not quantization:
         return DTYPE_BYTES.get(config.dtype, 2)
-    method, bits = quantization.get("quant_method"), quantization.get("bits")
-    if method in _QUANTIZED_BYTES:
-        return _QUANTIZED_BYTES[method]
-    if not bits:
+    method = str(quantization.get("quant_method"))
+    bits = ModelConfig(quantization).count("bits", default=0)
+    if method not in _QUANTIZED_BYTES and not bits:
         raise ConfigError(f"config.json: the bytes of quantization_config {method} are not known")
-    return 1.1 * float(bits) / 8
+    return _QUANTIZED_BYTES.get(method, 1.1 * bits / 8)
 
 
 _QUANTIZED_BYTES: Final = {"fp8": 1.0, "mxfp4": 0.6}

@@ -70,16 +70,16 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     model: Annotated[Path, typer.Option(metavar="FILE", help="config.json, or its folder.")],
     accelerator: Annotated[str, typer.Option(help=f"{', '.join(ACCELERATORS)}, or a JSON file.")],
     devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most of all workers.")],
-    ttft: Annotated[float, typer.Option(min=1e-3, help="Bound of TTFT, in seconds.")],
-    tpot: Annotated[float, typer.Option(min=1e-4, help="Bound of TPOT, in seconds.")],
+    ttft: Annotated[float, typer.Option(min=1e-3, max=1e5, help="Bound of TTFT, in seconds.")],
+    tpot: Annotated[float, typer.Option(min=1e-4, max=1e5, help="Bound of TPOT, in seconds.")],
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded load.")] = None,
     prompt_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
     answer_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
     hit_share: Annotated[
         float, typer.Option(min=0, max=0.99, help="Share that others have.")
     ] = 0.0,
-    rate: Annotated[float, typer.Option(min=0, help="Requests a second; 0 as in the trace.")] = 0.0,
-    network_gbit: Annotated[float, typer.Option(min=0.001, help="Gbit/s of a worker.")] = 100.0,
+    rate: Annotated[float, typer.Option(min=0, max=1e6, help="Requests/s; 0 as in a trace.")] = 0.0,
+    network_gbit: Annotated[float, typer.Option(min=1e-3, max=1e6, help="Of a worker.")] = 100.0,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured, in place of the computed one.")
     ] = None,
@@ -191,6 +191,7 @@ def _start(best: Fleet, model: Path, settings: Mapping[str, int], targets: str) 
     used = [one for one, count in counts.items() if count]
     options = [f"--{one}s {best.both}" if best.both else f"--{one} {counts[one]}" for one in used]
     options += [f"--set {one}.{name}={value}" for one in used for name, value in settings.items()]
+    options.append(f"--devices {','.join(map(str, range(best.devices)))}")
     resources = {"limits": {"nvidia.com/gpu": best.ranks}}
     helm = {
         one: {"replicas": count, "resources": resources, "settings": dict(settings)}
@@ -212,12 +213,10 @@ def _show(
     shown = [one for one in found if one.fleet.devices == best.fleet.devices or one in good]
     console = answer_console()
     rows = [_row(one.fleet, one.result) for one in shown]
-    table, _ = fitted_table(console, _COLUMNS, rows)
-    console.print(table)
-    verdict = "The cheapest" if best.is_good else "The nearest"
+    console.print(fitted_table(console, _COLUMNS, rows)[0])
     console.print(
-        f"{verdict}: {best.fleet.label}, TP {best.fleet.ranks}, {best.fleet.devices} devices: {best.share:.1%} of the "
-        f"requests keep both bounds (wanted: {GOOD_SHARE:.0%}).",
+        f"The {'cheapest' if best.is_good else 'nearest'}: {best.fleet.label}, TP {best.fleet.ranks}, "
+        f"{best.fleet.devices} devices: {best.share:.1%} of the requests keep both bounds (wanted: {GOOD_SHARE:.0%}).",
         markup=False,
     )
     for line in (*facts, "Start it:", *(f"  {one}" for one in start)):

@@ -117,8 +117,7 @@ def _show_status(
     console.print(line, markup=False, highlight=False)
     if status.observation_fault:
         console.print(f"not observed: {status.observation_fault}", style="red", markup=False)
-    table, _ = fitted_table(console, _EXPLAIN_COLUMNS, list(map(_cells, decisions)))
-    console.print(table)
+    console.print(fitted_table(console, _EXPLAIN_COLUMNS, list(map(_cells, decisions)))[0])
 
 
 def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:

@@ -128,9 +128,9 @@ async def record(
     The requests are those that arrive and are answered meanwhile.
     """
 
-    _write(output, "")
     found: list[load_pb2.RecordLoadResponse] = []
     endpoint = await find_internal(internal, registry, router)
+    _write(output, "")
     try:
         async with open_router_internally(endpoint) as client:
             async for one in client.load(seconds):

@@ -69,6 +69,11 @@ def register(app: typer.Typer) -> None:
     )(simulate)
 
 
+_Goal = Annotated[
+    float | None, typer.Option(min=1e-3, max=1e5, help="In seconds. Default: the planner's goal.")
+]
+
+
 def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     trace: Annotated[
         Path, typer.Option(metavar="FILE", help="Trace in the form of Mooncake's, as JSON lines.")
@@ -77,15 +82,15 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
         Path, typer.Option(metavar="FILE", help="JSON file with a worker's profile.")
     ],
     prefill: Annotated[
-        int, typer.Option(min=0, help="Prefill workers, at first with --planner.")
+        int, typer.Option(min=0, max=2_000, help="Prefill workers, at first with --planner.")
     ] = 1,
     decode: Annotated[
-        int, typer.Option(min=1, help="Decode workers, at first with --planner.")
+        int, typer.Option(min=1, max=2_000, help="Decode workers, at first with --planner.")
     ] = 1,
     workers: Annotated[
         int,
         typer.Option(
-            min=0, help="Workers of both roles, at first with --planner, in place of the others."
+            min=0, max=2_000, help="Workers of both roles, at first with --planner, and no others."
         ),
     ] = 0,
     planner: Annotated[
@@ -108,17 +113,11 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
             min=0, help="Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory."
         ),
     ] = 0,
-    ttft: Annotated[
-        float | None, typer.Option(help="Goal of a request in seconds. Default: the planner's.")
-    ] = None,
-    itl: Annotated[
-        float | None, typer.Option(help="Goal of a request in seconds. Default: the planner's.")
-    ] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two decisions.")] = 30.0,
-    worker_start: Annotated[float, typer.Option(help="Seconds that a new worker needs.")] = 30.0,
-    seconds: Annotated[
-        float | None, typer.Option(help="Replay only so many seconds of the trace.")
-    ] = None,
+    ttft: _Goal = None,
+    itl: _Goal = None,
+    interval: Annotated[float, typer.Option(min=1, max=1e5, help="Of decisions, in s.")] = 30.0,
+    worker_start: Annotated[float, typer.Option(min=0, max=1e5, help="Seconds of a start.")] = 30.0,
+    seconds: Annotated[float | None, typer.Option(min=1, max=1e9, help="Replay so many.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of draws between equal workers.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -129,15 +128,17 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
         if worker is None:
             raise ConfigError("give --profile FILE, which `headrace profile` writes")
         plan = read_settings(settings)
-        if host_tokens == 0:
-            host_tokens = 4 * worker.kv_tokens
+        if Way.PLAIN in (way or ()) and not workers:
+            raise ConfigError(
+                f"--placement '{Way.PLAIN}' has workers of both roles: give --workers"
+            )
         runs = tuple(
             SimulationSettings(
                 prefill_workers=prefill,
                 decode_workers=decode,
                 both_workers=workers,
                 way=one,
-                host_tokens=host_tokens,
+                host_tokens=host_tokens or 4 * worker.kv_tokens,
                 ttft_s=ttft if ttft is not None else plan.goals.ttft_s,
                 itl_s=itl if itl is not None else plan.goals.itl_s,
                 seed=seed,
@@ -206,8 +207,7 @@ def _show(runs: Sequence[Mapping[str, Any]]) -> None:
         )
         for run in runs
     ]
-    table, _ = fitted_table(console, _COLUMNS, rows)
-    console.print(table)
+    console.print(fitted_table(console, _COLUMNS, rows)[0])
     _show_classes(console, runs)
     first = runs[0]
     console.print(
@@ -233,8 +233,7 @@ def _show_classes(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
         for one in run["classes"]
     ]
     if rows:
-        table, _ = fitted_table(console, _CLASS_COLUMNS, rows)
-        console.print(table)
+        console.print(fitted_table(console, _CLASS_COLUMNS, rows)[0])
 
 
 def time_text(times: Mapping[str, Any], percentile: str) -> str:

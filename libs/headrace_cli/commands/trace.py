@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
@@ -117,15 +117,18 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     """Shows where the time of one request went: the sum, its largest part, and the steps of all processes."""
 
     names = chosen_names(which or [LAST])
+    if otlp is not None and (list_count or len(names) > 1):
+        raise ConfigError("--otlp writes one trace: name one, and leave --list out")
     found = await find_internal(internal, registry, router)
     async with open_router_internally(found) as client:
         if list_count:
-            listed = [one async for one in newest_traces(client, list_count)]
-            show_list(listed, sort, as_json=as_json)
+            listed = newest_traces(client, list_count)
+            show_list([one async for one in listed], sort, as_json=as_json)
         elif names[0] == CONVERSATION and len(names) > 1:
             show_turns(await conversation_turns(client, names[1]), as_json=as_json)
         elif len(names) > 1:
-            await _compare(client, names, spans_wait)
+            both = [await chosen_trace(client, name, spans_wait) for name in names]
+            show_comparison(both, as_json=as_json)
         else:
             shown = await chosen_trace(client, names[0], spans_wait)
             if otlp is not None:
@@ -165,19 +168,20 @@ async def explain(
 
 def chosen_names(words: list[str]) -> list[str]:
     """One trace, two to compare, or CONVERSATION and its id. Raises ConfigError."""
-    if words[0] != COMPARE and len(words) == 1:
-        return words
-    if words[0] == CONVERSATION and len(words) == 2:
-        return words
-    if words[0] == COMPARE and len(words) == 3:
-        return words[1:]
+    if len(words) == {COMPARE: 3, CONVERSATION: 2}.get(words[0], 1):
+        return words[1:] if words[0] == COMPARE else words
     raise ConfigError(
-        f"name one trace, or two after {COMPARE}, as in `headrace trace {COMPARE} {LAST} {SLOWEST}`"
+        f"name one trace, two after {COMPARE}, or an id after {CONVERSATION}, as in "
+        f"`headrace trace {COMPARE} {LAST} {SLOWEST}`"
     )
 
 
-async def _compare(client: RouterClient, names: list[str], wait_s: float) -> None:
-    first, second = [read_trace(await chosen_trace(client, name, wait_s)) for name in names]
+def show_comparison(traces: Sequence[trace_pb2.Trace], *, as_json: bool) -> None:
+    """Prints the differences of two traces. For programs, both traces."""
+    if as_json:
+        print_json({"traces": list(map(trace_object, traces))})
+        return
+    first, second = map(read_trace, traces)
     console = answer_console()
     _print(
         console,

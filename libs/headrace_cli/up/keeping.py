@@ -52,7 +52,7 @@ class RestartPolicy:
     """A worker is started again after `first_delay_s`. Each further delay is twice as long, up to `delay_max_s`.
 
     After `count_max` restarts of a worker within `window_s`, its next end is final: all others end, unless it
-    `gives_up` that worker alone.
+    `gives_up` that worker alone. Without restarts, all others end in any case.
     """
 
     gives_up: bool = False
@@ -134,7 +134,8 @@ class Restarts:
         worker.forget_before(now_s - self.policy.window_s)
         number = len(worker.started_s) + 1
         final = number > self.policy.count_max
-        if final and self.policy.gives_up and child.spec.service in WORKER_SERVICES:
+        gives_up = self.policy.gives_up and self.policy.count_max > 0
+        if final and gives_up and child.spec.service in WORKER_SERVICES:
             child.mark_stopping()
             child.mark_replaced()
             self._report(child, f"{end_text(child)}, too often: it does not start again")

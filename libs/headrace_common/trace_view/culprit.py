@@ -44,9 +44,7 @@ def culprit_of(view: TraceView) -> Culprit | None:
 
 def largest_part(view: TraceView) -> Culprit:
     """The part that took longest, if the clocks' error does not explain it."""
-    certain = {
-        part: time_ns for part, time_ns in view.parts.items() if time_ns > _doubt_ns(view, part)
-    }
+    certain = {part: ns for part, ns in view.parts.items() if ns > _doubt_ns(view, part)}
     part = max(certain or view.parts, key=view.parts.__getitem__)
     return Culprit(part, view.parts[part], view.ttft_ns)
 

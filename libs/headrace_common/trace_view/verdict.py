@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from headrace_common.telemetry import schema
@@ -90,11 +91,12 @@ def _gap_detail(view: TraceView, gap: TokenGap) -> str:
     duration, end_ns = format_ms(gap.duration_ns), gap.start_ns + gap.duration_ns
     if gap.cause == "client":
         return f"the client did not read for {duration}"
+    before = replace(view, steps=tuple(one for one in view.steps if one.start_ns < end_ns))
     if gap.cause == "failure":
-        failed = [step for step in _failed_attempts(view) if step.start_ns < end_ns]
+        failed = _failed_attempts(before)
         reason = f"{failed[-1].label} failed: {failed[-1].error}" if failed else "a failure"
         return f"{duration} after {reason}"
-    worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
+    worker = _worker(before, schema.SPAN_DECODE, "the decode worker")
     return f"no token came from {worker} for {duration}: {gap.cause}".removesuffix(": ")
 
 

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from headrace_common.errors import (
     ConfigError,
+    Conflict,
     DeadlineExceeded,
     HeadraceError,
     WorkerGone,
@@ -58,7 +59,8 @@ class WorkloadScaler:
         """
         states = {role: await self._api.read(found) for role, found in self._workloads.items()}
         given = WorkerCounts(states[PlannedRole.PREFILL].wanted, states[PlannedRole.DECODE].wanted)
-        # The workloads have no workers of both roles: such a target is refused here.
+        if wanted.both:
+            raise Conflict("no workload has workers of both roles: scale them by their own means")
         wanted = own_target(given, current, wanted)
         removed = [role for role in PlannedRole if wanted.of(role) < given.of(role)]
         added = [role for role in PlannedRole if wanted.of(role) > given.of(role)]

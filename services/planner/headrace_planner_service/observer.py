@@ -98,13 +98,11 @@ def request_statistics(before: Totals, after: Totals) -> RequestStatistics | Non
 def _profile(
     prefill: Iterable[worker_pb2.WatchStatusResponse], decode: Sequence[DecodeReading]
 ) -> WorkerProfile | None:
-    if not decode:
-        return None
     computing = [*prefill, *(one.status for one in decode if one.has_both)]
     return learned_profile(
         [time_model_from_proto(one.times, one.worker_id) for one in computing],
         [time_model_from_proto(one.status.times, one.status.worker_id) for one in decode],
-        max_num_seqs=min(one.max_num_seqs for one in decode),
+        max_num_seqs=min((one.max_num_seqs for one in decode), default=0),
     )
 
 

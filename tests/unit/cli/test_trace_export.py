@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.json_format import ParseDict
+from typer.testing import CliRunner
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.trace import TraceOrder, otlp_object, show_list, trace_object
+from headrace_cli.app import app
+from headrace_cli.commands.trace import (
+    TraceOrder,
+    otlp_object,
+    show_comparison,
+    show_list,
+    trace_object,
+)
 from headrace_cli.output import json_text
 
 RECORDED = Path(__file__).parent / "waterfall" / "golden" / "slow-link.json"
@@ -23,21 +31,14 @@ def trace() -> trace_pb2.Trace:
 
 def test_otlp_has_every_span_with_its_process(trace: trace_pb2.Trace) -> None:
     made = otlp_object(trace)
-    spans = [
-        span
-        for resource in made["resourceSpans"]
-        for scope in resource["scopeSpans"]
-        for span in scope["spans"]
-    ]
+    resources = made["resourceSpans"]
+    spans = [span for one in resources for scope in one["scopeSpans"] for span in scope["spans"]]
     assert len(spans) == len(trace.spans)
     assert {span["traceId"] for span in spans} == {trace.trace_id}
     ids = {span["spanId"] for span in spans}
     assert sum(span.get("parentSpanId", "") not in ids for span in spans) == 1
-    names = {
-        pair["value"]["stringValue"]
-        for resource in made["resourceSpans"]
-        for pair in resource["resource"]["attributes"]
-    }
+    pairs = [pair for one in resources for pair in one["resource"]["attributes"]]
+    names = {pair["value"]["stringValue"] for pair in pairs}
     assert {"headrace-router", "headrace-prefill", "prefill-0", "decode-0"} <= names
 
 
@@ -56,6 +57,15 @@ def test_the_object_has_the_message_the_sum_and_the_links(trace: trace_pb2.Trace
     assert len(made["links"]) == LINKS
     assert made["verdict"].startswith("82 % transfer exposed: ")
     assert json.loads(json_text(made)) == made
+
+
+def test_a_comparison_for_programs_has_both_traces(
+    trace: trace_pb2.Trace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_comparison([trace, trace], as_json=True)
+    assert json.loads(capsys.readouterr().out)["traces"] == [trace_object(trace)] * 2
+    refused = CliRunner().invoke(app, ["trace", "compare", "last", "slowest", "--otlp", "file"])
+    assert "--otlp writes one trace" in refused.output
 
 
 def test_a_list_has_what_a_request_was_and_is_sorted(

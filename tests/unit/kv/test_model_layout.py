@@ -67,7 +67,10 @@ def test_a_state_does_not_grow_with_the_prompt() -> None:
     [
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_attention_heads": "4"}, "num_attention_heads is 4"),
-        ({"layer_types": ["rwkv"] * 4}, "layer_types must name"),
+        ({"text_config": 4}, "text_config is 4; it must be an object"),
+        ({"head_dim": None, "hidden_size": 2}, "head_dim is missing"),
+        ({"layer_types": 4}, "layer_types must name"),
+        ({"layer_types": ["rwkv", []] * 2}, "layer_types must name"),
         ({"layer_types": ["full_attention"]}, "layer_types must name"),
         ({"hybrid_override_pattern": "M*M*"}, "layer_types must name"),
         ({"sliding_window": 64}, "layer_types must name"),

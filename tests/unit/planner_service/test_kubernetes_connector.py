@@ -60,12 +60,8 @@ class FakeApi:
 
 
 def api(prefill: int, decode: int) -> FakeApi:
-    return FakeApi(
-        {
-            P: WorkloadState(prefill, prefill, prefill, is_current=True),
-            D: WorkloadState(decode, decode, decode, is_current=True),
-        }
-    )
+    counts = ((P, prefill), (D, decode))
+    return FakeApi({one: WorkloadState(n, n, n, is_current=True) for one, n in counts})
 
 
 def scaler(fake: FakeApi, timeout_s: float = LIMIT_S) -> WorkloadScaler:
@@ -86,6 +82,8 @@ async def test_a_target_from_another_view_is_refused() -> None:
     fake = api(4, 8)
     with pytest.raises(Conflict, match="decided from 1 P, 1 D, and 4 P, 8 D run here"):
         await scaler(fake).apply(WorkerCounts(1, 1), WorkerCounts(2, 1))
+    with pytest.raises(Conflict, match="no workload has workers of both roles"):
+        await scaler(fake).apply(WorkerCounts(0, 0, 2), WorkerCounts(0, 0, 3))
     assert fake.calls == []
 
 

@@ -84,19 +84,15 @@ def test_only_workers_that_start_are_proposed() -> None:
 def results(shares: Mapping[tuple[str, int], float], asked: list[Fleet]) -> Any:
     """Simulates nothing: `shares` are those of a kind with at least so many workers."""
 
+    known = {**dict.fromkeys(((PLAIN, 0), (POOLS, 0), (BOTH, 0)), 0.1), **shares}
+
     def simulate(ranks: int, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
         asked.extend(fleets)
-        return [
-            {"attainment": share, "ttft_attainment": 1.0, "itl_attainment": share}
+        found = [
+            max(s for (k, n), s in known.items() if k == one.kind and n * ranks <= one.devices)
             for one in fleets
-            for count in [one.prefill + one.decode + one.both]
-            for share in [
-                max(
-                    (s for (kind, n), s in shares.items() if kind == one.kind and n <= count),
-                    default=0.1,
-                )
-            ]
         ]
+        return [{"attainment": one, "ttft_attainment": 1.0, "itl_attainment": one} for one in found]
 
     return simulate
 

@@ -41,15 +41,14 @@ def test_what_is_proposed_starts() -> None:
     context = root.commands[command].make_context(command, options)
     assert "max_model_len" in up
     assert context.params["prefill"] == (best["prefill"] or None)
+    assert context.params["devices"] == "0,1"
     for setting in context.params["settings"]:
         _, name, _ = parse_setting(setting)
         assert name in EngineConfig.__dataclass_fields__
     assert policy == "headrace policy set ttft_target=3s tpot_target=0.045s"
     chart = ROOT / "docker" / "helm" / "headrace"
-    values = {
-        **yaml.safe_load((chart / "values.yaml").read_text()),
-        **yaml.safe_load("\n".join(helm)),
-    }
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    values |= yaml.safe_load("\n".join(helm))
     schema = json.loads((chart / "values.schema.json").read_text())
     assert not list(Draft202012Validator(schema).iter_errors(values))
     assert values["decode"]["replicas"] == best["decode"]
@@ -72,7 +71,7 @@ def test_the_table_shows_the_choice_with_its_reason_and_a_measured_profile(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--devices", 0), "--devices"),
+        (("--ttft", "inf"), "--ttft"),
         (("--tensor-parallel-size", 4), "--tensor-parallel-size 4 does not start"),
         (("--accelerator", "TPU"), "name a JSON file, or H100"),
         (("--model", CONFIGS / "deepseek-v3.json"), "its weights have 671 GB"),

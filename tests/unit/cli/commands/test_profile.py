@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from typer.testing import CliRunner
@@ -48,9 +49,8 @@ def status(
         prompt_steps=prompts,
         answer_steps=answers,
     )
-    return worker_pb2.WatchStatusResponse(
-        total_blocks=100, times=time_model_pb2.TimeModel(steps=steps)
-    )
+    times = time_model_pb2.TimeModel(steps=steps)
+    return worker_pb2.WatchStatusResponse(total_blocks=100, times=times)
 
 
 def test_two_pools_and_workers_of_both_roles_have_a_profile() -> None:
@@ -60,32 +60,20 @@ def test_two_pools_and_workers_of_both_roles_have_a_profile() -> None:
     assert apart.step_s(2, 100) == pytest.approx(0.012)
     assert (apart.kv_tokens, apart.max_num_seqs) == (1_600, 8)
     assert apart.kv_bytes_per_token == round(LAYOUT.token_bytes) > 0
-    both = profile_of(
-        [member(BOTH)] * 2, [status(prompts=9, answers=9, fixed_s=each) for each in (0.01, 0.03)]
-    )
+    times = [status(prompts=9, answers=9, fixed_s=each) for each in (0.01, 0.03)]
+    both = profile_of([member(BOTH)] * 2, times)
     assert both.steps.fixed_s == pytest.approx(0.02)
     assert "the mean of 2 workers, from 9 steps with prompts" in both.measured
-
-
-def deployment(monkeypatch: pytest.MonkeyPatch, *members: registry_pb2.Member) -> None:
-    async def registry_of(router: str, registry: str = "") -> str:
-        return "registry"
-
-    async def list_members(registry: str) -> list[registry_pb2.Member]:
-        return list(members)
-
-    async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
-        return status(prompts=9, answers=9)
-
-    monkeypatch.setattr(profile, "registry_of", registry_of)
-    monkeypatch.setattr(profile, "list_members", list_members)
-    monkeypatch.setattr(profile, "worker_status", worker_status)
 
 
 def test_the_workers_of_one_model_are_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    deployment(monkeypatch, member(_Role.ROLE_ROUTER, ""), member(BOTH), member(BOTH, "other"))
+    known = status(prompts=9, answers=9)
+    members = [member(_Role.ROLE_ROUTER, ""), member(BOTH), member(BOTH, "other")]
+    monkeypatch.setattr(profile, "registry_of", AsyncMock(return_value="registry"))
+    monkeypatch.setattr(profile, "list_members", AsyncMock(return_value=members))
+    monkeypatch.setattr(profile, "worker_status", AsyncMock(return_value=known))
     output = tmp_path / "profile.json"
     result = CliRunner().invoke(app, ["profile", "--output", str(output)])
     assert result.exit_code == 2
@@ -97,3 +85,11 @@ def test_the_workers_of_one_model_are_written(
     result = CliRunner().invoke(app, ["profile", "--output", str(missing), "--model", "small"])
     assert result.exit_code == 2
     assert "cannot be written" in result.output
+
+
+def test_a_recording_without_a_router_leaves_the_file(tmp_path: Path) -> None:
+    output = tmp_path / "load.jsonl"
+    output.write_text("earlier")
+    words = ["record", "--output", str(output), "--router", "127.0.0.1:1", "--wait", "0"]
+    assert CliRunner().invoke(app, words).exit_code == 1
+    assert output.read_text() == "earlier"

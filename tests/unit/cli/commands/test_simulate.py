@@ -27,18 +27,12 @@ def simulate(*arguments: object) -> Result:
 
 
 def test_every_placement_has_a_row_and_the_document_has_the_same(profile: Path) -> None:
-    given = (
-        "--trace",
-        TRACE,
-        "--profile",
-        profile,
-        "--seconds",
-        120,
-        "--prefill",
-        2,
-        "--decode",
-        2,
-    )
+    numbers = ("--seconds", 120, "--prefill", 2, "--decode", 2)
+    given = ("--trace", TRACE, "--profile", profile, *numbers)
+    for wrong in (("--ttft", "inf"), ("--placement", "plain engines")):
+        refused = simulate(*given, *wrong)
+        assert refused.exit_code == 2
+        assert wrong[0] in refused.output
     table = simulate(*given)
     assert table.exit_code == 0, table.output
     document = simulate(*given, "--json")

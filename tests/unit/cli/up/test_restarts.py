@@ -85,20 +85,23 @@ async def test_a_worker_that_served_must_end_with_status_0(bench: Bench) -> None
     assert [child.spec.name for child in await bench.supervisor.stop()] == ["decode-0"]
 
 
-@pytest.mark.parametrize("gives_up", [True, False])
+@pytest.mark.parametrize(("gives_up", "count_max"), [(True, 1), (True, 0), (False, 0)])
 async def test_a_worker_that_ends_too_often_is_given_up_or_ends_everything(
-    tmp_path: Path, gives_up: bool
+    tmp_path: Path, gives_up: bool, count_max: int
 ) -> None:
     bench = Bench(tmp_path)
-    bench.restarts.policy = RestartPolicy(gives_up=gives_up, count_max=0)
+    bench.restarts.policy = RestartPolicy(gives_up=gives_up, count_max=count_max)
     await bench.start()
     bench.end(KILLED)
-    if not gives_up:
+    if not count_max:
         with pytest.raises(WorkerGone, match="decode-0 was killed"):
             await bench.step_at(0.0)
         return
-    for now_s in (0.0, 100.0):
+    for now_s in (0.0, 1.0):
         await bench.step_at(now_s)
-    assert len(bench.started) == 1
-    assert "too often: it does not start again" in bench.shown()[0]
+    bench.end(KILLED)
+    for now_s in (1.0, 100.0):
+        await bench.step_at(now_s)
+    assert len(bench.started) == 2
+    assert "too often: it does not start again" in bench.shown()[-1]
     assert await bench.supervisor.stop() == []

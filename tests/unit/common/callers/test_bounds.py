@@ -6,8 +6,6 @@ import pytest
 
 from headrace_common.callers.bounds import CALLERS_MAX, RateByCaller
 
-CALLS_MAX = 4
-
 
 def test_a_rate_forgets_with_time_and_knows_a_bounded_number_of_callers() -> None:
     now_s = 0.0

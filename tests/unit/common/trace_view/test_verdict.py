@@ -164,7 +164,7 @@ def test_a_gap_after_the_first_token_is_named(cause: str) -> None:
         USUAL,
         total_ns=4_000 * MS,
         gaps=(TokenGap(800 * MS, 3_000 * MS, cause),),
-        steps=(attempt, *STEPS[2:]),
+        steps=(attempt, *STEPS[2:], step(schema.SPAN_DECODE, 3_900, "decode-1")),
     )
     assert verdict(late) == f"75 % without a token: {GAPS[cause]}"
 
