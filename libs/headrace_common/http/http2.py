@@ -10,7 +10,8 @@ _HEAD_BYTES: Final = 9
 _FRAME_BYTES_MAX: Final = 16_384
 _HEADERS, _SETTINGS = 1, 4
 _ACKNOWLEDGED, _END_OF_STREAM, _END_OF_HEADERS = 1, 1, 4
-_UNIMPLEMENTED: Final = b"12"
+# A client has some of each RPC. So what is written back is bounded, too.
+_FRAMES_MAX: Final = 256
 _REMEDY: Final = (
     b"this port serves HTTP/1.1 alone; gRPC is on the port of the setting listen, 7050 by default"
 )
@@ -31,7 +32,8 @@ _REFUSAL: Final = b"\x88" + b"".join(
     _field(name, value)
     for name, value in (
         (b"content-type", b"application/grpc"),
-        (b"grpc-status", _UNIMPLEMENTED),
+        # UNIMPLEMENTED.
+        (b"grpc-status", b"12"),
         (b"grpc-message", _REMEDY),
     )
 )
@@ -42,24 +44,23 @@ class Http2Refusal:
 
     def __init__(self) -> None:
         self._data = b""
-        self._left_of_preface = len(PREFACE)
+        self._left_of_preface, self._frames = len(PREFACE), 0
 
     def feed(self, data: bytes) -> bytes:
-        """The answer to bytes that arrived. Raises ValueError for a frame that is too long."""
-        answer = b""
-        if self._left_of_preface == len(PREFACE):
-            answer = _frame(_SETTINGS, 0, 0)
+        """The answer to bytes that arrived. Raises ValueError for a frame that is too long, and for too many."""
+        answer = _frame(_SETTINGS, 0, 0) if self._left_of_preface == len(PREFACE) else b""
         skipped = min(self._left_of_preface, len(data))
         self._left_of_preface -= skipped
         self._data += data[skipped:]
         while len(self._data) >= _HEAD_BYTES:
             high, low, kind, flags, stream = struct.unpack_from(">BHBBL", self._data)
             size = _HEAD_BYTES + (high << 16) + low
-            if size > _HEAD_BYTES + _FRAME_BYTES_MAX:
-                raise ValueError("a frame is too long")
+            if size > _HEAD_BYTES + _FRAME_BYTES_MAX or self._frames == _FRAMES_MAX:
+                raise ValueError("a frame is too long, or one too many")
             if len(self._data) < size:
                 break
             self._data = self._data[size:]
+            self._frames += 1
             if kind == _SETTINGS and not flags & _ACKNOWLEDGED:
                 answer += _frame(_SETTINGS, _ACKNOWLEDGED, 0)
             elif kind == _HEADERS:

@@ -24,7 +24,7 @@ from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.http.bounds import HEADERS_MAX, PIPELINED_MAX, HttpBounds
 from headrace_common.http.connection import Connection
 from headrace_common.http.exchange import HttpExchange
-from headrace_common.http.http2 import PREFACE
+from headrace_common.http.http2 import PREFACE, Http2Refusal
 from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
 from headrace_router.config import RouterConfig
@@ -422,6 +422,8 @@ async def test_a_grpc_client_of_this_port_gets_the_name_of_the_other_one() -> No
 
 
 async def test_a_long_http2_frame_ends_the_connection() -> None:
+    with pytest.raises(ValueError, match="too many"):
+        Http2Refusal().feed(PREFACE + bytes(9) * 257)
     async with serving(mock.Mock()) as server:
         reader, writer = await connected(server, PREFACE + b"\xff\xff\xff" + bytes(6))
         with contextlib.suppress(ConnectionError):
