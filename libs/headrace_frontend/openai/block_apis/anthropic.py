@@ -331,9 +331,9 @@ _DELTAS: Final = {
 
 
 class MessagesFormat(BlockFormat):
-    renamed = {"stop": "stop_sequences", "response_format": "output_config.format"}  # noqa: RUF012
     """The answers of /v1/messages."""
 
+    renamed = {"stop": "stop_sequences", "response_format": "output_config.format"}  # noqa: RUF012
     ping = named_event({"type": "ping"})
 
     def first_event(self, index: int) -> bytes:
