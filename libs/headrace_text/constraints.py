@@ -81,7 +81,10 @@ def _json(schema: dict[str, Any]) -> str:
 def _closed(schema: Any, _: SchemaPath = ()) -> Any:
     if not isinstance(schema, dict):
         return schema
+    named = isinstance(schema.get("properties"), dict)
+    alternatives = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    if named and any(isinstance(one, dict) and "properties" in one for one in alternatives):
+        # As with allOf.
+        return schema
     closed = with_parts(schema, _closed)
-    if isinstance(schema.get("properties"), dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
+    return {"additionalProperties": False, **closed} if named else closed

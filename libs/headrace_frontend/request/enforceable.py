@@ -195,14 +195,16 @@ def _name_properties(schema: _Schema, names: Any) -> bool:
     if names is False or {"properties", "patternProperties"} & schema.keys():
         return False
     texts = [names["const"]] if "const" in names else names.get("enum", ())
-    pattern = names.get("pattern")
+    given, used = names.get("pattern"), "pattern"
+    pattern = given and without_lookarounds(given)
     if texts and all(isinstance(text, str) for text in texts):
-        pattern = f"^({'|'.join(map(re.escape, texts))})$"
-    if pattern is None:
+        pattern = given = f"^({'|'.join(map(re.escape, texts))})$"
+        used = "const" if "const" in names else "enum"
+    if not pattern:
         return False
     schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
     schema["additionalProperties"] = False
-    return True
+    return pattern == given and set(names) <= {*_ANNOTATIONS, used}
 
 
 def _close(schema: _Schema, name: str, instead: str) -> bool:

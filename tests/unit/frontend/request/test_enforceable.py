@@ -16,6 +16,7 @@ from tests.kit.openai_app import LocalApp
 llguidance = pytest.importorskip("llguidance")
 
 OBJECT: Final = {"type": "object"}
+SHORT: Final = {"pattern": "^a", "maxLength": 2}
 AB: Final = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 ZOD_EMAIL: Final = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 DECIMAL: Final = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
@@ -46,6 +47,7 @@ SCHEMAS: Final[list[tuple[dict[str, Any], str, str, str]]] = [
         "",
     ),
     ({**OBJECT, "propertyNames": {"minLength": 2}}, '{"a":1}', "1", "propertyNames"),
+    ({**OBJECT, "propertyNames": SHORT}, '{"abc":1}', '{"b":1}', "propertyNames"),
     ({"type": "array", "contains": {"const": 1}}, "[2]", "{}", "contains"),
     ({**OBJECT, "if": {}, "then": {}}, "{}", "1", ""),
     ({**OBJECT, "then": {"required": ["a"]}, "if": {"required": ["b"]}}, "{}", "1", "if"),
