@@ -72,6 +72,7 @@ class _Rewriting:
     def __init__(self, root: _Schema) -> None:
         self.unenforced: list[str] = []
         self._root = root
+        self._opens = '"allOf"' in json.dumps(root)
         self._pairs = iter(range(_PAIRS_MAX))
 
     def rewritten(self, schema: Any, path: SchemaPath = ()) -> Any:
@@ -112,8 +113,10 @@ class _Rewriting:
         if "anyOf" in schema:
             return True
         parts = map(self._resolved, schema["oneOf"])
+        # See closed_schema.
+        opens = self._opens or "properties" in schema
         if all(
-            next(self._pairs, None) is not None and _are_disjoint(*pair)
+            next(self._pairs, None) is not None and _are_disjoint(*pair, opens=opens)
             for pair in combinations(parts, 2)
         ):
             return True
@@ -127,8 +130,8 @@ class _Rewriting:
         return schema if found is None else found
 
 
-def _are_disjoint(one: Any, other: Any) -> bool:
-    """Whether a simple rule shows that no value matches both schemas."""
+def _are_disjoint(one: Any, other: Any, *, opens: bool) -> bool:
+    """Whether a simple rule shows that no value matches both schemas. `opens`: objects have any other properties."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
     kinds, others = _kinds(one), _kinds(other)
@@ -143,9 +146,9 @@ def _are_disjoint(one: Any, other: Any) -> bool:
         return False
     needed, needed_more = set(one.get("required", ())), set(other.get("required", ()))
     # Objects have only the properties that their schema names, unless it says otherwise.
-    if other.get("additionalProperties", False) is False and needed - more.keys():
+    if other.get("additionalProperties", opens) is False and needed - more.keys():
         return True
-    if one.get("additionalProperties", False) is False and needed_more - properties.keys():
+    if one.get("additionalProperties", opens) is False and needed_more - properties.keys():
         return True
     return any(
         (values := _values(properties.get(name)))

@@ -205,8 +205,7 @@ RESPONSES_ERRORS: Final = ErrorForm(error_bytes, _error_event)
 
 
 def _text_event(block: Block) -> str:
-    reasons = block.kind is BlockKind.REASONING
-    return "response.reasoning_text" if reasons else "response.output_text"
+    return f"response.{'reasoning' if block.kind is BlockKind.REASONING else 'output'}_text"
 
 
 def _custom_input(block: Block) -> str:

@@ -48,11 +48,10 @@ def prompt_of(reply: Reply) -> str:
 def test_a_file_with_many_escapes_takes_little_memory() -> None:
     url = f"data:;base64,{'%41' * 400_000}"
     tracemalloc.start()
-    try:
-        assert ImageUrlBody(url=url).data == bytes(300_000)
-        assert tracemalloc.get_traced_memory()[1] < 10 * len(url)
-    finally:
-        tracemalloc.stop()
+    data, (_, peak_bytes) = ImageUrlBody(url=url).data, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert data == bytes(300_000)
+    assert peak_bytes < 10 * len(url)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +134,8 @@ async def test_a_continued_conversation_has_its_images(app: LocalApp) -> None:
 
 
 async def test_tokenize_counts_images(app: LocalApp) -> None:
-    messages = [{"role": "user", "content": [part()]}]
     plain = await app.post("/tokenize", {"messages": [{"role": "user", "content": ""}]})
-    reply = await app.post("/tokenize", {"messages": messages})
+    reply = await app.post("/tokenize", {"messages": [{"role": "user", "content": [part()]}]})
     counts = [int(one.body.split(b'"count": ')[1].split(b",")[0]) for one in (plain, reply)]
     assert counts[1] - counts[0] == TOKENS + 2
 

@@ -16,6 +16,7 @@ from tests.kit.openai_app import LocalApp
 llguidance = pytest.importorskip("llguidance")
 
 OBJECT: Final = {"type": "object"}
+BY_NAME: Final = [{**OBJECT, "properties": {name: {}}, "required": [name]} for name in "ab"]
 SHORT: Final = {"pattern": "^a", "maxLength": 2}
 AB: Final = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 ZOD_EMAIL: Final = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
@@ -67,6 +68,7 @@ SCHEMAS: Final[list[tuple[dict[str, Any], str, str, str]]] = [
     ({"type": "string", "pattern": r"(a)\1"}, '"aa"', "1", "pattern"),
     ({"type": "string", "pattern": r"^[\](?!](?!y)x$"}, '"]x"', '"x"', "pattern"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"a"', "oneOf"),
+    ({"allOf": [{"oneOf": BY_NAME}]}, '{"a":1}', '{"c":1}', "allOf.0.oneOf"),
     ({"oneOf": ONE_OF}, '{"k":"a","x":1}', '{"k":"b","x":1}', ""),
 ]
 
