@@ -392,13 +392,8 @@ class GenerateRoutes(_Answering):
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False
-        generation = Generation(
-            tenant,
-            body,
-            [request],
-            deadline=deadline,
-            format=new_format(head, model, rules),
-        )
+        form = new_format(head, model, rules)
+        generation = Generation(tenant, body, [request], deadline=deadline, format=form)
         await self._answer(exchange, generation)
 
     def _head(self, body: GenerationBody, response_id: str) -> tuple[ResponseHead, str]:

@@ -112,6 +112,7 @@ def nested(reference: str, required: list[str]) -> dict[str, Any]:
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
         ({"type": "array", "items": {"$ref": "#"}}, True),
         ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, True),
+        ({"default": {**OBJECT, "required": 5}, "$ref": "#/default"}, True),
     ],
 )
 def test_a_schema_that_no_finite_value_matches_is_rejected(
@@ -128,14 +129,10 @@ async def test_what_is_not_enforced_is_named_or_rejected_where_it_is_strict() ->
     form = {"name": "x", "schema": schema}
     app = LocalApp()
     for strict in (False, True):
+        given = {"type": "json_schema", "json_schema": {**form, "strict": strict}}
         asked: list[tuple[dict[str, Any], str]] = [
             (
-                {
-                    "response_format": {
-                        "type": "json_schema",
-                        "json_schema": {**form, "strict": strict},
-                    }
-                },
+                {"response_format": given},
                 "response_format.json_schema.schema.properties.a.uniqueItems",
             ),
             (
