@@ -378,7 +378,8 @@ async def test_errors_have_the_form_of_their_api() -> None:
 
 async def test_blocks_of_a_conversation_become_text_or_are_named() -> None:
     pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
-    found = {"type": "search_result", "title": "T", "content": [{"type": "text", "text": "found"}]}
+    said = {"content": [{"type": "text", "text": "found"}]}
+    found = {"type": "search_result", "title": "T", "source": "https://a.test", **said}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [found]}
     body = {
         "max_tokens": 9,
