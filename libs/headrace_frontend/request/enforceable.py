@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import combinations
 from typing import Any, Final, TypeAlias
 
+from headrace_common.limits import SCHEMA_BYTES_MAX
 from headrace_frontend.request.json_text import exceeds_levels
 from headrace_frontend.request.schema import keyword_problem, resolved
 from headrace_text.constraints import SchemaPath, with_parts
 
 _Schema: TypeAlias = dict[str, Any]
+_text = partial(json.dumps, ensure_ascii=False)
 
 # Of alternatives in one schema. More are not compared.
 _PAIRS_MAX: Final = 4_096
@@ -38,9 +41,9 @@ _PATTERN_PART: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|\(\?<?[=!]|.", re
 def enforceable(schema: _Schema) -> tuple[_Schema, list[str]]:
     """What engines enforce of a schema, and the paths of keywords that it lacks, such as "properties.a.contains".
 
-    An invalid schema stays as it is. `schema_problem` reports it.
+    An invalid schema stays as it is, and one beyond the bounds. `schema_problem` reports it.
     """
-    if exceeds_levels(schema) or keyword_problem(schema):
+    if exceeds_levels(schema) or len(_text(schema)) > SCHEMA_BYTES_MAX or keyword_problem(schema):
         return schema, []
     rewriting = _Rewriting(schema)
     rewritten = rewriting.rewritten(schema)
@@ -51,18 +54,19 @@ def enforceable(schema: _Schema) -> tuple[_Schema, list[str]]:
 def without_lookarounds(pattern: str) -> str | None:
     """A pattern that matches more: without conditions on the text around a place. None with back-references."""
     kept: list[str] = []
-    groups: list[bool] = []
-    """Whether each open group is such a condition."""
+    # Whether each open group is such a condition, and how many are.
+    groups, conditions = list[bool](), 0
     for match in _PATTERN_PART.finditer(pattern):
         part = match[0]
         if part[0] == "\\" and part[1:] in "123456789k":
             return None
         if part[0] == "(":
             groups.append(len(part) > 1)
-        if not any(groups) and part not in (r"\b", r"\B"):
+            conditions += groups[-1]
+        if not conditions and part not in (r"\b", r"\B"):
             kept.append(part)
         if part == ")" and groups:
-            groups.pop()
+            conditions -= groups.pop()
     return "".join(kept)
 
 
@@ -72,7 +76,7 @@ class _Rewriting:
     def __init__(self, root: _Schema) -> None:
         self.unenforced: list[str] = []
         self._root = root
-        self._opens = '"allOf"' in json.dumps(root)
+        self._opens = '"allOf"' in _text(root)
         self._pairs = iter(range(_PAIRS_MAX))
 
     def rewritten(self, schema: Any, path: SchemaPath = ()) -> Any:

@@ -43,7 +43,6 @@ def _are_names_by_name(value: Any) -> bool:
 _Rule: TypeAlias = tuple[Callable[[Any], bool], str]
 _TEXT: Final[_Rule] = (lambda value: isinstance(value, str), "give a text")
 _FLAG: Final[_Rule] = (lambda value: isinstance(value, bool), "give true or false")
-_LIST: Final[_Rule] = (lambda value: isinstance(value, list), "give a list")
 _MAPPING: Final[_Rule] = (lambda value: isinstance(value, dict), "give an object of schemas")
 _SOME: Final[_Rule] = (lambda value: isinstance(value, list) and bool(value), "give some schemas")
 _COUNT: Final[_Rule] = (_is_count, "give a count")
@@ -58,7 +57,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(("$defs", "definitions", "dependencies"), _MAPPING),
     **dict.fromkeys(("dependentSchemas", "patternProperties", "properties"), _MAPPING),
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _SOME),
-    **dict.fromkeys(("enum", "examples"), _LIST),
+    **dict.fromkeys(("enum", "examples"), (lambda value: isinstance(value, list), "give a list")),
     **dict.fromkeys(("maximum", "minimum"), _NUMBER),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), _EXCLUSIVE),
     **dict.fromkeys(("maxContains", "maxItems", "maxLength", "maxProperties"), _COUNT),

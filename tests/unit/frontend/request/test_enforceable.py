@@ -156,7 +156,8 @@ async def test_what_is_not_enforced_is_named_or_rejected_where_it_is_strict() ->
 
 def test_schemas_of_attackers_take_little_time() -> None:
     """Quadratic ones would take minutes."""
-    alternatives = [{"const": number} for number in range(3_000)]
-    enforced, lacking = enforceable({"oneOf": alternatives, "pattern": "[" * 60_000})
+    alternatives = [{"const": number} for number in range(1_000)]
+    enforced, lacking = enforceable({"oneOf": alternatives, "pattern": "[" * 40_000})
     assert lacking == ["oneOf"]
-    assert enforced["pattern"] == "[" * 60_000
+    assert enforced["pattern"] == "[" * 40_000
+    assert enforceable(large := {"pattern": "(" * 1_000_000}) == (large, [])
