@@ -17,8 +17,8 @@ from headrace_text.constraints import SchemaPath, with_parts
 _Schema: TypeAlias = dict[str, Any]
 _text = partial(json.dumps, ensure_ascii=False)
 
-# Of alternatives in one schema. More are not compared.
-_PAIRS_MAX: Final = 4_096
+# Of alternatives in one schema, and of values in each. More are not compared.
+_PAIRS_MAX, _VALUES_MAX = 4_096, 16
 _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "type"})
 # Keywords that evaluate properties and items too.
 _COMPOSITIONS: Final = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
@@ -170,10 +170,10 @@ def _kinds(schema: _Schema) -> set[str]:
 
 def _values(schema: Any) -> set[str]:
     """The only values that match, as JSON. Empty for many."""
-    if not isinstance(schema, dict):
-        return set()
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return set(map(json.dumps, values)) if isinstance(values, list) else set()
+    given = schema if isinstance(schema, dict) else {}
+    values: Any = [given["const"]] if "const" in given else given.get("enum")
+    few = isinstance(values, list) and len(values) <= _VALUES_MAX
+    return set(map(json.dumps, values)) if few else set()
 
 
 def _says_nothing(schema: Any) -> bool:
