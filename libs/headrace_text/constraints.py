@@ -9,14 +9,14 @@ from typing import Any, Final, TypeAlias
 SchemaPath: TypeAlias = tuple[str | int, ...]
 
 # Keywords of JSON Schema with a schema for each of several names, with several schemas, and with one.
-_MAPPINGS: Final = frozenset(
+SCHEMA_MAPPINGS: Final = frozenset(
     {
         *("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties"),
         "properties",
     }
 )
 _LISTS: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_SCHEMAS: Final = frozenset(
+SINGLE_SCHEMAS: Final = frozenset(
     {
         *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
         *("items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -31,11 +31,11 @@ def with_parts(
 
     def changed(name: str, value: Any) -> Any:
         place = (*path, name)
-        if name in _MAPPINGS and isinstance(value, dict):
+        if name in SCHEMA_MAPPINGS and isinstance(value, dict):
             return {key: change(part, (*place, key)) for key, part in value.items()}
         if name in _LISTS and isinstance(value, list):
             return [change(part, (*place, index)) for index, part in enumerate(value)]
-        return change(value, place) if name in _SCHEMAS else value
+        return change(value, place) if name in SINGLE_SCHEMAS else value
 
     return {name: changed(name, value) for name, value in schema.items()}
 
@@ -81,7 +81,10 @@ def _json(schema: dict[str, Any]) -> str:
 def _closed(schema: Any, _: SchemaPath = ()) -> Any:
     if not isinstance(schema, dict):
         return schema
+    named = isinstance(schema.get("properties"), dict)
+    alternatives = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    if named and any(isinstance(one, dict) and "properties" in one for one in alternatives):
+        # As with allOf.
+        return schema
     closed = with_parts(schema, _closed)
-    if isinstance(schema.get("properties"), dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
+    return {"additionalProperties": False, **closed} if named else closed

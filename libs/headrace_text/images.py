@@ -179,10 +179,8 @@ def _read_gif(data: bytes, steps: Iterator[int]) -> _Head:
             kept.append(slice(start, position))
     kept.append(slice(position, None))
     # The first image may be larger than the screen.
-    screen, image = (
-        struct.unpack_from("<HH", data, 6),
-        struct.unpack_from("<4H", data, position + 1),
-    )
+    screen = struct.unpack_from("<HH", data, 6)
+    image = struct.unpack_from("<4H", data, position + 1)
     return _Head(max(screen[0], image[0] + image[2]), max(screen[1], image[1] + image[3]), kept)
 
 

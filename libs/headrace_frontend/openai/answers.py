@@ -12,6 +12,7 @@ from typing import Any
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.requests import ChatCompletionBody
+from headrace_frontend.request.schema import schema_problem
 from headrace_text.codec import TextCodec
 from headrace_text.constraints import call_or_form
 from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
@@ -128,7 +129,8 @@ def permit_calls(
     form: str | Iterable[str] = outputs.choice.texts
     if outputs.json or outputs.json_object:
         form = outputs.json or '{"type": "object"}'
-    if rules.tool_calls is None or not form:
+    if rules.tool_calls is None or not form or (outputs.json and schema_problem(outputs.json)):
+        # What is invalid is reported with the whole request.
         return
     opening = CALL_OPENINGS[rules.tool_calls]
     tokens = codec.encode_part(opening)

@@ -116,7 +116,8 @@ class _ChoiceOutlet:
             self._exchange.write_now(data)
 
     def write_text(self, text: str) -> bool:
-        data = self._events.form.text_event(self._index, text)
+        # A format remembers the texts of its events.
+        data = self._events.form.text_event(self._index, text) if self.writable else None
         if data is None:
             return False
         # Tokens without text are a part of a character.

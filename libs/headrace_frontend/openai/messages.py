@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import binascii
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote_to_bytes
 
@@ -22,9 +22,7 @@ _HEAD_CHARACTERS_MAX: Final = 256
 _PIECE_CHARACTERS: Final = 65_536
 # The field that has the text of a part, by the part's type.
 _PART_TEXTS: Mapping[str, str] = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
     "thinking": "thinking",
 }
@@ -224,14 +222,24 @@ def _data_of(url: str) -> bytes:
         raise ValueError("url: must be data:image/...;base64, and the file in base64")
     if media_type.startswith(_OTHER_TYPES):
         raise ValueError(f"url: {media_type[:64]!r} is not supported; send an image")
-    content = url[url.index(",") + 1 :]
     try:
-        data = _decoded(unquote_to_bytes(content) if "%" in content else content.encode("ascii"))
+        content = url[url.index(",") + 1 :].encode("ascii")
+        data = _decoded(b"".join(_unescaped(content)) if b"%" in content else content)
     except ValueError:
         data = b""
     if not data:
         raise ValueError("url: has no file in base64 after the comma")
     return data
+
+
+def _unescaped(content: bytes) -> Iterator[bytes]:
+    """In pieces with whole escapes, since what is between two escapes becomes an object of its own."""
+    start = 0
+    while piece := content[start : start + _PIECE_CHARACTERS]:
+        cut = piece.rfind(b"%", -2)
+        piece = piece[:cut] if cut > 0 else piece
+        yield unquote_to_bytes(piece)
+        start += len(piece)
 
 
 def _decoded(content: bytes) -> bytes:

@@ -304,13 +304,9 @@ class GenerateRoutes(_Answering):
             skip_special_tokens=body.skip_special_tokens is not False,
             alternatives=body.logprobs or 0,
         )
+        deadline = self._intake.deadline(body.timeout_s)
         generation = Generation(
-            tenant,
-            body,
-            requests,
-            deadline=self._intake.deadline(body.timeout_s),
-            format=form,
-            generates=body.generates,
+            tenant, body, requests, deadline=deadline, format=form, generates=body.generates
         )
         await self._answer(exchange, generation)
 
@@ -390,17 +386,14 @@ class GenerateRoutes(_Answering):
             )
         complete(request)
         if request.sampling.HasField("structured_outputs"):
-            permit_calls(request.sampling.structured_outputs, rules, self._parts.codecs[model])
+            outputs = request.sampling.structured_outputs
+            permit = partial(permit_calls, outputs, rules, self._parts.codecs[model])
+            await self._parts.preparer.run(tenant, PARSE, outputs.ByteSize(), permit)
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False
-        generation = Generation(
-            tenant,
-            body,
-            [request],
-            deadline=deadline,
-            format=new_format(head, model, rules),
-        )
+        form = new_format(head, model, rules)
+        generation = Generation(tenant, body, [request], deadline=deadline, format=form)
         await self._answer(exchange, generation)
 
     def _head(self, body: GenerationBody, response_id: str) -> tuple[ResponseHead, str]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import combinations
 from typing import Any, Final, TypeAlias
 
+from headrace_common.limits import SCHEMA_BYTES_MAX
 from headrace_frontend.request.json_text import exceeds_levels
 from headrace_frontend.request.schema import keyword_problem, resolved
 from headrace_text.constraints import SchemaPath, with_parts
 
 _Schema: TypeAlias = dict[str, Any]
+_text = partial(json.dumps, ensure_ascii=False)
 
-# Of alternatives in one schema. More are not compared.
-_PAIRS_MAX: Final = 4_096
+# Of alternatives in one schema, and of values in each. More are not compared.
+_PAIRS_MAX, _VALUES_MAX = 4_096, 16
 _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "type"})
 # Keywords that evaluate properties and items too.
 _COMPOSITIONS: Final = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
@@ -38,9 +41,9 @@ _PATTERN_PART: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|\(\?<?[=!]|.", re
 def enforceable(schema: _Schema) -> tuple[_Schema, list[str]]:
     """What engines enforce of a schema, and the paths of keywords that it lacks, such as "properties.a.contains".
 
-    An invalid schema stays as it is. `schema_problem` reports it.
+    An invalid schema stays as it is, and one beyond the bounds. `schema_problem` reports it.
     """
-    if exceeds_levels(schema) or keyword_problem(schema):
+    if exceeds_levels(schema) or len(_text(schema)) > SCHEMA_BYTES_MAX or keyword_problem(schema):
         return schema, []
     rewriting = _Rewriting(schema)
     rewritten = rewriting.rewritten(schema)
@@ -51,18 +54,19 @@ def enforceable(schema: _Schema) -> tuple[_Schema, list[str]]:
 def without_lookarounds(pattern: str) -> str | None:
     """A pattern that matches more: without conditions on the text around a place. None with back-references."""
     kept: list[str] = []
-    groups: list[bool] = []
-    """Whether each open group is such a condition."""
+    # Whether each open group is such a condition, and how many are.
+    groups, conditions = list[bool](), 0
     for match in _PATTERN_PART.finditer(pattern):
         part = match[0]
         if part[0] == "\\" and part[1:] in "123456789k":
             return None
         if part[0] == "(":
             groups.append(len(part) > 1)
-        if not any(groups) and part not in (r"\b", r"\B"):
+            conditions += groups[-1]
+        if not conditions and part not in (r"\b", r"\B"):
             kept.append(part)
         if part == ")" and groups:
-            groups.pop()
+            conditions -= groups.pop()
     return "".join(kept)
 
 
@@ -72,6 +76,7 @@ class _Rewriting:
     def __init__(self, root: _Schema) -> None:
         self.unenforced: list[str] = []
         self._root = root
+        self._opens = '"allOf"' in _text(root)
         self._pairs = iter(range(_PAIRS_MAX))
 
     def rewritten(self, schema: Any, path: SchemaPath = ()) -> Any:
@@ -112,8 +117,10 @@ class _Rewriting:
         if "anyOf" in schema:
             return True
         parts = map(self._resolved, schema["oneOf"])
+        # See closed_schema.
+        opens = self._opens or "properties" in schema
         if all(
-            next(self._pairs, None) is not None and _are_disjoint(*pair)
+            next(self._pairs, None) is not None and _are_disjoint(*pair, opens=opens)
             for pair in combinations(parts, 2)
         ):
             return True
@@ -127,8 +134,8 @@ class _Rewriting:
         return schema if found is None else found
 
 
-def _are_disjoint(one: Any, other: Any) -> bool:
-    """Whether a simple rule shows that no value matches both schemas."""
+def _are_disjoint(one: Any, other: Any, *, opens: bool) -> bool:
+    """Whether a simple rule shows that no value matches both schemas. `opens`: objects have any other properties."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
     kinds, others = _kinds(one), _kinds(other)
@@ -143,9 +150,9 @@ def _are_disjoint(one: Any, other: Any) -> bool:
         return False
     needed, needed_more = set(one.get("required", ())), set(other.get("required", ()))
     # Objects have only the properties that their schema names, unless it says otherwise.
-    if other.get("additionalProperties", False) is False and needed - more.keys():
+    if other.get("additionalProperties", opens) is False and needed - more.keys():
         return True
-    if one.get("additionalProperties", False) is False and needed_more - properties.keys():
+    if one.get("additionalProperties", opens) is False and needed_more - properties.keys():
         return True
     return any(
         (values := _values(properties.get(name)))
@@ -163,10 +170,10 @@ def _kinds(schema: _Schema) -> set[str]:
 
 def _values(schema: Any) -> set[str]:
     """The only values that match, as JSON. Empty for many."""
-    if not isinstance(schema, dict):
-        return set()
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return set(map(json.dumps, values)) if isinstance(values, list) else set()
+    given = schema if isinstance(schema, dict) else {}
+    values: Any = [given["const"]] if "const" in given else given.get("enum")
+    few = isinstance(values, list) and len(values) <= _VALUES_MAX
+    return set(map(json.dumps, values)) if few else set()
 
 
 def _says_nothing(schema: Any) -> bool:
@@ -195,14 +202,16 @@ def _name_properties(schema: _Schema, names: Any) -> bool:
     if names is False or {"properties", "patternProperties"} & schema.keys():
         return False
     texts = [names["const"]] if "const" in names else names.get("enum", ())
-    pattern = names.get("pattern")
+    given, used = names.get("pattern"), "pattern"
+    pattern = given and without_lookarounds(given)
     if texts and all(isinstance(text, str) for text in texts):
-        pattern = f"^({'|'.join(map(re.escape, texts))})$"
-    if pattern is None:
+        pattern = given = f"^({'|'.join(map(re.escape, texts))})$"
+        used = "const" if "const" in names else "enum"
+    if not pattern:
         return False
     schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
     schema["additionalProperties"] = False
-    return True
+    return pattern == given and set(names) <= {*_ANNOTATIONS, used}
 
 
 def _close(schema: _Schema, name: str, instead: str) -> bool:

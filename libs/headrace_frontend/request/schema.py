@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from headrace_common.limits import SCHEMA_BYTES_MAX
 from headrace_frontend.request.json_text import JsonRejected, parse_object
-from headrace_text.constraints import SchemaPath, with_parts
+from headrace_text.constraints import SCHEMA_MAPPINGS, SINGLE_SCHEMAS, SchemaPath, with_parts
 
 _SHOWN_CHARACTERS = 200
 # Parts that are looked at to find out whether a schema has a finite value.
@@ -43,7 +43,6 @@ def _are_names_by_name(value: Any) -> bool:
 _Rule: TypeAlias = tuple[Callable[[Any], bool], str]
 _TEXT: Final[_Rule] = (lambda value: isinstance(value, str), "give a text")
 _FLAG: Final[_Rule] = (lambda value: isinstance(value, bool), "give true or false")
-_LIST: Final[_Rule] = (lambda value: isinstance(value, list), "give a list")
 _MAPPING: Final[_Rule] = (lambda value: isinstance(value, dict), "give an object of schemas")
 _SOME: Final[_Rule] = (lambda value: isinstance(value, list) and bool(value), "give some schemas")
 _COUNT: Final[_Rule] = (_is_count, "give a count")
@@ -58,7 +57,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(("$defs", "definitions", "dependencies"), _MAPPING),
     **dict.fromkeys(("dependentSchemas", "patternProperties", "properties"), _MAPPING),
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _SOME),
-    **dict.fromkeys(("enum", "examples"), _LIST),
+    **dict.fromkeys(("enum", "examples"), (lambda value: isinstance(value, list), "give a list")),
     **dict.fromkeys(("maximum", "minimum"), _NUMBER),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), _EXCLUSIVE),
     **dict.fromkeys(("maxContains", "maxItems", "maxLength", "maxProperties"), _COUNT),
@@ -141,12 +140,16 @@ def has_finite_value(schema: dict[str, Any]) -> bool:
 
 
 def resolved(root: dict[str, Any], place: str) -> Any:
-    """The part of a schema that a reference such as "#/$defs/x" refers to. None for other references."""
+    """The schema in a schema that a reference such as "#/$defs/x" refers to. None for other references."""
     found: Any = root if place == "#" or place[:2] == "#/" else None
+    by_name = False
+    # Whether `found` has a schema for each name.
     for key in place[2:].split("/") if place[2:] else ():
         name = unquote(key).replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        known = isinstance(found, dict) and (by_name or name in SCHEMA_MAPPINGS | SINGLE_SCHEMAS)
+        found = found.get(name) if known else None
+        by_name = not by_name and name in SCHEMA_MAPPINGS
+    return None if by_name or isinstance(found, list) else found
 
 
 def _references(value: Any) -> Iterator[str]:

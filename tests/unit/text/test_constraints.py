@@ -25,6 +25,7 @@ NAMED = {"properties": {"a": {"type": "integer"}}}
         ({"$defs": {"items": NAMED}}, {"$defs": {"items": NAMED | CLOSED}}),
         ({"enum": [{"properties": {}}]}, {"enum": [{"properties": {}}]}),
         ({"allOf": [NAMED, NAMED]}, {"allOf": [NAMED, NAMED]}),
+        (NAMED | {"anyOf": [NAMED]}, NAMED | {"anyOf": [NAMED]}),
     ],
 )
 def test_objects_are_closed_unless_the_schema_opens_them(schema: Any, closed: Any) -> None:

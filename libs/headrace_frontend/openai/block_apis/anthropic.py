@@ -64,6 +64,9 @@ class BlockBody(LenientBody):
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         kind = fields.get("type")
+        if kind == "search_result":
+            # A text here, unlike the file of other blocks.
+            fields.pop("source", None)
         # A conversation that began elsewhere goes on without it.
         return fields if not isinstance(kind, str) or kind in _BLOCKS else {"type": kind}
 
@@ -162,6 +165,7 @@ class CountTokensBody(ForwardingBody):
     ) = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -196,7 +200,6 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=_STOPS_MAX)] | None = None
-    output_config: OutputConfig | None = None
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -331,9 +334,9 @@ _DELTAS: Final = {
 
 
 class MessagesFormat(BlockFormat):
-    renamed = {"stop": "stop_sequences", "response_format": "output_config.format"}  # noqa: RUF012
     """The answers of /v1/messages."""
 
+    renamed = {"stop": "stop_sequences", "response_format": "output_config.format"}  # noqa: RUF012
     ping = named_event({"type": "ping"})
 
     def first_event(self, index: int) -> bytes:

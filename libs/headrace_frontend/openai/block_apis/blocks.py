@@ -70,7 +70,7 @@ class BlockFormat(AnswerFormat):
         return data
 
     def text_event(self, index: int, text: str) -> bytes | None:
-        if self._divides or not self.blocks:
+        if self._divides or not self.blocks or not text:
             return None
         block = self.blocks[-1]
         block.pieces.append(text)
@@ -85,16 +85,19 @@ class BlockFormat(AnswerFormat):
             pass
 
     def _add(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
+        calls = list(delta.get("tool_calls", ()))
+        if calls and "id" not in calls[0]:
+            # The rest of a call, which is before a text after it.
+            yield self._extend(calls.pop(0)["function"]["arguments"])
         for name, kind in (("reasoning_content", BlockKind.REASONING), ("content", BlockKind.TEXT)):
             if text := delta.get(name):
                 if not self.blocks or self.blocks[-1].kind is not kind:
                     yield from self._open(Block(kind, len(self.blocks)))
                 yield self._extend(text)
-        for call in delta.get("tool_calls", ()):
+        for call in calls:
             function = call["function"]
-            if "id" in call:
-                block = Block(BlockKind.CALL, len(self.blocks), call["id"], function["name"])
-                yield from self._open(block)
+            block = Block(BlockKind.CALL, len(self.blocks), call["id"], function["name"])
+            yield from self._open(block)
             if function["arguments"]:
                 yield self._extend(function["arguments"])
 

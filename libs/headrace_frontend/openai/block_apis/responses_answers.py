@@ -20,25 +20,21 @@ from headrace_frontend.promises import KEPT_FIELD
 from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
-_NONE: Final[Mapping[str, tuple[str, str]]] = {}
 _SaveOutput: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
-def _save_nothing(output: Sequence[Mapping[str, Any]]) -> None:
-    pass
-
-
 class ResponsesFormat(BlockFormat):
+    """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats. `namespaced` has
+    the namespace and the name of functions, by the name that the model calls, and `customs` the names of custom tools.
+    `save` gets the output before the client has all of it.
+    """
+
     renamed = {  # noqa: RUF012
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
         "messages": "input",
     }
-    """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats. `namespaced` has
-    the namespace and the name of functions, by the name that the model calls, and `customs` the names of custom tools.
-    `save` gets the output before the client has all of it.
-    """
 
     def __init__(
         self,
@@ -46,9 +42,9 @@ class ResponsesFormat(BlockFormat):
         rules: AnswerRules,
         echoed: Mapping[str, Any],
         codec: TextCodec,
-        namespaced: Mapping[str, tuple[str, str]] = _NONE,
-        save: _SaveOutput = _save_nothing,
-        customs: Collection[str] = (),
+        namespaced: Mapping[str, tuple[str, str]],
+        save: _SaveOutput,
+        customs: Collection[str],
     ) -> None:
         super().__init__(head, rules)
         self._rules = rules
@@ -209,8 +205,7 @@ RESPONSES_ERRORS: Final = ErrorForm(error_bytes, _error_event)
 
 
 def _text_event(block: Block) -> str:
-    reasons = block.kind is BlockKind.REASONING
-    return "response.reasoning_text" if reasons else "response.output_text"
+    return f"response.{'reasoning' if block.kind is BlockKind.REASONING else 'output'}_text"
 
 
 def _custom_input(block: Block) -> str:

@@ -213,10 +213,11 @@ async def test_a_form_permits_calls_and_a_forced_call_overrides_it() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     reply = await answered(["x"], response_format=form)
-    (prepared,) = reply.prepared
-    grammar = prepared.sampling.structured_outputs.grammar
+    grammar = reply.prepared[0].sampling.structured_outputs.grammar
     assert "form: %json" in grammar
     assert '"<tool_call>"' in grammar
     for choice, json_schema in (("none", schema), (NAMED, {"type": "object", "properties": {}})):
         (prepared,) = (await answered(["x"], response_format=form, tool_choice=choice)).prepared
         assert json.loads(prepared.sampling.structured_outputs.json) == json_schema
+    reply = await answered(["x"], structured_outputs={"json": "["})
+    assert reply.error["param"] == "structured_outputs.json"

@@ -13,13 +13,16 @@ from pydantic import TypeAdapter
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest, QueueFull
-from headrace_frontend.openai.block_apis.anthropic import (
-    MessagesBody,
-)
+from headrace_frontend.openai.answers import AnswerRules
+from headrace_frontend.openai.block_apis.anthropic import MessagesBody
+from headrace_frontend.openai.block_apis.responses_answers import ResponsesFormat
 from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
 from headrace_frontend.openai.body import checked_body, parse_body
+from headrace_frontend.openai.event_stream import EventStream
 from headrace_frontend.openai.requests import ChatCompletionBody
-from tests.kit.openai_app import LocalApp, Reply
+from headrace_frontend.openai.responses import ResponseHead
+from headrace_text.load import ByteCodec
+from tests.kit.openai_app import LocalApp, Reply, Request
 
 TEXTS = (
     "<think>hm",
@@ -219,6 +222,14 @@ async def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
     assert done["name"] == "find"
 
 
+FIRST = "messages[0].content[0]"
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:,x"}
+
+
+def user(block: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [block]}]}
+
+
 @pytest.mark.parametrize(
     "kind, body, field",
     [
@@ -226,25 +237,9 @@ async def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
         (ResponsesBody, {"conversation": "conv_1"}, "conversation"),
         (ResponsesBody, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (MessagesBody, {"max_tokens": 0}, "max_tokens"),
-        (
-            MessagesBody,
-            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "messages[0].content[0].source.type",
-        ),
-        (
-            MessagesBody,
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0].source",
-        ),
-        (
-            MessagesBody,
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}
-                ]
-            },
-            "messages[0].content[0].source.type",
-        ),
+        (MessagesBody, user({"type": "document", "source": {}}), f"{FIRST}.source.type"),
+        (MessagesBody, user({"type": "image"}), f"{FIRST}.source"),
+        (MessagesBody, user({"type": "image", "source": {"type": "file"}}), f"{FIRST}.source.type"),
         (
             ResponsesBody,
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
@@ -252,14 +247,7 @@ async def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
         ),
         (
             ResponsesBody,
-            {
-                "input": [
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "input_image", "image_url": "data:,x"}],
-                    }
-                ]
-            },
+            {"input": [{"role": "assistant", "content": [INPUT_IMAGE]}]},
             "input[0].content",
         ),
     ],
@@ -317,6 +305,26 @@ async def test_the_events_of_responses_are_those_of_openai() -> None:
     ]
 
 
+async def test_a_text_after_a_call_is_a_block_of_its_own() -> None:
+    events = await streamed("/v1/responses", (*TEXTS[:3], f"{TEXTS[3]} Done."))
+    call, said = events[-1]["response"]["output"][2:]
+    assert json.loads(call["arguments"]) == {"what": "Paris"}
+    assert said["content"][0]["text"] == " Done."
+
+
+async def test_a_text_that_no_client_takes_yet_is_said_once() -> None:
+    request, head = Request(), ResponseHead("resp_1", 1, "sim")
+    form = ResponsesFormat(head, AnswerRules(), {}, ByteCodec(), {}, lambda _: None, ())
+    outlet = EventStream(request.exchange, form, choices=1, prompts=1).outlet(0)
+    outlet.write_message(inference_pb2.GenerateResponse(text="a"))
+    for paused, text in ((True, "b"), (False, "")):
+        request.write_paused = paused
+        assert not outlet.write_text(text)
+    assert outlet.write_text("b")
+    assert form.blocks[0].text == "ab"
+    assert b'"sequence_number": 5,' in request.sent
+
+
 def plain(blocks: list[dict[str, Any]]) -> list[Any]:
     """Blocks without the ids that each answer makes anew."""
     return [{k: v for k, v in block.items() if k not in ("id", "call_id")} for block in blocks]
@@ -370,7 +378,8 @@ async def test_errors_have_the_form_of_their_api() -> None:
 
 async def test_blocks_of_a_conversation_become_text_or_are_named() -> None:
     pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
-    found = {"type": "search_result", "title": "T", "content": [{"type": "text", "text": "found"}]}
+    said = {"content": [{"type": "text", "text": "found"}]}
+    found = {"type": "search_result", "title": "T", "source": "https://a.test", **said}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [found]}
     body = {
         "max_tokens": 9,
@@ -434,11 +443,8 @@ async def test_a_custom_tool_is_called_with_a_text() -> None:
 async def test_items_of_a_conversation_become_calls_and_text_or_are_named() -> None:
     exec_ = {"type": "exec", "command": ["ls"]}
     shell = {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a.py"}]}
-    file = {
-        "type": "input_file",
-        "filename": "a.pdf",
-        "file_data": "data:application/pdf;base64,JV",
-    }
+    data = "data:application/pdf;base64,JV"
+    file = {"type": "input_file", "filename": "a.pdf", "file_data": data}
     items = [
         {"role": "user", "content": [file, {"type": "input_audio", "data": "x"}]},
         {"type": "reasoning", "summary": [], "encrypted_content": "x"},

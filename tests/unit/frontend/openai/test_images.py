@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_frontend.openai.image_fetch import ImageFetcher
+from headrace_frontend.openai.messages import ImageUrlBody
 from headrace_text.hugging_face import HuggingFaceCodec
 from tests.image_models import image_file, write_image_model
 from tests.kit.openai_app import CONTEXT, LocalApp, Reply
@@ -43,6 +45,15 @@ def prompt_of(reply: Reply) -> str:
     )
 
 
+def test_a_file_with_many_escapes_takes_little_memory() -> None:
+    url = f"data:;base64,{'%41' * 400_000}"
+    tracemalloc.start()
+    data, (_, peak_bytes) = ImageUrlBody(url=url).data, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert data == bytes(300_000)
+    assert peak_bytes < 10 * len(url)
+
+
 @pytest.mark.parametrize(
     "image",
     [
@@ -65,15 +76,10 @@ async def test_a_chat_has_images(app: LocalApp, image: dict[str, Any]) -> None:
 
 
 async def test_messages_have_images_also_in_the_results_of_tools(app: LocalApp) -> None:
-    image = {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/png", "data": BASE64},
-    }
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "t",
-        "content": [{"type": "text", "text": "r"}, image],
-    }
+    source = {"type": "base64", "media_type": "image/png", "data": BASE64}
+    image = {"type": "image", "source": source}
+    content = [{"type": "text", "text": "r"}, image]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": content}
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     messages = [
         {"role": "user", "content": [image, {"type": "text", "text": "a"}]},
@@ -90,10 +96,7 @@ async def test_messages_have_images_also_in_the_results_of_tools(app: LocalApp) 
     assert counted.body == b'{"input_tokens": %d}' % len(reply.prepared[0].token_ids)
 
 
-async def test_the_max_tokens_of_messages_leave_room_for_an_image_of_few_bytes(
-    tmp_path: Path,
-) -> None:
-    app = LocalApp(codec=HuggingFaceCodec(write_image_model(tmp_path)))
+async def test_max_tokens_of_messages_leave_room_for_an_image(app: LocalApp) -> None:
     large = b64encode(image_file(28 * 20, 28 * 20)).decode()
     assert len(large) < 3_000
     source = {"type": "base64", "media_type": "image/png", "data": large}
@@ -122,10 +125,8 @@ async def test_responses_have_images_also_in_the_outputs_of_functions(app: Local
 
 
 async def test_a_continued_conversation_has_its_images(app: LocalApp) -> None:
-    first = await app.post(
-        "/v1/responses",
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
-    )
+    content = [{"type": "input_image", "image_url": URL}]
+    first = await app.post("/v1/responses", {"input": [{"role": "user", "content": content}]})
     assert first.status == 200, first.body
     response_id = first.body.decode().split('"id": "')[1].split('"')[0]
     again = await app.post("/v1/responses", {"input": "b", "previous_response_id": response_id})
@@ -133,16 +134,14 @@ async def test_a_continued_conversation_has_its_images(app: LocalApp) -> None:
 
 
 async def test_tokenize_counts_images(app: LocalApp) -> None:
-    messages = [{"role": "user", "content": [part()]}]
     plain = await app.post("/tokenize", {"messages": [{"role": "user", "content": ""}]})
-    reply = await app.post("/tokenize", {"messages": messages})
+    reply = await app.post("/tokenize", {"messages": [{"role": "user", "content": [part()]}]})
     counts = [int(one.body.split(b'"count": ')[1].split(b",")[0]) for one in (plain, reply)]
     assert counts[1] - counts[0] == TOKENS + 2
 
 
 async def test_errors_have_the_names_of_openai(app: LocalApp) -> None:
-    broken = part("data:image/png;base64,AAAA")
-    content = [{"type": "text", "text": "a"}, broken]
+    content = [{"type": "text", "text": "a"}, part("data:image/png;base64,AAAA")]
     reply = await app.chat(messages=[{"role": "user", "content": content}])
     assert reply.status == 400
     assert reply.error["param"] == "messages[0].content[1].image_url.url"
@@ -153,20 +152,11 @@ async def test_errors_have_the_names_of_openai(app: LocalApp) -> None:
 
 @pytest.mark.parametrize("url", ["https://images.test/a.png", "file:///etc/passwd", "x"])
 async def test_nothing_is_fetched_unless_a_host_is_listed(app: LocalApp, url: str) -> None:
+    block = {"type": "image", "source": {"type": "url", "url": url}}
+    messages = [{"role": "user", "content": [block]}]
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [part(url)]}]}),
-        (
-            "/v1/messages",
-            {
-                "max_tokens": 1,
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image", "source": {"type": "url", "url": url}}],
-                    }
-                ],
-            },
-        ),
+        ("/v1/messages", {"max_tokens": 1, "messages": messages}),
         ("/tokenize", {"messages": [{"role": "user", "content": [part(url)]}]}),
     ):
         reply = await app.post(path, body)

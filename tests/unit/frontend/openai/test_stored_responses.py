@@ -34,11 +34,8 @@ async def test_a_streamed_response_can_be_continued_once_its_end_is_sent() -> No
     streamed = await app.post("/v1/responses", {"model": "sim", "input": "hi", "stream": True})
     last = json.loads(streamed.body.strip().rsplit(b"data: ", 1)[1])
     reply, _ = await respond(app, "more", previous_response_id=last["response"]["id"])
-    assert [message.role for message in reply.requests[0].chat.messages] == [
-        "user",
-        "assistant",
-        "user",
-    ]
+    roles = [message.role for message in reply.requests[0].chat.messages]
+    assert roles == ["user", "assistant", "user"]
 
 
 async def test_what_is_not_stored_is_not_found() -> None:
