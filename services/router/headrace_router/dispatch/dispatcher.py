@@ -335,18 +335,17 @@ class RequestDispatcher:
             gone = error.metadata.get("worker_id") if isinstance(error, WorkerGone) else None
             if gone == attempt.decode_worker.worker_id:
                 self.workers.mark_unreachable(attempt.decode_worker)
-            response = request.response
             may_retry = retries.record_failure(
                 attempt.failure(error),
-                client_has_tokens=response.completion_tokens > 0,
+                client_has_tokens=request.response.completion_tokens > 0,
                 time_left_s=request.deadline.remaining_s(),
                 slot_wait_s=request.slot_wait_s(),
             )
-            if response.ended_by:
+            if request.response.ended_by:
                 return None
             if not may_retry:
                 raise
-            if response.completion_tokens:
+            if request.response.completion_tokens:
                 self.on_migration(error.reason)
             return None
         finally:
