@@ -165,7 +165,6 @@ FIELDS = {
     "vllm.entrypoints.openai.models.protocol.LoRAModulePath": "name path is_3d_lora_weight",
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "identifier",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length",
-    "vllm.inputs.engine.MultiModalInput": "prompt_token_ids mm_placeholders",
     "vllm.config.multimodal.MultiModalConfig": "media_io_kwargs",
     f"{CACHES}.KVCacheConfig": "kv_cache_groups",
     f"{CACHES}.KVCacheGroupSpec": "layer_names kv_cache_spec",

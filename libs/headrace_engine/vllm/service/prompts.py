@@ -26,6 +26,7 @@ from headrace_text.images import (
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput, TokensPrompt
+    from vllm.inputs.engine import MultiModalInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _HASH_CHARACTERS = 2 * CONTENT_HASH_BYTES
@@ -118,7 +119,9 @@ def _decoded(decode: Callable[[bytes], Any], images: Sequence[PromptImage]) -> l
     return list(map(decode, files))
 
 
-def _compare(rendered: Any, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
+def _compare(
+    rendered: MultiModalInput, token_ids: Sequence[int], images: Sequence[PromptImage]
+) -> None:
     """Raises InvalidRequest when vLLM's placeholders are not those of the request."""
     places = rendered["mm_placeholders"]["image"]
     for number, (place, image) in enumerate(zip(places, images, strict=True)):
