@@ -111,13 +111,6 @@ def test_hand_overs_are_known_by_link() -> None:
     assert 0.005 < everywhere < 0.045
 
 
-def test_a_hand_over_that_takes_no_time_keeps_its_error_within_the_bound_of_the_field() -> None:
-    learner = HandoverLearner()
-    for seconds in (2.0, 2.0, 2.0, 0.0):
-        learner.observe(1_000, seconds)
-    assert not find_excess(time_model_to_proto(TimeModel(handovers=learner.times)))
-
-
 def test_links_are_bounded() -> None:
     learner = HandoverLearner()
     for number in range(100):
@@ -129,6 +122,9 @@ def test_links_are_bounded() -> None:
         model = TimeModel(links=learner.links_to(f"link-{number}")).with_links_of(model)
     model = TimeModel(links={"new": HandoverTimes()}).with_links_of(model)
     assert list(model.links) == [*(f"link-{number}" for number in range(37, 100)), "new"]
+    for seconds in (2.0, 2.0, 2.0, 0.0):
+        learner.observe(1_000, seconds, "slow")
+    assert not find_excess(time_model_to_proto(TimeModel(links=learner.links_to("slow"))))
 
 
 def test_the_mean_of_workers_leaves_out_what_is_unknown() -> None:

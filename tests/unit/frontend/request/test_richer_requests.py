@@ -343,7 +343,6 @@ def test_workers_get_what_the_router_does_not_do_itself() -> None:
     assert not sampling.include_stop_str_in_output
     assert not sampling.HasField("skip_special_tokens")
     assert (found.keeps_stop, found.skips_special_tokens) == (True, False)
-    # A message beyond a bound would end all requests of a link.
     most = _sampling(
         bad_words=["\N{MOUNT FUJI}" * 256] * 64, bad_token_sequences=_sequence(5) * 256
     )
