@@ -198,9 +198,9 @@ def test_statuses_without_details_map_to_the_nearest_error(
 
 
 async def test_an_error_that_two_calls_share_ends_both() -> None:
-    shared: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    shared: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
-    async def call() -> HeadraceError | None:
+    async def call() -> HeadraceError:
         try:
             return await shared
         except InvalidRequest as error:
