@@ -170,7 +170,7 @@ class _Verified:
                 options={"require": ["exp", "aud", "run", "number"], "verify_aud": False},
             )
             claims["aud"], claims["number"] = str(claims["aud"]), int(claims["number"])
-        except (jwt.InvalidTokenError, TypeError, ValueError) as error:
+        except (jwt.InvalidTokenError, TypeError, ValueError, OverflowError) as error:
             raise Unauthenticated(
                 f"the token is of another process: its holder's proof is missing or not valid ({error}); name the "
                 "token_file itself, which has the key"

@@ -7,7 +7,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from traceback import clear_frames
 from types import TracebackType
 from typing import Any
 
@@ -210,7 +209,6 @@ class _Reporting:
 def _forget_frames(error: BaseException | None) -> None:
     for _ in range(_CAUSES_MAX):
         if error is not None:
-            clear_frames(error.__traceback__)
             error.with_traceback(None)
             error = error.__cause__ or error.__context__
 

@@ -68,7 +68,8 @@ class OnlineFit:
         seconds = max(_SECONDS_MIN, seconds)
         usual = self._usual(features) if self.counts[kind] else seconds
         if self.counts[kind] >= self._known_count:
-            self._errors.append(abs(self.predict(features) - seconds) / seconds)
+            # The bound is that of time_model.proto.
+            self._errors.append(min(1e6, abs(self.predict(features) - seconds) / seconds))
             self._follow_pace(seconds / max(_SECONDS_MIN, usual))
         self._add(features, seconds, kind, self._weight(usual, seconds))
         self.counts[kind] += 1

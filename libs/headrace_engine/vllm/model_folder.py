@@ -114,8 +114,8 @@ def require_modules(adapter: Path, model: Path) -> None:
     for tensor in _tensors_in(model):
         if found := _MODULE.fullmatch(tensor.name):
             known = shapes.setdefault(found[1], set())
-            # A quantized matrix may have any shape.
-            if len(tensor.shape) == 2 and tensor.dtype in _EXPONENTS:
+            # A quantized matrix may have any shape, and so may its scales.
+            if tensor.name.endswith(".weight") and tensor.dtype in _EXPONENTS:
                 known.add(tensor.shape)
     for tensor in _tensors_in(adapter) if shapes else ():
         found = _LORA_WEIGHT.fullmatch(tensor.name)

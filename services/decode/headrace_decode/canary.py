@@ -384,22 +384,20 @@ class Canary:
         _LOG.error("the prefix cache may have wrong KV: empty it with headrace reset-cache")
 
     def _record(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
-        prefill = candidate.prefill
-        _LOG.warning(
-            "the KV of transfer %s from %s is not what this worker computes: %s",
-            candidate.work.transfer_id,
-            prefill,
-            difference,
-        )
+        name, prefill = candidate.work.transfer_id, candidate.prefill
         detail = f"its KV is not what this worker computes: {difference}"
+        _LOG.warning("transfer %s from %s: %s", name, prefill, detail)
         self.corrupt_senders.record(prefill, detail)
         return prefill
 
     def _record_overwritten(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         """Counts against a worker only if no other one had a write lease meanwhile. Returns that worker."""
-        suspects = sorted(self._lease_holders(candidate.arrived_s), key=str)
+        # A reused block may be wrong since long before.
+        what, since_s = (
+            ("received", candidate.arrived_s) if candidate.changed else ("cached", -math.inf)
+        )
+        suspects = sorted(self._lease_holders(since_s), key=str)
         named = ", ".join(map(str, suspects[:8]))
-        what = "received" if candidate.changed else "cached"
         where = f"{what} blocks of the prompt of {candidate.work.transfer_id}"
         why = f"were written over, or never held what this worker computes: {difference}"
         _LOG.error("%s %s. Write leases since then, %d: %s", where, why, len(suspects), named)

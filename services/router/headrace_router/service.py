@@ -17,6 +17,7 @@ from headrace_common.errors import (
     StaleIncarnation,
     WorkerGone,
 )
+from headrace_common.rpc.field_bounds import DURATION_MAX_S
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.openai.intake import ClientParts, system_fingerprint
@@ -192,7 +193,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _deadline_of(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> Deadline:
-    remaining_s = Deadline.from_context(context, default_s).remaining_s()
+    remaining_s = min(DURATION_MAX_S, Deadline.from_context(context, default_s).remaining_s())
     margin_s = min(_DEADLINE_MARGIN_S, _DEADLINE_MARGIN_SHARE * remaining_s)
     return Deadline.after(remaining_s - margin_s)
 

@@ -12,8 +12,6 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
@@ -22,12 +20,10 @@ from headrace_common.errors import (
     HeadraceError,
     InternalError,
     InvalidRequest,
-    PermissionDenied,
     ProtocolViolation,
     QueueFull,
     TransferFailed,
 )
-from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc, error_from_status
 from headrace_decode.link import session
 from headrace_engine.interface import DecodeEnded, DecodeTokens
@@ -293,17 +289,3 @@ async def test_a_router_that_floods_a_link_loses_it(
     await link.write(opens=opens)
     assert isinstance(await link.error(), ProtocolViolation)
     await freed(served)
-
-
-@pytest.mark.parametrize("insecure", [False])
-async def test_only_routers_open_links(served: Served) -> None:
-    served.engine.play(DecodeEnded(False, 0))
-    async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
-        router = LinkClient(channel)
-        one = await router.open(local("x1"))
-        await until(lambda: one in router.finished, what="the router's request")
-        router.cancel()
-    for role in (Role.PREFILL, Role.DECODE, Role.OPERATOR):
-        async with open_channel(served.endpoint, Credentials(role=role)) as channel:
-            other = LinkClient(channel)
-            assert isinstance(await other.error(), PermissionDenied)

@@ -77,7 +77,10 @@ class Bench:
             checks=cast("DigestChecks", self) if self.share else None,
             random=Random(3),
         )
-        self.canary.watch(lambda: self.idle, lambda since_s: self.lease_holders)
+        self.canary.watch(lambda: self.idle, self.holders)
+
+    def holders(self, since_s: float) -> tuple[WorkerRef, ...]:
+        return self.lease_holders if since_s > 0 else (PREFILL, OTHER)
 
     def digest_blocks(self, block_ids: Sequence[int]) -> Future[list[tuple[int, ...]]]:
         digests: Future[list[tuple[int, ...]]] = Future()
@@ -314,8 +317,7 @@ async def test_a_block_that_was_evicted_after_the_end_is_no_difference() -> None
 
 @virtually
 async def test_a_cached_block_of_a_prompt_does_not_count_against_the_sender_of_the_others() -> None:
-    bench = Bench()
-    bench.answers = {None: WRONG}
+    bench = Bench(share=1.0, answers={None: WRONG}, lease_holders=(PREFILL,))
     for _ in range(3):
         bench.end(start=2 * BLOCK, end=4 * BLOCK)
         await asyncio.sleep(1.0)

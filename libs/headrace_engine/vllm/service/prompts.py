@@ -25,8 +25,7 @@ from headrace_text.images import (
 )
 
 if TYPE_CHECKING:
-    from vllm.inputs import EngineInput, TokensPrompt
-    from vllm.inputs.engine import MultiModalInput
+    from vllm.inputs import EngineInput, MultiModalInput, TokensPrompt
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _HASH_CHARACTERS = 2 * CONTENT_HASH_BYTES
@@ -65,7 +64,7 @@ async def engine_prompt(
             (rendered,) = await llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
         except request_errors() as error:
             raise InvalidRequest({"images": f"vLLM rejects them: {error}"}) from error
-    _compare(rendered, token_ids, images)
+    _check(rendered, token_ids, images)
     return rendered
 
 
@@ -119,11 +118,9 @@ def _decoded(decode: Callable[[bytes], Any], images: Sequence[PromptImage]) -> l
     return list(map(decode, files))
 
 
-def _compare(
-    rendered: MultiModalInput, token_ids: Sequence[int], images: Sequence[PromptImage]
-) -> None:
+def _check(found: MultiModalInput, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
     """Raises InvalidRequest when vLLM's placeholders are not those of the request."""
-    places = rendered["mm_placeholders"]["image"]
+    places = found["mm_placeholders"]["image"]
     for number, (place, image) in enumerate(zip(places, images, strict=True)):
         if place.length != image.token_count:
             counts = f"{place.length} tokens for this model, not {image.token_count}"
@@ -132,5 +129,5 @@ def _compare(
             raise InvalidRequest(
                 {f"images[{number}].start_token": f"its placeholders begin at {place.offset}"}
             )
-    if rendered["prompt_token_ids"] != list(token_ids):
+    if found["prompt_token_ids"] != list(token_ids):
         raise InvalidRequest({"images": "the placeholders in token_ids are not the model's"})

@@ -29,7 +29,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
-from headrace_common.rpc.status import error_from_rpc
+from headrace_common.rpc.status import error_from_rpc, reported_error
 from tests.rpc_errors import Kind, error_of
 
 PULL = "/headrace.prefill.v1.PrefillQueueService/Pull"
@@ -195,3 +195,19 @@ def test_statuses_without_details_map_to_the_nearest_error(
     error = error_from_rpc(foreign)
     assert type(error) is kind
     assert "lost" in error.detail
+
+
+async def test_an_error_that_two_calls_share_ends_both() -> None:
+    shared: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
+
+    async def call() -> HeadraceError:
+        try:
+            return await shared
+        except InvalidRequest as error:
+            await asyncio.sleep(0)
+            return reported_error(error, "m")
+
+    calls = asyncio.gather(call(), call())
+    await asyncio.sleep(0)
+    shared.set_exception(InvalidRequest({"a": "b"}))
+    assert len(await asyncio.wait_for(calls, 5.0)) == 2

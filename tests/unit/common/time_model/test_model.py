@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from headrace_common.rpc.field_bounds import find_excess
 from headrace_common.time_model.model import (
     HandoverLearner,
     HandoverTimes,
@@ -48,18 +49,12 @@ def learned(steps: list[Measured], learner: StepLearner | None = None) -> TimeMo
     return TimeModel(steps=learner.times)
 
 
-def test_a_worker_without_prompts_predicts_answers_only() -> None:
-    model = learned([true_step(0, 0, 4, 400)] * 10)
-    assert model.step_s(0, 4, 400) == pytest.approx(
-        FIXED_S + 4 * ANSWER_S + 400 * CONTEXT_S, rel=0.01
-    )
-    assert model.step_s(64, 4, 400) is None
-
-
-def test_a_worker_without_answers_predicts_prompts_only() -> None:
-    model = learned([true_step(256, 0, 0, 0)] * 10)
-    assert model.step_s(256) == pytest.approx(true_step(256, 0, 0, 0)[1], rel=0.01)
-    assert model.step_s(256, 1, 10) is None
+def test_a_worker_without_prompts_or_answers_predicts_the_others_only() -> None:
+    for known, unknown in (((0, 4, 400), (64, 4, 400)), ((256, 0, 0), (256, 1, 10))):
+        step = true_step(known[0], 0, *known[1:])
+        model = learned([step] * 10)
+        assert model.step_s(*known) == pytest.approx(step[1], rel=0.01)
+        assert model.step_s(*unknown) is None
 
 
 def test_prompts_of_one_length_predict_shorter_and_longer_ones() -> None:
@@ -127,6 +122,9 @@ def test_links_are_bounded() -> None:
         model = TimeModel(links=learner.links_to(f"link-{number}")).with_links_of(model)
     model = TimeModel(links={"new": HandoverTimes()}).with_links_of(model)
     assert list(model.links) == [*(f"link-{number}" for number in range(37, 100)), "new"]
+    for seconds in (2.0, 2.0, 2.0, 0.0):
+        learner.observe(1_000, seconds, "slow")
+    assert not find_excess(time_model_to_proto(TimeModel(links=learner.links_to("slow"))))
 
 
 def test_the_mean_of_workers_leaves_out_what_is_unknown() -> None:

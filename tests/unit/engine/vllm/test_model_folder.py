@@ -292,6 +292,7 @@ def test_an_adapter_must_fit_the_modules_of_the_model(
         f"{layers}.q_proj.weight": {**matrix, "shape": [16, 16]},
         f"{layers}.k_proj.weight": {**matrix, "shape": [8, 16]},
         f"{layers}.quantized.qweight": {**matrix, "shape": [2, 16], "dtype": "I32"},
+        f"{layers}.quantized.scales": {**matrix, "shape": [1, 2]},
     }
     (model / "model.safetensors").write_bytes(_file(header))
     adapter = write_adapter(tmp_path / "a")

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator, SchemaError
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.rpc.field_bounds import find_excess
 from headrace_frontend.request.chat import (
     forced_call_schema,
     messages_of,
@@ -342,6 +343,10 @@ def test_workers_get_what_the_router_does_not_do_itself() -> None:
     assert not sampling.include_stop_str_in_output
     assert not sampling.HasField("skip_special_tokens")
     assert (found.keeps_stop, found.skips_special_tokens) == (True, False)
+    most = _sampling(
+        bad_words=["\N{MOUNT FUJI}" * 256] * 64, bad_token_sequences=_sequence(5) * 256
+    )
+    assert not find_excess(prepared(most, context=64).sampling)
 
 
 def test_a_schema_may_name_its_draft_and_use_patterns_of_other_languages() -> None:
