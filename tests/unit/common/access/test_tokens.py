@@ -107,7 +107,7 @@ def test_a_token_counts_with_a_proof_for_this_receiver_only() -> None:
     for proof, problem in (
         ("", "proof is missing"),
         ("x" * 5_000, "too long"),
-        (jwt.encode(endless, held._key, algorithm="EdDSA"), "proof is missing or not valid"),
+        (jwt.encode(endless, held._key or KEY, algorithm="EdDSA"), "proof is missing or not valid"),
         (other.proof("registry"), "proof is missing or not valid"),
         (held.token, "proof is missing or not valid"),
         (held.proof("10.0.0.7:7053"), "sent to '10.0.0.7:7053', but this is localhost:7051 or reg"),
