@@ -43,7 +43,7 @@ async def test_requests_of_a_link_that_ends_continue_and_the_next_opens_another(
     assert text_of(responses) == TEXT
     assert responses[-1].timing.attempts == 2
     assert (first.links, second.links) == (1, 1)
-    await until(lambda: first.open_links == 0, what="the end of the link")
+    await rig.loads_known()
     first.script = reply("abc")
     assert text_of(await rig.ask()) == "abc"
     assert first.links == 2

@@ -125,8 +125,7 @@ async def test_a_request_of_a_caller_with_half_of_the_memory_is_received_later()
 
 
 async def test_what_a_refused_request_had_is_freed_without_a_garbage_collection() -> None:
-    class Image:
-        pass
+    class Image: ...
 
     async def answer(images: list[weakref.ref[Image]]) -> None:
         image = Image()
