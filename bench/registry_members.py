@@ -205,8 +205,7 @@ async def measure_row(
         async def channel(role: Role, endpoint: str = site.endpoint) -> grpc.aio.Channel:
             return await stack.enter_async_context(open_channel(endpoint, Credentials(role=role)))
 
-        relayed = f"127.0.0.1:{site.relay.port}"
-        views = [RegistryView(await channel(Role.ROUTER, relayed))]
+        views = [RegistryView(await channel(Role.ROUTER, site.relay.endpoint))]
         views += [RegistryView(await channel(Role.ROUTER)) for _ in range(_WATCHERS - 1)]
         for view in views:
             await view.start()

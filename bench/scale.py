@@ -27,7 +27,6 @@ from bench.support.processes import cpu_seconds, resident_kib
 from bench.support.services import Services, until_listed
 from bench.support.sim_fleet import SERVED_MODEL, SimRequests, start_workers
 from headrace.inference.v1 import inference_pb2_grpc
-from headrace_common.ports import free_port
 
 _ANSWER_TOKENS: Final = 16
 _PROMPTS: Final = 32
@@ -42,11 +41,14 @@ _TITLES: Final = (
 
 
 class Relay:
-    """Passes connections on to a port of this host, and counts the bytes of both directions."""
+    """Passes connections on to a port of 127.0.0.1, and counts the bytes of both directions.
+
+    Proofs of callers are for a receiver's port. So the relay has the same port, at another address of the loopback.
+    """
 
     def __init__(self) -> None:
         self.passed_bytes = 0
-        self.port = free_port()
+        self.endpoint = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, target: str) -> asyncio.Server:
@@ -57,7 +59,8 @@ class Relay:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
             await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
 
-        return await asyncio.start_server(serve, "127.0.0.1", self.port)
+        self.endpoint = f"127.0.0.2:{port}"
+        return await asyncio.start_server(serve, "127.0.0.2", int(port))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
@@ -101,7 +104,7 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
         registry, registry_endpoint = await services.start_registry()
         server = await relay.start(registry_endpoint)
         stack.callback(server.close)
-        here = f"127.0.0.1:{relay.port}"
+        here = relay.endpoint
         flags = (f"--registry={here}", f"--model={SERVED_MODEL}")
         router, endpoint = await services.start_router(*flags)
         children = {"registry": registry, "router": router}
