@@ -13,6 +13,7 @@ from headrace_cli.commands import (
     chat,
     credentials,
     doctor,
+    incident,
     pair,
     planner,
     policy,
@@ -38,7 +39,7 @@ app = typer.Typer(
 COMMANDS: Final = {
     "Deployment on this machine": (up,),
     "Requests": (chat, route, trace),
-    "Operation": (workers, status, policy, doctor),
+    "Operation": (workers, status, policy, doctor, incident),
     "Credentials": (credentials,),
     "Numbers of workers": (advise, profile, simulate, planner),
     "Stock vLLM": (pair,),

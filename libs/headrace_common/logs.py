@@ -12,6 +12,8 @@ from typing import Any, Final, TextIO
 
 from opentelemetry import trace
 
+from headrace_common.telemetry.events import LineStore
+
 NAMES_MAX: Final = 8_192
 """Requests and transfers of which the process remembers the trace, for its log."""
 REPEAT_S: Final = 10.0
@@ -242,7 +244,7 @@ def setup_logging(level: str, service: str, worker_id: str, log_format: str = "t
     formatter = JsonFormatter if log_format == "json" else LineFormatter
     handler.setFormatter(formatter(service, worker_id))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, LineStore()]
     root.setLevel(level.upper())
     # At level debug, gRPC logs every use of the event loop.
     logging.getLogger("grpc").setLevel(max(logging.INFO, root.level))

@@ -62,6 +62,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """The virtual time in seconds."""
         return self._clock.now_s
 
+    def begin_at(self, seconds: float) -> None:
+        """The time is this one, before any timer is set."""
+        self._clock.now_s = seconds
+
     def pass_over(self, seconds: float) -> None:
         """Time passes without a timer: those that are due by then are late."""
         self._clock.advance(seconds)

@@ -64,6 +64,8 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "GetTrace": (_OPERATOR,),
             "ListTraces": (_OPERATOR,),
         },
+        # Every service has it.
+        "headrace.incident.v1.IncidentService": {"ListEvents": (_OPERATOR,)},
         "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,), "Enqueue": (_DECODE,)},
         "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": _MEMBERS},
         "headrace.planner.v1.PlannerService": dict.fromkeys(

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import grpc.aio
 
+from headrace.incident.v1.incident_pb2_grpc import add_IncidentServiceServicer_to_server
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import Listener
@@ -29,6 +30,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.rpc.access import CallerInterceptor, ClientAccess, InternalAccess, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
+from headrace_common.rpc.events import SERVICE as INCIDENT_SERVICE
+from headrace_common.rpc.events import IncidentServicer
 from headrace_common.rpc.handlers import BoundsInterceptor, EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import (
     CLIENT_CONNECTION_AGE_S,
@@ -42,6 +45,7 @@ from headrace_common.rpc.listener import (
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.rpc.trace_context import TraceInterceptor
 from headrace_common.tasks import BackgroundTasks
+from headrace_common.telemetry.events import EVENTS
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,7 +122,7 @@ class GrpcServer:
         self._authorizer = Authorizer.from_config(config, config.audiences)
         internal = RpcListener(
             Address(Listener.INTERNAL, config.internal_listen, config.internal_advertise),
-            services,
+            (*services, INCIDENT_SERVICE),
             [
                 ErrorInterceptor(),
                 InternalAccess(self._authorizer, check_s=times.credential_check_s),
@@ -130,6 +134,7 @@ class GrpcServer:
             options=internal_options(_internal_connections(config), times.connection_age_s),
         )
         self.server: grpc.aio.Server = internal.server
+        add_IncidentServiceServicer_to_server(IncidentServicer(EVENTS), internal.server)
         self.client_server: grpc.aio.Server | None = None
         self._endpoint = ""
         self.client_endpoint = ""

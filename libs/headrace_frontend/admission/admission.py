@@ -340,9 +340,17 @@ class AdmissionPermit:
 class Admission:
     """Admits requests. One event loop owns it."""
 
-    def __init__(self, limits: AdmissionLimits, weights: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        weights: Callable[[], Mapping[str, float]],
+        watched: Callable[[str, FairPool], FairPool] = lambda name, pool: pool,
+    ) -> None:
+        """`watched` may replace a new pool by one that does the same."""
+
         def bounded(name: str, unit: str, capacity: int) -> BoundedResource:
-            return BoundedResource(name, unit, FairPool(capacity, weights), limits.wait_s)
+            pool = watched(name, FairPool(capacity, weights))
+            return BoundedResource(name, unit, pool, limits.wait_s)
 
         self.requests = bounded("requests", "requests", limits.max_num_seqs)
         """Places of admitted requests."""
@@ -353,7 +361,7 @@ class Admission:
         self._slots: dict[str, BoundedResource] = {}
         """By model."""
         self._limits = limits
-        self._weights = weights
+        self._weights, self._watched = weights, watched
 
     def slots_of(self, model: str) -> BoundedResource | None:
         """The slots of a model's decode workers. None while no worker of it has been seen."""
@@ -388,6 +396,7 @@ class Admission:
             self._slots[model].pool.resize(capacity)
             return
         pool = FairPool(capacity, self._weights, queue_above_share=True)
+        pool = self._watched(f"slots of {model}", pool)
         self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
 
     def waiting_for_slot(self, model: str) -> int:

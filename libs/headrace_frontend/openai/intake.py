@@ -18,6 +18,7 @@ from headrace_common.http.exchange import HttpExchange
 from headrace_common.registry.adapters import Adapter
 from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
+from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
 from headrace_frontend.openai.answers import parsers_of
@@ -62,7 +63,7 @@ class ClientParts:
     """The parts that the settings describe. `run_by` comes before the first request.
 
     `codecs` are by served model, and `policy` returns the one in force. `prefix_hash_key` returns the deployment's key,
-    or 0 while it is unknown. `count_refused`: see CallerBounds.
+    or 0 while it is unknown. `count_refused`: see CallerBounds. `watched`: see Admission.
     """
 
     runner: RequestRunner
@@ -79,6 +80,7 @@ class ClientParts:
         prefix_hash_key: Callable[[], int],
         count_refused: Callable[[str, int], None],
         find_conversation: FindElsewhere = nowhere,
+        watched: Callable[[str, FairPool], FairPool] = lambda name, pool: pool,
     ) -> None:
         self.codecs, self.models, self.keep = codecs, models, keep
         self.deadline_s = config.default_deadline_s
@@ -97,7 +99,7 @@ class ClientParts:
             max_queued_tokens=config.queued_tokens_max,
             wait_s=config.admission_wait_s or math.inf,
         )
-        self.admission = Admission(limits, lambda: policy().tenant_weights)
+        self.admission = Admission(limits, lambda: policy().tenant_weights, watched)
         salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
         self.preparer = RequestPreparer(codecs, workers, salts.salt_of)
         self._workers = workers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping
-from random import Random
 
 import grpc.aio
 
@@ -16,6 +16,8 @@ from headrace_common.errors import Draining
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
+from headrace_common.tasks import end_task, run_forever
+from headrace_common.telemetry.events import EVENTS, EventRing
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
@@ -32,12 +34,12 @@ from headrace_router.conversations import OtherRouters
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal import EarlyRefusal
+from headrace_router.incident.recording import CHECKPOINT_S, Recorder
 from headrace_router.load import LoadReader, LoadRecorder
 from headrace_router.metrics import RouterMetrics
 from headrace_router.picker.picker import EndpointPicker
-from headrace_router.placement import KvAware, Placement
+from headrace_router.placement import Placement
 from headrace_router.prefill_queue.pairs import Pairing, PairReporter
-from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
@@ -71,21 +73,20 @@ class Router:
         ticket_key: SigningKey,
         placement: Placement | None = None,
         list_members: ListMembers = no_registry,
+        events: EventRing = EVENTS,
     ) -> None:
         """Builds the parts, on the event loop that will own them. The default placement is KvAware.
 
         `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. `ticket_key` is the router's own.
-        `list_members` asks the registry.
+        `list_members` asks the registry. `events` stores the decisions.
         """
         self._config, self._codecs, self._policy = config, codecs, policy
         load = LoopLoad()
         self._pairing = Pairing(policy)
         # Each request has one prompt in the queue at most.
-        self.queue = PrefillQueue(
-            config.max_concurrent_requests,
-            sign=_task_signer(ticket_key),
-            pairs=self._pairing,
-            tenant_weights=lambda: policy().tenant_weights,
+        recorder = self._incident = Recorder(events, policy)
+        self.queue = recorder.queue(
+            config.max_concurrent_requests, sign=_task_signer(ticket_key), pairs=self._pairing
         )
         dials = Dials()
         self.workers = WorkerDirectory(
@@ -96,6 +97,7 @@ class Router:
             dials,
             load,
             lambda: policy().worker_roles,
+            recorder.table,
         )
         self.prefixes = PrefixCacheDirectory(
             self._open_channel,
@@ -114,6 +116,7 @@ class Router:
             prefix_hash_key=prefix_hash_key,
             count_refused=self._count_refused,
             find_conversation=others.find,
+            watched=recorder.pool,
         )
         self.admission = self.parts.admission
         self.metrics = RouterMetrics(
@@ -141,7 +144,7 @@ class Router:
         self._dispatcher = RequestDispatcher(
             workers=self.workers,
             queue=self.queue,
-            placement=placement or KvAware(Random()),
+            placement=placement or recorder.placement(),
             prefixes=self.prefixes.cached,
             policy=policy,
             ticket_key_id=ticket_key.public.key_id,
@@ -183,6 +186,7 @@ class Router:
                 status, Authorizer.from_config(config, [STATUS_AUDIENCE]), adapters
             )
         self._followers: tuple[Callable[[Collection[registry_pb2.Member]], None], ...] = (
+            recorder.update,
             self.workers.update,
             self.queue.workers.update_adapters,
             lambda _: self.queue.restrict(self.workers.decode_only),
@@ -192,6 +196,12 @@ class Router:
             status.update,
             others.update,
         )
+        self._checkpoints = run_forever(self._store_checkpoints(), "checkpoints of events")
+
+    async def _store_checkpoints(self) -> None:
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
+            self._incident.checkpoint()
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
         """Replaces the members that the registry lists."""
@@ -205,6 +215,7 @@ class Router:
 
     async def close(self) -> None:
         """Ends every stream to workers."""
+        await end_task(self._checkpoints)
         self.parts.preparer.close()
         await self.metrics.close()
         await self.prefixes.close()

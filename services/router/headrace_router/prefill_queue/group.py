@@ -44,6 +44,10 @@ class LearnedTimes:
             known = self._models.get(ref)
             self._models[ref] = model if known is None else model.with_links_of(known)
 
+    def of(self, ref: WorkerRef) -> TimeModel | None:
+        """What a worker has learned. None: nothing yet."""
+        return self._models.get(ref)
+
     def remove(self, ref: WorkerRef) -> None:
         """Forgets a worker."""
         self._models.pop(ref, None)

@@ -170,7 +170,7 @@ class PrefillQueue:
             group_key=group.layout,
             terms=terms,
             number=next(self._numbers),
-            cancel=self._cancel,
+            cancel=self.cancel,
             fits_pair=self.pairs.fits(decode),
             extra_tokens=self._extra_tokens(decode, group, sent_tokens(task)),
         )
@@ -261,8 +261,7 @@ class PrefillQueue:
         if not done.reason:
             group.task_succeeded(stream, queued, done.cached_tokens)
             if done.HasField("time_model"):
-                model = time_model_from_proto(done.time_model, str(stream.ref))
-                group.times.report(stream.ref, model, time.monotonic())
+                self.report_times(stream, time_model_from_proto(done.time_model, str(stream.ref)))
             queued.end(None, done)
             return
         _LOG.info("task %s failed on %s: %s", done.transfer_id, stream.ref, done.detail)
@@ -275,7 +274,12 @@ class PrefillQueue:
             self._retire(stream)
         self._return_or_fail(stream, queued, _error_of(done), done)
 
-    def _cancel(self, queued: QueuedTask) -> None:
+    def report_times(self, stream: PrefillWorkerStream, times: TimeModel) -> None:
+        """A worker has learned something."""
+        self._group_of(stream).times.report(stream.ref, times, time.monotonic())
+
+    def cancel(self, queued: QueuedTask) -> None:
+        """Removes a task, or asks its worker to stop. Ends it with WorkerGone."""
         transfer_id = queued.task.transfer_id
         if queued.worker is None:
             group = self._groups.get(queued.group_key)

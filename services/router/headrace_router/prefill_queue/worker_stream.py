@@ -184,6 +184,11 @@ class ConnectedWorkers:
         self._streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
 
+    @property
+    def restricted(self) -> frozenset[WorkerRef]:
+        """The workers of the last `restrict`."""
+        return self._restricted
+
     def get(self, ref: WorkerRef) -> PrefillWorkerStream | None:
         """The stream of a worker. None when it has none."""
         return self._streams.get(ref)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -108,18 +108,20 @@ class WorkerDirectory:
         dials: Dials | None = None,
         load: LoopLoad | None = None,
         worker_roles: Callable[[], WorkerRoles] = dict,
+        new_table: Callable[[Sequence[Worker]], LoadTable] = LoadTable,
     ) -> None:
         """`ticket_public_key` is this router's. `worker_wait_s`: see RouterConfig.
 
         `on_slots` gets a model and the slots of its workers after each change. `dials` bounds the tries to reach
         members, and may be shared. `load` is that of the event loop: see DecodeLink. `worker_roles` returns those of
-        the policy.
+        the policy. `new_table` makes the tables.
         """
         self._open_channel = open_channel
         self._ticket_public_key = ticket_public_key
         self._dials = dials or Dials()
         self._load = load
         self._worker_roles = worker_roles
+        self._new_table = new_table
         self._registered: dict[WorkerRef, _Registered] = {}
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self.under_way = PromptsUnderWay()
@@ -336,7 +338,7 @@ class WorkerDirectory:
         known = self._tables.get(model)
         if known is not None and known.workers == workers:
             return
-        table = self._tables[model] = LoadTable(workers)
+        table = self._tables[model] = self._new_table(workers)
         for connection in rows:
             table.set(connection.worker.ref, connection.load())
 

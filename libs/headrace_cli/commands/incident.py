@@ -1,0 +1,241 @@
+"""`headrace incident`: stores the last events of a deployment in a file, draws them, and replays the decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
+from headrace.registry.v1 import registry_pb2
+from headrace_cli.client import WAIT_S, Wait, call_channel, list_members, registry_of, rpc_errors
+from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.output import (
+    Column,
+    Json,
+    answer_console,
+    can_draw_blocks,
+    failures_as_exit,
+    fitted_table,
+    notice_console,
+    print_json,
+    run_command,
+)
+from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import ConfigError, DeadlineExceeded, HeadraceError, InternalError
+from headrace_simulator.incident_file import Parts, read_incident, write_incident
+
+_SAVE_S: Final = 60.0
+_REPLAY_S: Final = 600.0
+_MISCONFIGURED: Final = 2
+_BUCKETS: Final = 48
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_ASCII: Final = " .:-=+*#@"
+_NOTED: Final = ("WARNING", "ERROR", "CRITICAL")
+_NOTES_MAX: Final = 40
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the subcommands."""
+    incident = typer.Typer(no_args_is_help=True)
+    incident.command(
+        epilog="Examples:  headrace incident save --output stall.incident   |   "
+        "headrace incident save --output all.incident --last 0"
+    )(save)
+    incident.command(epilog="Examples:  headrace incident show stall.incident")(show)
+    incident.command(epilog="Examples:  headrace incident replay stall.incident")(replay)
+    app.add_typer(
+        incident, name="incident", help="Stores what happened, draws it, and replays decisions."
+    )
+
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of `headrace incident save`.")]
+
+
+@run_command
+async def save(
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="The file to write. It has no text of requests.")
+    ],
+    last: Annotated[
+        float, typer.Option(min=0, help="Minutes that the events go back; 0: all that are stored.")
+    ] = 10.0,
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    wait: Wait = WAIT_S,
+) -> None:
+    """Writes the last events of all members and of the registry to a file."""
+    found = await registry_of(router, registry)
+    members = await list_members(found)
+    members.append(registry_pb2.Member(worker_id="registry", endpoint=found))
+    results = await asyncio.gather(*(_events_of(one, last * 60) for one in members))
+    parts = [part for result in results if not isinstance(result, HeadraceError) for part in result]
+    try:
+        write_incident(output, parts)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from error
+    for member, result in zip(members, results, strict=True):
+        if isinstance(result, HeadraceError):
+            notice_console().print(f"{member.worker_id} is left out: {result.detail}", markup=False)
+    events = sum(len(part.events) for part in parts)
+    answer_console().print(
+        f"{output}: {events} events of {len(results)} members, {output.stat().st_size} bytes",
+        markup=False,
+    )
+
+
+async def _events_of(
+    member: registry_pb2.Member, last_s: float
+) -> list[incident_pb2.ListEventsResponse] | HeadraceError:
+    request = incident_pb2.ListEventsRequest()
+    if last_s:
+        request.last.CopyFrom(duration_from_seconds(last_s))
+    about = registry_pb2.Member(
+        worker_id=member.worker_id,
+        incarnation=member.incarnation,
+        role=member.role,
+        version=member.version,
+    )
+    found: list[incident_pb2.ListEventsResponse] = []
+    try:
+        async with call_channel(member.endpoint) as channel:
+            with rpc_errors(f"{member.worker_id} on {member.endpoint}"):
+                stub = incident_pb2_grpc.IncidentServiceStub(channel)
+                async for part in stub.ListEvents(request, timeout=_SAVE_S):
+                    part.member.CopyFrom(about)
+                    found.append(part)
+    except HeadraceError as error:
+        return error
+    return found
+
+
+def show(file: File) -> None:
+    """Draws what the members logged over time, and lists alarms, warnings and where requests were placed."""
+    with failures_as_exit():
+        members = read_incident(file)
+        console = answer_console()
+        times = [
+            _unix_s(part, event)
+            for parts in members.values()
+            for part in parts
+            for event in part.events
+        ]
+        if not times:
+            console.print("The file has no events.")
+            return
+        begin_s, end_s = min(times), max(times)
+        width_s = max(1e-3, (end_s - begin_s) / _BUCKETS)
+        levels = _BLOCKS if can_draw_blocks(console) else _ASCII
+        rows = []
+        notes: list[tuple[float, str, str]] = []
+        for name, parts in members.items():
+            counts: Counter[int] = Counter()
+            kinds: Counter[str] = Counter()
+            for part in parts:
+                for event in part.events:
+                    at_s = _unix_s(part, event)
+                    counts[min(_BUCKETS - 1, int((at_s - begin_s) / width_s))] += 1
+                    kinds[event.WhichOneof("event") or ""] += 1
+                    note = _note(event)
+                    if note:
+                        notes.append((at_s, name, note))
+            most = max(counts.values(), default=1)
+            drawn = "".join(
+                levels[-(-counts[index] * (len(levels) - 1) // most)] for index in range(_BUCKETS)
+            )
+            noted = sum(one == name for _, one, _ in notes)
+            rows.append(
+                (name, drawn, str(sum(kinds.values())), str(kinds["placement"]), str(noted))
+            )
+        columns = (
+            Column("Member"),
+            Column(f"Events, {_time(begin_s)} to {_time(end_s)}"),
+            Column("Events", rank=1, right=True),
+            Column("Placements", rank=2, right=True),
+            Column("Warnings", right=True),
+        )
+        console.print(fitted_table(console, columns, rows)[0])
+        for at_s, name, note in sorted(notes)[-_NOTES_MAX:]:
+            console.print(f"{_time(at_s)} {name}: {note}", markup=False)
+
+
+def _unix_s(part: incident_pb2.ListEventsResponse, event: incident_pb2.Event) -> float:
+    return (event.monotonic_ns + part.clock_offset_ns) / 1e9
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S.%f")[:-3]
+
+
+def _note(event: incident_pb2.Event) -> str:
+    """What an operator should read. Empty: nothing."""
+    if event.HasField("alarm"):
+        return f"alarm: {event.alarm.reason}"
+    if event.HasField("line") and event.line.level in _NOTED:
+        return f"{event.line.level} {event.line.message}"
+    if event.HasField("placement") and event.placement.error:
+        return f"placement failed: {event.placement.error}"
+    return ""
+
+
+def replay(file: File, as_json: Json = False) -> None:
+    """Lets placement, queue and admission decide again by the recorded events, and names the first difference.
+
+    Exits with 1 when a decision differs.
+    """
+    with failures_as_exit():
+        members = read_incident(file)
+        results = _replayed(file)
+        if as_json:
+            print_json(results)
+        else:
+            _print_replay(members, results)
+        if any(kind["differing"] for kinds in results.values() for kind in kinds.values()):
+            raise typer.Exit(1)
+
+
+def _replayed(file: Path) -> dict[str, dict[str, Any]]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace_simulator.incident", str(file)],
+            capture_output=True,
+            text=True,
+            timeout=_REPLAY_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"the replay took more than {_REPLAY_S:.0f} s") from error
+    if done.returncode == _MISCONFIGURED:
+        raise ConfigError(done.stderr.strip())
+    if done.returncode:
+        raise InternalError(f"the replay failed: {done.stderr.strip()[-2_000:]}")
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def _print_replay(members: dict[str, Parts], results: dict[str, dict[str, Any]]) -> None:
+    console = answer_console()
+    rows: list[Sequence[str]] = []
+    for name, kinds in results.items():
+        offset_ns = members[name][0].clock_offset_ns
+        for kind, one in kinds.items():
+            first = ""
+            if one["differing"]:
+                first = f"{_time((one['first_ns'] + offset_ns) / 1e9)} {one['first']}"
+            rows.append((name, kind, str(one["compared"]), str(one["differing"]), first))
+    columns = (
+        Column("Router"),
+        Column("Decisions of"),
+        Column("Compared", right=True),
+        Column("Differing", right=True),
+        Column("First difference"),
+    )
+    console.print(fitted_table(console, columns, rows)[0])

@@ -1,0 +1,1 @@
+"""The decisions of a router as events, so that they can be replayed."""
