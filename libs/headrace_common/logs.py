@@ -12,7 +12,7 @@ from typing import Any, Final, TextIO
 
 from opentelemetry import trace
 
-from headrace_common.telemetry.events import LineStore
+from headrace_common.process.events import LineStore
 
 NAMES_MAX: Final = 8_192
 """Requests and transfers of which the process remembers the trace, for its log."""

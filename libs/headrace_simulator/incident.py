@@ -9,37 +9,63 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import numpy as np
+from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from headrace.incident.v1 import incident_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.callers.priority import Priority
 from headrace_common.errors import HeadraceError, NoDecodeWorker
-from headrace_common.registry.adapters import adapter_from_proto, adapters_from_proto
-from headrace_common.time_model.model import TimeModel, time_model_from_proto
+from headrace_common.process.events import event_from_json
+from headrace_common.registry.adapters import adapter_to_proto
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
-from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
-from headrace_router.costs import Candidates, PairCosts, TokenTargets
-from headrace_router.placement import KvAware, PlacementRequest, RoutePolicy
+from headrace_kv.layout import WorkerRef
+from headrace_router.costs import Candidates, PairCosts
+from headrace_router.incident.events import (
+    LoadSet,
+    Placed,
+    PoolCall,
+    PoolMade,
+    QueueCall,
+    QueueEmptied,
+    QueueRestricted,
+    TableMade,
+    TaskExpected,
+    TaskQueued,
+    TimesReported,
+    WorkerJoined,
+)
+from headrace_router.incident.recording import decision_text
+from headrace_router.placement import KvAware
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
-from headrace_router.workers.table import Load, LoadTable, PromptWork, Worker
+from headrace_router.workers.table import LoadTable
 from headrace_simulator.__main__ import EXIT_MISCONFIGURED
 from headrace_simulator.incident_file import events_of, read_incident
 from headrace_simulator.virtual_time import VirtualLoop, run_virtually
 
 _TASKS_MAX: Final = 1_000_000
-_Calls = incident_pb2.PoolCall
+_QUEUE_EVENTS: Final = (
+    *(QueueCall, QueueEmptied, QueueRestricted, TaskExpected, TaskQueued, TimesReported),
+    WorkerJoined,
+)
+_KINDS: Final[Mapping[str, type]] = {
+    kind.__name__: kind for kind in (*_QUEUE_EVENTS, LoadSet, Placed, PoolCall, PoolMade, TableMade)
+}
+_MESSAGES: Final[Mapping[str, type[Message]]] = {
+    "Policy": registry_pb2.Policy,
+    "ListMembersResponse": registry_pb2.ListMembersResponse,
+}
 
 
 @dataclass(slots=True)
@@ -76,7 +102,7 @@ class Replay:
 
 
 def replay(
-    events: Sequence[incident_pb2.Event],
+    events: Iterable[incident_pb2.Event],
     new_placement: Callable[[Random], KvAware] = KvAware,
 ) -> Replay:
     """Replays the events of one router, oldest first."""
@@ -102,182 +128,80 @@ class _Replayer:
         self._result = Replay()
         self._policy = registry_pb2.Policy()
         self._members: Sequence[registry_pb2.Member] = ()
-        self._layouts: list[KvLayout] = []
         self._draws = _Draws()
         self._placement = new_placement(self._draws)
         self._tables: dict[int, LoadTable] = {}
-        self._times: dict[tuple[int, int], TimeModel] = {}
-        self._pulling: Mapping[KvLayout, frozenset[WorkerRef]] = {}
-        self._prefill_times = TimeModel()
         self._queue: _QueueReplay | None = None
         self._pools: dict[int, _PoolReplay] = {}
 
-    async def run(self, events: Sequence[incident_pb2.Event]) -> Replay:
+    async def run(self, events: Iterable[incident_pb2.Event]) -> Replay:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        if events:
-            loop.begin_at(events[0].monotonic_ns / 1e9)
-        for event in events:
-            left_s = event.monotonic_ns / 1e9 - loop.time()
+        for number, one in enumerate(events):
+            event = _read(one)
+            if not number:
+                loop.begin_at(one.monotonic_ns / 1e9)
+            left_s = one.monotonic_ns / 1e9 - loop.time()
             # Timers of the queue alone make decisions.
-            if event.HasField("queue"):
+            if isinstance(event, _QUEUE_EVENTS):
                 await asyncio.sleep(left_s)
             else:
                 loop.pass_over(left_s)
-            self._layouts += map(layout_from_proto, event.new_layouts)
-            self._handle(event)
+            self._handle(one.monotonic_ns, event)
         if self._queue is not None:
             self._queue.compare()
         return self._result
 
-    def _handle(self, event: incident_pb2.Event) -> None:
-        kind = event.WhichOneof("event")
-        if kind == "policy":
-            self._policy = event.policy
-        elif kind == "members":
-            self._members = event.members.members
-            if self._queue is not None:
+    def _handle(self, monotonic_ns: int, event: object) -> None:
+        queue = self._queue
+        match event:
+            case registry_pb2.Policy():
+                self._policy = event
+            case registry_pb2.ListMembersResponse():
+                self._members = event.members
+                if queue is not None:
+                    queue.update(self._members)
+            case TableMade():
+                self._tables[event.table] = LoadTable(event.workers)
+            case LoadSet() if event.table in self._tables:
+                self._tables[event.table].set(event.ref, event.load)
+            case Placed() if event.table in self._tables:
+                replayed = self._choose(event)
+                self._result.placement.add(monotonic_ns, event.decision, replayed)
+            case QueueEmptied():
+                if queue is not None:
+                    queue.compare()
+                self._queue = _QueueReplay(event, self._result.queue, lambda: self._policy)
                 self._queue.update(self._members)
-        elif kind == "table":
-            workers = [self._worker(worker) for worker in event.table.workers]
-            self._tables[event.table.number] = LoadTable(workers)
-        elif kind == "load":
-            self._set_load(event.load)
-        elif kind == "placement":
-            self._place(event.monotonic_ns, event.placement)
-        elif kind == "queue":
-            self._call_queue(event)
-        elif kind == "pool":
-            self._call_pool(event.monotonic_ns, event.pool)
+            case PoolMade():
+                self._pools[event.pool] = _PoolReplay(event, lambda: self._policy.tenant_weights)
+            case PoolCall() if event.pool in self._pools:
+                replayed = self._pools[event.pool].call(event)
+                recorded = _pool_result(event.result, event.granted)
+                self._result.pools.add(monotonic_ns, recorded, replayed)
+            case _ if queue is not None:
+                # The recorded queue has raised the same error.
+                with suppress(HeadraceError):
+                    queue.call(monotonic_ns, event)
 
-    def _worker(self, worker: incident_pb2.TableWorker) -> Worker:
-        return Worker(
-            ref=WorkerRef(worker.worker_id, worker.incarnation),
-            endpoint="",
-            model="",
-            max_model_len=worker.max_model_len,
-            max_num_seqs=worker.max_num_seqs,
-            layout=self._layouts[worker.layout - 1],
-            adapters=adapters_from_proto(worker.adapters),
-            computes_prompts=worker.computes_prompts,
-            role=worker.role,
-        )
-
-    def _set_load(self, change: incident_pb2.LoadChange) -> None:
-        table, key = self._tables.get(change.table), (change.table, change.row)
-        if change.HasField("times"):
-            self._times[key] = time_model_from_proto(change.times, str(change.row))
-        if table is None:
-            return
-        work = PromptWork(
-            change.prompt_tokens,
-            change.prompt_attended,
-            change.head_tokens,
-            change.head_attended,
-            change.head_start_s,
-        )
-        load = Load(
-            requests=change.requests,
-            external_requests=change.external_requests,
-            held_tokens=change.held_tokens,
-            total_tokens=change.total_tokens,
-            reachable=change.reachable,
-            draining=change.draining,
-            prompts=work,
-            times=self._times.get(key, TimeModel()),
-        )
-        table.set(table.workers[change.row].ref, load)
-
-    def _place(self, monotonic_ns: int, one: incident_pb2.Placement) -> None:
-        if one.HasField("pulling"):
-            self._pulling = {
-                self._layouts[each.layout - 1]: _refs(each.workers) for each in one.pulling.layouts
-            }
-        if one.HasField("prefill_times"):
-            self._prefill_times = time_model_from_proto(one.prefill_times, "prefill")
-        table = self._tables.get(one.table)
-        if table is None:
-            return
-        pairs = None
-        if one.pair_allowed:
-            pairs = PairCosts(np.array(one.pair_allowed, np.bool_), np.array(one.pair_extra))
+    def _choose(self, event: Placed) -> str:
+        pairs, cached = None, event.cached_tokens
+        if event.pairs is not None:
+            allowed, extra = event.pairs
+            pairs = PairCosts(np.array(allowed, np.bool_), np.array(extra))
         candidates = Candidates(
-            decode=table,
-            cached_tokens=np.array(one.cached_tokens) if one.cached_tokens else None,
-            prefill=self._pulling,
-            queue_wait_s=one.queue_wait_s,
+            decode=self._tables[event.table],
+            cached_tokens=None if cached is None else np.array(cached, np.float64),
+            prefill=dict(event.pulling),
+            queue_wait_s=event.queue_wait_s,
             pairs=pairs,
-            prefill_times=self._prefill_times,
+            prefill_times=event.prefill_times,
         )
-        self._draws.next = one.drawn
-        recorded = one.error
-        if not recorded:
-            prefill = _ref(one.prefill) if one.HasField("prefill") else None
-            recorded = _decision(table.workers[one.chosen].ref, one.remote, prefill)
+        self._draws.next = event.drawn
         try:
-            decision = self._placement.choose(_placement_request(one), candidates)
-            replayed = _decision(decision.worker.ref, decision.remote, decision.prefill)
+            return decision_text(self._placement.choose(event.request, candidates))
         except NoDecodeWorker as error:
-            replayed = error.reason
-        self._result.placement.add(monotonic_ns, recorded, replayed)
-
-    def _call_queue(self, event: incident_pb2.Event) -> None:
-        if event.queue.emptied:
-            if self._queue is not None:
-                self._queue.compare()
-            self._queue = _QueueReplay(self._result.queue, lambda: self._policy, self._layouts)
-            self._queue.update(self._members)
-        elif self._queue is not None:
-            # The real queue has raised the same error to the caller.
-            with suppress(HeadraceError):
-                self._queue.call(event.monotonic_ns, event.queue)
-
-    def _call_pool(self, monotonic_ns: int, call: incident_pb2.PoolCall) -> None:
-        if call.kind == _Calls.KIND_CREATE:
-            self._pools[call.pool] = _PoolReplay(call, lambda: self._policy.tenant_weights)
-        elif call.pool in self._pools:
-            replayed = self._pools[call.pool].call(call)
-            recorded = _pool_result(done=call.done, granted=call.granted)
-            self._result.pools.add(monotonic_ns, recorded, replayed)
-
-
-def _ref(ref: registry_pb2.MemberRef) -> WorkerRef:
-    return WorkerRef(ref.worker_id, ref.incarnation)
-
-
-def _refs(refs: Sequence[registry_pb2.MemberRef]) -> frozenset[WorkerRef]:
-    return frozenset(map(_ref, refs))
-
-
-def _decision(worker: WorkerRef, remote: bool, prefill: WorkerRef | None) -> str:
-    where = f"remote prefill by {prefill or 'the queue'}" if remote else "local prefill"
-    return f"{worker.worker_id}, {where}"
-
-
-def _placement_request(one: incident_pb2.Placement) -> PlacementRequest:
-    return PlacementRequest(
-        model="",
-        prompt_tokens=one.prompt_tokens,
-        prefill_placement=one.prefill_placement,
-        policy=RoutePolicy(
-            one.local_prefill_max_tokens,
-            one.overlap_weight,
-            one.temperature,
-            one.max_queue_wait_s if one.HasField("max_queue_wait_s") else None,
-        ),
-        remaining_s=one.remaining_s,
-        failed=_refs(one.failed),
-        suspect=_refs(one.suspect),
-        local_only=one.local_only,
-        adapter=adapter_from_proto(one.adapter) if one.HasField("adapter") else None,
-        targets=TokenTargets(
-            one.ttft_s if one.HasField("ttft_s") else None,
-            one.tpot_s if one.HasField("tpot_s") else None,
-            one.elapsed_s,
-            one.answer_tokens,
-        ),
-        early_first=one.early_first,
-    )
+            return error.reason
 
 
 class _QueueReplay:
@@ -285,11 +209,11 @@ class _QueueReplay:
 
     def __init__(
         self,
+        emptied: QueueEmptied,
         comparison: Comparison,
         policy: Callable[[], registry_pb2.Policy],
-        layouts: Sequence[KvLayout],
     ) -> None:
-        self._comparison, self._layouts = comparison, layouts
+        self._comparison = comparison
         self._recorded: dict[WorkerRef, list[tuple[int, str]]] = {}
         self._replayed: dict[WorkerRef, list[str]] = {}
         self._pairing = Pairing(policy)
@@ -299,6 +223,7 @@ class _QueueReplay:
             pairs=self._pairing,
             tenant_weights=lambda: policy().tenant_weights,
         )
+        self._queue.restrict(emptied.restricted)
         self._tasks: dict[str, QueuedTask] = {}
         self._expected: dict[int, Callable[[], None]] = {}
 
@@ -311,161 +236,129 @@ class _QueueReplay:
         """Compares what each worker got, in order."""
         for ref, sent in self._recorded.items():
             replayed = self._replayed.get(ref, [])
-            for index, (monotonic_ns, transfer_id) in enumerate(sent):
+            for index, (monotonic_ns, recorded) in enumerate(sent):
                 other = replayed[index] if index < len(replayed) else "nothing"
-                self._comparison.add(
-                    monotonic_ns,
-                    f"{ref.worker_id} gets {transfer_id}",
-                    f"{ref.worker_id} gets {other}",
-                )
+                who = ref.worker_id
+                self._comparison.add(monotonic_ns, f"{who} gets {recorded}", f"{who} gets {other}")
 
-    def call(self, monotonic_ns: int, one: incident_pb2.QueueCall) -> None:
-        """Makes a call."""
-        kind = one.WhichOneof("call")
+    def call(self, monotonic_ns: int, event: object) -> None:
+        """Makes a call of the queue. Other events are ignored."""
         queue = self._queue
-        if kind == "sent":
-            sent = self._recorded.setdefault(_ref(one.sent.worker), [])
-            sent.append((monotonic_ns, one.sent.transfer_id))
-        elif kind == "joined":
-            self._join(one.joined)
-        elif kind == "restricted":
-            queue.restrict(_refs(one.restricted.workers))
-        elif kind == "task":
-            self._enqueue(one.task)
-        elif kind == "cancelled":
-            task = self._tasks.get(one.cancelled)
-            if task is not None:
+        match event:
+            case WorkerJoined():
+                queue.add_worker(event.ref, event.model, event.layout, event.adapters)
+            case QueueRestricted():
+                queue.restrict(event.refs)
+            case TaskQueued():
+                self._enqueue(event)
+            case TaskExpected():
+                arguments = event.layout, event.tokens, event.priority, event.tenant
+                self._expected[event.number] = queue.expect_task(*arguments)
+            case TimesReported() if stream := queue.workers.get(event.ref):
+                queue.report_times(stream, event.times)
+            case QueueCall(call="sent", ref=WorkerRef() as ref):
+                self._recorded.setdefault(ref, []).append((monotonic_ns, event.transfer_id))
+            case QueueCall(call="cancel") if task := self._tasks.get(event.transfer_id):
                 task.cancel()
-        elif kind == "expected":
-            self._expect(one.expected)
-        elif kind == "left":
-            stream = queue.workers.get(_ref(one.left))
-            if stream is not None:
-                queue.remove_worker(stream)
-        elif kind == "message":
-            stream = queue.workers.get(_ref(one.message.worker))
-            if stream is not None:
-                self._handle(stream, one.message.request)
+            case QueueCall(call="expected_no_more") if event.number in self._expected:
+                self._expected.pop(event.number)()
+            case QueueCall(ref=WorkerRef() as ref) if stream := queue.workers.get(ref):
+                self._call_of_worker(stream, event)
+
+    def _call_of_worker(self, stream: PrefillWorkerStream, event: QueueCall) -> None:
+        if event.call == "remove_worker":
+            self._queue.remove_worker(stream)
+        elif event.call == "add_credits":
+            self._queue.add_credits(stream, event.number)
+        elif event.call == "task_started":
+            self._queue.task_started(stream, event.transfer_id)
+        elif event.call == "task_ended":
+            self._tasks.pop(event.transfer_id, None)
+            done = prefill_pb2.TaskDone(
+                transfer_id=event.transfer_id,
+                cached_tokens=event.number,
+                reason=event.reason,
+            )
+            self._queue.task_ended(stream, done)
 
     def _sent(self, task: prefill_pb2.PrefillTask, prefill: WorkerRef, layout_hash: bytes) -> bytes:
         self._replayed.setdefault(prefill, []).append(task.transfer_id)
         stream = self._queue.workers.get(prefill)
-        if stream is not None:
-            # Nothing else reads it.
-            while not stream.outbox.empty():
-                stream.outbox.get_nowait()
+        # Nothing else reads them.
+        while stream is not None and not stream.outbox.empty():
+            stream.outbox.get_nowait()
         return b""
 
-    def _join(self, joined: incident_pb2.Joined) -> None:
-        hello = joined.hello
-        stream = self._queue.add_worker(
-            WorkerRef(hello.worker_id, hello.incarnation),
-            hello.model,
-            layout_from_proto(hello.layout),
-            adapters_from_proto(hello.adapters),
+    def _enqueue(self, event: TaskQueued) -> None:
+        task = prefill_pb2.PrefillTask(
+            transfer_id=event.transfer_id,
+            token_ids=[0] * event.tokens,
+            start_token=event.start_token,
+            decode_worker_id=event.decode.worker_id,
+            decode_incarnation=event.decode.incarnation,
+            adapter=adapter_to_proto(event.adapter) if event.adapter is not None else None,
         )
-        if joined.HasField("times"):
-            times = time_model_from_proto(joined.times, hello.worker_id)
-            self._queue.report_times(stream, times)
-        if joined.credits:
-            self._queue.add_credits(stream, joined.credits)
-
-    def _enqueue(self, one: incident_pb2.QueuedTask) -> None:
-        one.task.token_ids.extend([0] * one.tokens)
-        terms = TaskTerms(
-            deadline_s=one.deadline_s,
-            avoid=_refs(one.avoid),
-            cached={_ref(each.worker): each.tokens for each in one.cached},
-            returns_max=one.returns_max,
-            front=one.front,
-            priority=Priority.from_proto(one.priority),
-            tenant=one.tenant,
-            planned=_ref(one.planned) if one.HasField("planned") else None,
-        )
-        layout = self._layouts[one.layout - 1]
-        task = self._queue.enqueue(one.task, layout=layout, terms=terms)
-        self._tasks[one.task.transfer_id] = task
-
-    def _expect(self, one: incident_pb2.Expected) -> None:
-        if one.ended:
-            self._expected.pop(one.number, _nothing)()
-            return
-        self._expected[one.number] = self._queue.expect_task(
-            self._layouts[one.layout - 1],
-            one.tokens,
-            Priority.from_proto(one.priority),
-            one.tenant,
-        )
-
-    def _handle(self, stream: PrefillWorkerStream, request: prefill_pb2.PullRequest) -> None:
-        kind = request.WhichOneof("message")
-        if kind == "credit":
-            self._queue.add_credits(stream, request.credit.task_count)
-        elif kind == "started":
-            self._queue.task_started(stream, request.started.transfer_id)
-        elif kind == "done":
-            self._tasks.pop(request.done.transfer_id, None)
-            self._queue.task_ended(stream, request.done)
-
-
-def _nothing() -> None:
-    """A prompt that is expected by no replay."""
+        terms = replace(event.terms, cached=dict(event.cached))
+        queued = self._queue.enqueue(task, layout=event.layout, terms=terms)
+        self._tasks[event.transfer_id] = queued
 
 
 class _PoolReplay:
     """A fair pool."""
 
-    def __init__(
-        self, create: incident_pb2.PoolCall, weights: Callable[[], Mapping[str, float]]
-    ) -> None:
-        self._pool = FairPool(create.amount, weights, queue_above_share=create.done)
+    def __init__(self, made: PoolMade, weights: Callable[[], Mapping[str, float]]) -> None:
+        self._pool = FairPool(made.capacity, weights, queue_above_share=made.queue_above_share)
         self._requests: dict[int, CapacityRequest] = {}
         self._granted: list[int] = []
 
-    def call(self, call: incident_pb2.PoolCall) -> str:
+    def call(self, call: PoolCall) -> str:
         """Makes a call, and returns its result."""
         self._granted.clear()
-        done = self._call(call)
-        return _pool_result(done=done, granted=self._granted)
+        return _pool_result(self._result_of(call), self._granted)
 
-    def _call(self, call: incident_pb2.PoolCall) -> bool:
-        pool, priority = self._pool, Priority.from_proto(call.priority)
-        if call.kind == _Calls.KIND_TAKE:
-            return pool.take(call.tenant, call.amount, priority)
-        if call.kind == _Calls.KIND_ACQUIRE:
-            return pool.acquire(self._request(call)) is Grant.WAITING
-        if call.kind == _Calls.KIND_REQUEUE:
-            pool.requeue(self._request(call))
-            return True
-        if call.kind == _Calls.KIND_CANCEL:
-            request = self._requests.pop(call.request, None)
-            return request is not None and pool.cancel(request)
-        if call.kind == _Calls.KIND_RAISE_LIMIT:
-            return pool.raise_limit(call.amount)
-        if call.kind == _Calls.KIND_RELEASE:
-            if pool.used_by(call.tenant, priority) >= call.amount:
-                pool.release(call.tenant, call.amount, priority)
-        elif call.kind == _Calls.KIND_RESIZE:
-            pool.resize(call.amount)
+    def _result_of(self, call: PoolCall) -> bool:
+        pool = self._pool
+        match call.call:
+            case "take":
+                return pool.take(call.tenant, call.amount, call.priority)
+            case "acquire":
+                return pool.acquire(self._request(call)) is Grant.WAITING
+            case "requeue":
+                pool.requeue(self._request(call))
+                return True
+            case "cancel":
+                request = self._requests.pop(call.request, None)
+                return request is not None and pool.cancel(request)
+            case "raise_limit":
+                return pool.raise_limit(call.amount)
+            case "release" if pool.used_by(call.tenant, call.priority) >= call.amount:
+                pool.release(call.tenant, call.amount, call.priority)
+            case "resize":
+                pool.resize(call.amount)
         return False
 
-    def _request(self, call: incident_pb2.PoolCall) -> CapacityRequest:
-        number = call.request
-
+    def _request(self, call: PoolCall) -> CapacityRequest:
         def granted() -> None:
-            self._granted.append(number)
-            self._requests.pop(number, None)
+            self._granted.append(call.request)
+            self._requests.pop(call.request, None)
 
-        request = CapacityRequest(
-            call.tenant, call.amount, granted, Priority.from_proto(call.priority)
-        )
-        self._requests[number] = request
+        request = CapacityRequest(call.tenant, call.amount, granted, call.priority)
+        self._requests[call.request] = request
         return request
 
 
-def _pool_result(*, done: bool, granted: Sequence[int]) -> str:
+def _pool_result(done: bool, granted: Sequence[int]) -> str:
     waiting = f", and to waiting requests {', '.join(map(str, granted))}" if granted else ""
     return f"{'granted' if done else 'not granted'}{waiting}"
+
+
+def _read(event: incident_pb2.Event) -> object:
+    """None for an event that no decision depends on."""
+    kind = _KINDS.get(event.kind)
+    if kind is not None:
+        return event_from_json(kind, event.value)
+    message = _MESSAGES.get(event.kind)
+    return None if message is None else json_format.Parse(event.value, message())
 
 
 def main() -> int:

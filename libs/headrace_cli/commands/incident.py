@@ -39,6 +39,7 @@ _MISCONFIGURED: Final = 2
 _BUCKETS: Final = 48
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _ASCII: Final = " .:-=+*#@"
+_NOTED_KINDS: Final = ("Alarm", "LogLine", "TaskDone")
 _NOTED: Final = ("WARNING", "ERROR", "CRITICAL")
 _NOTES_MAX: Final = 40
 
@@ -118,53 +119,46 @@ async def _events_of(
 
 
 def show(file: File) -> None:
-    """Draws what the members logged over time, and lists alarms, warnings and where requests were placed."""
+    """Draws the events of each member over time, and lists alarms, warnings and failed placements."""
     with failures_as_exit():
         members = read_incident(file)
         console = answer_console()
-        times = [
-            _unix_s(part, event)
-            for parts in members.values()
+        found = [
+            (_unix_s(part, event), name, event)
+            for name, parts in members.items()
             for part in parts
             for event in part.events
         ]
-        if not times:
+        if not found:
             console.print("The file has no events.")
             return
-        begin_s, end_s = min(times), max(times)
-        width_s = max(1e-3, (end_s - begin_s) / _BUCKETS)
+        begin_s, end_s = min(one[0] for one in found), max(one[0] for one in found)
+        notes = [(at_s, name, note) for at_s, name, event in found if (note := _note(event))]
         levels = _BLOCKS if can_draw_blocks(console) else _ASCII
         rows = []
-        notes: list[tuple[float, str, str]] = []
-        for name, parts in members.items():
-            counts: Counter[int] = Counter()
-            kinds: Counter[str] = Counter()
-            for part in parts:
-                for event in part.events:
-                    at_s = _unix_s(part, event)
-                    counts[min(_BUCKETS - 1, int((at_s - begin_s) / width_s))] += 1
-                    kinds[event.WhichOneof("event") or ""] += 1
-                    note = _note(event)
-                    if note:
-                        notes.append((at_s, name, note))
-            most = max(counts.values(), default=1)
-            drawn = "".join(
-                levels[-(-counts[index] * (len(levels) - 1) // most)] for index in range(_BUCKETS)
-            )
-            noted = sum(one == name for _, one, _ in notes)
-            rows.append(
-                (name, drawn, str(sum(kinds.values())), str(kinds["placement"]), str(noted))
-            )
+        for name in members:
+            times = [at_s for at_s, other, _ in found if other == name]
+            warnings = sum(other == name for _, other, _ in notes)
+            drawn = _drawn(times, begin_s, end_s, levels)
+            rows.append((name, drawn, str(len(times)), str(warnings)))
         columns = (
             Column("Member"),
             Column(f"Events, {_time(begin_s)} to {_time(end_s)}"),
-            Column("Events", rank=1, right=True),
-            Column("Placements", rank=2, right=True),
+            Column("Events", right=True),
             Column("Warnings", right=True),
         )
         console.print(fitted_table(console, columns, rows)[0])
         for at_s, name, note in sorted(notes)[-_NOTES_MAX:]:
             console.print(f"{_time(at_s)} {name}: {note}", markup=False)
+
+
+def _drawn(times: Sequence[float], begin_s: float, end_s: float, levels: str) -> str:
+    """How many events there were, by time."""
+    width_s = max(1e-3, (end_s - begin_s) / _BUCKETS)
+    counts = Counter(min(_BUCKETS - 1, int((at_s - begin_s) / width_s)) for at_s in times)
+    most = max(counts.values(), default=1)
+    top = len(levels) - 1
+    return "".join(levels[-(-counts[bucket] * top // most)] for bucket in range(_BUCKETS))
 
 
 def _unix_s(part: incident_pb2.ListEventsResponse, event: incident_pb2.Event) -> float:
@@ -177,12 +171,15 @@ def _time(unix_s: float) -> str:
 
 def _note(event: incident_pb2.Event) -> str:
     """What an operator should read. Empty: nothing."""
-    if event.HasField("alarm"):
-        return f"alarm: {event.alarm.reason}"
-    if event.HasField("line") and event.line.level in _NOTED:
-        return f"{event.line.level} {event.line.message}"
-    if event.HasField("placement") and event.placement.error:
-        return f"placement failed: {event.placement.error}"
+    if event.kind not in _NOTED_KINDS:
+        return ""
+    value = json.loads(event.value)
+    if event.kind == "Alarm":
+        return f"alarm: {value['reason']}"
+    if event.kind == "LogLine" and value["level"] in _NOTED:
+        return f"{value['level']} {value['message']}"
+    if event.kind == "TaskDone" and "reason" in value:
+        return f"task {value['transferId']} failed: {value['reason']}"
     return ""
 
 

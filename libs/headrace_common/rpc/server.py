@@ -28,6 +28,7 @@ from headrace_common.client_config import (
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.process.events import EVENTS
 from headrace_common.rpc.access import CallerInterceptor, ClientAccess, InternalAccess, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.events import SERVICE as INCIDENT_SERVICE
@@ -45,7 +46,6 @@ from headrace_common.rpc.listener import (
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.rpc.trace_context import TraceInterceptor
 from headrace_common.tasks import BackgroundTasks
-from headrace_common.telemetry.events import EVENTS
 
 _LOG = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from headrace_common.limits import (
     STATUS_STREAMS_MAX,
     STATUS_STREAMS_OF_CALLER_MAX,
 )
+from headrace_common.process.events import EVENT_BYTES, EVENTS
 from headrace_common.tickets import TicketKeys
 from headrace_common.time_model.model import TimeModel, time_model_to_proto
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -58,6 +59,7 @@ class WatchedStatus:
             status.stall.CopyFrom(_stall_to_proto(stall))
             if self._stall is None:
                 _LOG.warning("%s is stalled: %s", status.worker_id, stall)
+                EVENTS.alarm(f"{status.worker_id} is stalled: {stall}")
         elif self._stall is not None:
             _LOG.warning(
                 "%s steps again, after a stall of %.0f s", status.worker_id, self._stall.age_s
@@ -154,7 +156,9 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         while True:
             sent = self._status()
-            yield self._stamped(sent)
+            stamped = self._stamped(sent)
+            EVENTS.add(stamped, 4 * EVENT_BYTES)
+            yield stamped
             idle = _is_idle(sent)
             send_by = loop.time() + (interval_s if idle else min(interval_s, BUSY_INTERVAL_S))
             while loop.time() < send_by:

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, ProtocolViolation, TransferTimeout
+from headrace_common.process.events import EVENTS
 from headrace_kv.leases import QuarantinePolicy, TimerHandle, Timers, running_timers
 from headrace_kv.receive.local_broadcast import LocalCopies
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferState
@@ -86,6 +87,7 @@ class IncomingTransfers:
     def quarantine_writer(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
         """A rank's stream has ended: its writes end with its lease and the transport's timeout."""
         transfer.remove_writer(peer)
+        EVENTS.alarm(f"the blocks of transfer {transfer.transfer_id} are in quarantine")
         transfer.start_quarantine(self.policy, self._now_s())
         self._start_ticks()
 

@@ -24,6 +24,7 @@ from headrace_common.errors import (
     ProtocolViolation,
     TransferFailed,
 )
+from headrace_common.process.events import EVENTS
 from headrace_common.tasks import call_when_done
 from headrace_kv.checksum import (
     DigestMode,
@@ -107,6 +108,7 @@ class CorruptSenderTracker:
         rejected_s = found.add_fault(self._clock(), self._limit, detail)
         if rejected_s:
             _log.error("rejecting KV from %s for %g s: %s", ref, rejected_s, detail)
+            EVENTS.alarm(f"no KV of {ref} is accepted: {detail}")
         if len(self._records) > _TRACKED_LIMIT:
             self._records.popitem(last=False)
 

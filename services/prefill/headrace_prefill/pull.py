@@ -19,6 +19,7 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import Draining, ProtocolViolation, QueueFull
+from headrace_common.process.events import EVENT_BYTES, EVENTS
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.field_bounds import require_bounds
@@ -167,11 +168,15 @@ class PullSession:
             self._times_due_s = now_s + _TIMES_INTERVAL_S
             done.time_model.CopyFrom(time_model_to_proto(self._worker.times(decode_worker_id)))
 
+    def _send_done(self, done: prefill_pb2.TaskDone) -> None:
+        EVENTS.add(done, 2 * EVENT_BYTES)
+        self._send(prefill_pb2.PullRequest(done=done))
+
     def _refuse(self, transfer_id: str, error: Draining | QueueFull) -> None:
         done = prefill_pb2.TaskDone(
             transfer_id=transfer_id, reason=error.reason, detail=error.detail
         )
-        self._send(prefill_pb2.PullRequest(done=done))
+        self._send_done(done)
 
     async def _run_task(self, task: prefill_pb2.PrefillTask) -> None:
         async def on_start() -> None:
@@ -185,7 +190,7 @@ class PullSession:
         try:
             done = await self._worker.run(task, on_start, on_first_token)
             self._add_times(done, task.decode_worker_id)
-            self._send(prefill_pb2.PullRequest(done=done))
+            self._send_done(done)
         finally:
             self._tasks.pop(task.transfer_id, None)
             if not self._tasks:

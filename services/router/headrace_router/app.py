@@ -14,10 +14,10 @@ from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.roles import STATUS_AUDIENCE
 from headrace_common.errors import Draining
 from headrace_common.latency.breakdown import Breakdown
+from headrace_common.process.events import EVENTS, EventRing
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.tasks import end_task, run_forever
-from headrace_common.telemetry.events import EVENTS, EventRing
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp

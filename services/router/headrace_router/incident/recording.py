@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, Final
 from weakref import WeakSet
 
-from headrace.incident.v1 import incident_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import NoDecodeWorker
-from headrace_common.registry.adapters import Adapter
-from headrace_common.telemetry.events import EVENT_BYTES, EventRing
+from headrace_common.process.events import EVENT_BYTES, EventRing
+from headrace_common.registry.adapters import Adapter, adapter_from_proto
+from headrace_common.time_model.model import TimeModel
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.costs import Candidates
-from headrace_router.incident import messages
+from headrace_router.incident.events import (
+    LoadSet,
+    Placed,
+    PoolCall,
+    PoolMade,
+    QueueCall,
+    QueueEmptied,
+    QueueRestricted,
+    TableMade,
+    TaskExpected,
+    TaskQueued,
+    TimesReported,
+    WorkerJoined,
+)
 from headrace_router.placement import Decision, KvAware, Placement, PlacementRequest
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -35,7 +49,6 @@ CHECKPOINT_S: Final = 60.0
 """After this time, state is stored anew: a reader needs no older events."""
 _WORKER_BYTES: Final = 512
 _DECISION_BYTES: Final = 1_536
-_Calls = incident_pb2.PoolCall
 
 
 class RecordedTable(LoadTable):
@@ -50,17 +63,17 @@ class RecordedTable(LoadTable):
     def set(self, ref: WorkerRef, load: Load) -> None:
         """See LoadTable."""
         super().set(ref, load)
-        self._events.add(messages.describe_load, self.number, self._rows[ref], load)
+        self._events.add(LoadSet(self.number, ref, load))
 
     def checkpoint(self) -> None:
         """Stores the workers and their load again."""
         self._store_workers()
         for row, load in self._loads.items():
-            self._events.add(messages.describe_load, self.number, row, load)
+            self._events.add(LoadSet(self.number, self.workers[row].ref, load))
 
     def _store_workers(self) -> None:
         size = EVENT_BYTES + _WORKER_BYTES * len(self.workers)
-        self._events.add(messages.describe_table, self.number, self.workers, size=size)
+        self._events.add(TableMade(self.number, self.workers), size)
 
 
 class Draws(Random):
@@ -89,26 +102,41 @@ class RecordedPlacement(Placement):
 
     def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
         """See Placement."""
-        table, self._draws.last = candidates.decode, 0
+        self._draws.last = 0
         try:
             decision = self._inner.choose(request, candidates)
         except NoDecodeWorker as error:
             self._store(request, candidates, error.reason)
             raise
-        if isinstance(table, RecordedTable):
-            self._store(request, candidates, decision)
+        self._store(request, candidates, decision_text(decision))
         return decision
 
-    def _store(
-        self, request: PlacementRequest, candidates: Candidates, result: Decision | str
-    ) -> None:
-        table = candidates.decode
-        if isinstance(table, RecordedTable):
+    def _store(self, request: PlacementRequest, candidates: Candidates, decision: str) -> None:
+        table, cached, pairs = candidates.decode, candidates.cached_tokens, candidates.pairs
+        if not isinstance(table, RecordedTable):
+            # The model has no workers.
+            return
+        placed = Placed(
+            table.number,
+            request,
+            None if cached is None else tuple(cached.tolist()),
             # It is a live view.
-            pulling = tuple(candidates.prefill.items())
-            size = _DECISION_BYTES + 8 * len(table)
-            arguments = (table.number, request, candidates, pulling, self._draws.last, result)
-            self._events.add(messages.describe_placement, *arguments, size=size)
+            tuple(candidates.prefill.items()),
+            candidates.queue_wait_s,
+            None if pairs is None else (tuple(pairs.allowed.tolist()), tuple(pairs.extra.tolist())),
+            candidates.prefill_times,
+            self._draws.last,
+            decision,
+        )
+        self._events.add(placed, _DECISION_BYTES + 32 * len(table))
+
+
+def decision_text(decision: Decision) -> str:
+    """What was decided."""
+    if not decision.remote:
+        return f"{decision.worker.ref.worker_id}, local prefill"
+    by = decision.prefill.worker_id if decision.prefill is not None else "the queue"
+    return f"{decision.worker.ref.worker_id}, remote prefill by {by}"
 
 
 class RecordedQueue(PrefillQueue):
@@ -118,7 +146,7 @@ class RecordedQueue(PrefillQueue):
         def recorded_sign(
             task: prefill_pb2.PrefillTask, prefill: WorkerRef, layout_hash: bytes
         ) -> bytes:
-            events.add(messages.describe_sent, task.transfer_id, prefill)
+            events.add(QueueCall("sent", prefill, task.transfer_id))
             return sign(task, prefill, layout_hash)
 
         super().__init__(max_queued_tasks, sign=recorded_sign, **options)
@@ -134,12 +162,11 @@ class RecordedQueue(PrefillQueue):
     ) -> Callable[[], None]:
         """See PrefillQueue."""
         number = next(self._expected)
-        arguments = number, layout, tokens, priority, tenant
-        self._events.add(messages.describe_expected, *arguments)
+        self._events.add(TaskExpected(number, layout, tokens, priority, tenant))
         ended = super().expect_task(layout, tokens, priority, tenant)
 
         def recorded_end() -> None:
-            self._events.add(messages.describe_expected_end, number)
+            self._events.add(QueueCall("expected_no_more", number=number))
             ended()
 
         return recorded_end
@@ -148,14 +175,22 @@ class RecordedQueue(PrefillQueue):
         self, task: prefill_pb2.PrefillTask, *, layout: KvLayout, terms: TaskTerms
     ) -> QueuedTask:
         """See PrefillQueue."""
-        # The queue takes the tokens out of the task.
-        arguments = task, len(task.token_ids), layout, terms
-        self._events.add(messages.describe_task, *arguments, size=4 * EVENT_BYTES)
+        queued = TaskQueued(
+            task.transfer_id,
+            len(task.token_ids),
+            task.start_token,
+            WorkerRef(task.decode_worker_id, task.decode_incarnation),
+            adapter_from_proto(task.adapter) if task.HasField("adapter") else None,
+            layout,
+            replace(terms, cached={}, images=()),
+            tuple(terms.cached.items()),
+        )
+        self._events.add(queued, 4 * EVENT_BYTES)
         return super().enqueue(task, layout=layout, terms=terms)
 
     def cancel(self, queued: QueuedTask) -> None:
         """See PrefillQueue."""
-        self._events.add(messages.describe_cancelled, queued.task.transfer_id)
+        self._events.add(QueueCall("cancel", transfer_id=queued.task.transfer_id))
         super().cancel(queued)
 
     def add_worker(
@@ -166,50 +201,57 @@ class RecordedQueue(PrefillQueue):
         adapters: frozenset[Adapter] = frozenset(),
     ) -> PrefillWorkerStream:
         """See PrefillQueue."""
-        arguments = ref, model, layout, adapters
-        self._events.add(messages.describe_joined, *arguments, size=_WORKER_BYTES)
+        self._events.add(WorkerJoined(ref, model, layout, adapters), _WORKER_BYTES)
         return super().add_worker(ref, model, layout, adapters)
 
     def remove_worker(self, stream: PrefillWorkerStream) -> None:
         """See PrefillQueue."""
-        self._events.add(messages.describe_left, stream.ref)
+        self._events.add(QueueCall("remove_worker", stream.ref))
         super().remove_worker(stream)
 
     def restrict(self, refs: frozenset[WorkerRef]) -> None:
         """See PrefillQueue."""
-        self._events.add(messages.describe_restricted, refs)
+        self._events.add(QueueRestricted(refs))
         super().restrict(refs)
 
     def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
         """See PrefillQueue."""
         if task_count:
-            self._events.add(messages.describe_credit, stream.ref, task_count)
+            self._events.add(QueueCall("add_credits", stream.ref, number=task_count))
         super().add_credits(stream, task_count)
 
     def task_started(self, stream: PrefillWorkerStream, transfer_id: str) -> None:
         """See PrefillQueue."""
-        self._events.add(messages.describe_started, stream.ref, transfer_id)
+        self._events.add(QueueCall("task_started", stream.ref, transfer_id))
         super().task_started(stream, transfer_id)
 
     def task_ended(self, stream: PrefillWorkerStream, done: prefill_pb2.TaskDone) -> None:
         """See PrefillQueue."""
-        self._events.add(messages.describe_done, stream.ref, done, size=4 * EVENT_BYTES)
+        arguments = stream.ref, done.transfer_id, done.cached_tokens, done.reason
+        self._events.add(QueueCall("task_ended", *arguments))
         super().task_ended(stream, done)
+
+    def report_times(self, stream: PrefillWorkerStream, times: TimeModel) -> None:
+        """See PrefillQueue."""
+        self._events.add(TimesReported(stream.ref, times), _WORKER_BYTES)
+        super().report_times(stream, times)
 
     def checkpoint(self) -> None:
         """Stores the workers again, unless there are tasks."""
-        streams = [
-            stream for group in self._groups.values() for stream in group.worker_streams.values()
-        ]
+        groups = self._groups.values()
+        streams = [stream for group in groups for stream in group.worker_streams.values()]
         if self.depth or any(stream.tasks for stream in streams):
             return
-        self._events.add(messages.describe_emptied)
-        self._events.add(messages.describe_restricted, self.workers.restricted)
+        self._events.add(QueueEmptied(self.workers.restricted))
         for stream in sorted(streams, key=lambda one: one.number):
             group = self._group_of(stream)
-            arguments = stream.ref, stream.model, group.layout, stream.adapters
-            known = group.times.of(stream.ref)
-            self._events.add(messages.describe_joined, *arguments, stream.credits, known)
+            joined = WorkerJoined(stream.ref, stream.model, group.layout, stream.adapters)
+            self._events.add(joined, _WORKER_BYTES)
+            times = group.times.of(stream.ref)
+            if times is not None:
+                self._events.add(TimesReported(stream.ref, times), _WORKER_BYTES)
+            if stream.credits:
+                self._events.add(QueueCall("add_credits", stream.ref, number=stream.credits))
 
 
 class RecordedPool(FairPool):
@@ -226,63 +268,59 @@ class RecordedPool(FairPool):
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """See FairPool."""
-        done = super().take(tenant, amount, priority)
-        self._store(_Calls.KIND_TAKE, tenant, priority, amount, done=done)
-        return done
+        taken = super().take(tenant, amount, priority)
+        self._store("take", tenant, priority, amount, result=taken)
+        return taken
 
     def acquire(self, request: CapacityRequest) -> Grant:
         """See FairPool."""
         grant = super().acquire(request)
+        # FairPool grants by `take`.
         if grant is not Grant.GRANTED:
-            self._store_request(_Calls.KIND_ACQUIRE, request, done=grant is Grant.WAITING)
+            self._store_request("acquire", request, waits=grant is Grant.WAITING)
         return grant
 
     def requeue(self, request: CapacityRequest) -> None:
         """See FairPool."""
         super().requeue(request)
-        self._store_request(_Calls.KIND_REQUEUE, request, done=True)
+        self._store_request("requeue", request, waits=True)
 
     def cancel(self, request: CapacityRequest) -> bool:
         """See FairPool."""
         number = self._waiting.pop(request, 0)
-        done = super().cancel(request)
-        if done:
-            self._store(_Calls.KIND_CANCEL, *request.claimant, request.amount, number, done=done)
-        return done
+        cancelled = super().cancel(request)
+        if cancelled:
+            self._store("cancel", *request.claimant, request.amount, number, result=True)
+        return cancelled
 
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """See FairPool."""
         super().release(tenant, amount, priority)
-        self._store(_Calls.KIND_RELEASE, tenant, priority, amount)
+        self._store("release", tenant, priority, amount)
 
     def resize(self, capacity: int) -> None:
         """See FairPool."""
         super().resize(capacity)
-        self._store(_Calls.KIND_RESIZE, amount=capacity)
+        self._store("resize", amount=capacity)
 
     def raise_limit(self, units: int) -> bool:
         """See FairPool."""
-        done = super().raise_limit(units)
-        self._store(_Calls.KIND_RAISE_LIMIT, amount=units, done=done)
-        return done
+        limited = super().raise_limit(units)
+        self._store("raise_limit", amount=units, result=limited)
+        return limited
 
     def checkpoint(self) -> None:
         """Stores what is used again, unless requests wait."""
         if self.waiting or self.used > self.capacity or self.usable < self.capacity:
             return
-        self._store(
-            *(_Calls.KIND_CREATE, self._name),
-            amount=self.capacity,
-            done=self.queue_above_share,
-        )
+        made = PoolMade(self._number, self._name, self.capacity, self.queue_above_share)
+        self._events.add(made)
         for (tenant, priority), amount in self._used.items():
-            self._store(_Calls.KIND_TAKE, tenant, priority, amount, done=True)
+            self._store("take", tenant, priority, amount, result=True)
 
-    def _store_request(
-        self, kind: _Calls.Kind.ValueType, request: CapacityRequest, *, done: bool
-    ) -> None:
+    def _store_request(self, call: str, request: CapacityRequest, *, waits: bool) -> None:
         number = 0
-        if done:
+        if waits:
             number = self._waiting[request] = next(self._numbers)
             on_granted = request.on_granted
 
@@ -291,21 +329,22 @@ class RecordedPool(FairPool):
                 on_granted()
 
             request.on_granted = granted
-        self._store(kind, *request.claimant, request.amount, number, done=done)
+        self._store(call, *request.claimant, request.amount, number, result=waits)
 
     def _store(
         self,
-        kind: _Calls.Kind.ValueType,
+        call: str,
         tenant: str = "",
         priority: Priority = Priority.NORMAL,
         amount: int = 0,
         request: int = 0,
         *,
-        done: bool = False,
+        result: bool = False,
     ) -> None:
-        granted, self._granted = self._granted, []
-        arguments = kind, tenant, priority, amount, request, done, granted
-        self._events.add(messages.describe_pool_call, self._number, *arguments)
+        granted = tuple(self._granted)
+        self._granted.clear()
+        arguments = tenant, priority, amount, request, result, granted
+        self._events.add(PoolCall(self._number, call, *arguments))
 
 
 class Recorder:
@@ -315,7 +354,7 @@ class Recorder:
         self._events, self._policy = events, policy
         self._numbers = itertools.count(1)
         self._parts: WeakSet[RecordedTable | RecordedPool | RecordedQueue] = WeakSet()
-        self._members: tuple[registry_pb2.Member, ...] = ()
+        self._members = registry_pb2.ListMembersResponse()
 
     def placement(self) -> Placement:
         """Placement of this router."""
@@ -333,13 +372,7 @@ class Recorder:
         self._parts.add(recorded)
         return recorded
 
-    def queue(
-        self,
-        max_queued_tasks: int,
-        *,
-        sign: SignTask,
-        pairs: Pairing,
-    ) -> PrefillQueue:
+    def queue(self, max_queued_tasks: int, *, sign: SignTask, pairs: Pairing) -> PrefillQueue:
         """The prefill queue."""
         queue = RecordedQueue(
             self._events,
@@ -354,7 +387,18 @@ class Recorder:
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
         """The members or the policy have changed."""
-        self._members = tuple(members)
+        self._members = registry_pb2.ListMembersResponse(
+            members=[
+                registry_pb2.Member(
+                    worker_id=member.worker_id,
+                    incarnation=member.incarnation,
+                    role=member.role,
+                    place=member.place if member.HasField("place") else None,
+                    adapters=member.adapters,
+                )
+                for member in members
+            ]
+        )
         self._store_members()
 
     def checkpoint(self) -> None:
@@ -364,6 +408,5 @@ class Recorder:
             part.checkpoint()
 
     def _store_members(self) -> None:
-        self._events.add(messages.describe_policy, self._policy())
-        size = EVENT_BYTES + _WORKER_BYTES * len(self._members)
-        self._events.add(messages.describe_members, self._members, size=size)
+        self._events.add(self._policy())
+        self._events.add(self._members, EVENT_BYTES + _WORKER_BYTES * len(self._members.members))

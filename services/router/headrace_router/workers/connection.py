@@ -17,6 +17,7 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
+from headrace_common.process.events import EVENTS
 from headrace_common.process.pacing import SHORTEST_S, LoopLoad, must_change
 from headrace_common.rpc.channel import ping_timeout_s
 from headrace_common.rpc.field_bounds import require_bounds
@@ -305,6 +306,7 @@ class WorkerConnection:
         if bool(stuck) != bool(self.stuck):
             if stuck:
                 _LOG.warning("decode worker %s is stuck: %s", self.worker.ref, stuck)
+                EVENTS.alarm(f"decode worker {self.worker.ref} is stuck: {stuck}")
             else:
                 _LOG.info("decode worker %s steps again", self.worker.ref)
         self.stuck = stuck

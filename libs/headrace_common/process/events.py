@@ -1,7 +1,7 @@
 """The last events of this process, for the file of an incident: see incident.proto.
 
-An event is stored as a function and its arguments, and becomes a message when an operator asks for it. So an event
-costs less than a microsecond. Arguments must not change afterwards.
+An event is a dataclass, or a message, and becomes text when an operator asks for it. So an event costs about a
+microsecond. It must not change afterwards.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from headrace.incident.v1 import incident_pb2
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from pydantic import ConfigDict, TypeAdapter
 
 BYTES_MAX: Final = 16 * 1024**2
 ROUTER_BYTES_MAX: Final = 64 * 1024**2
 """Memory of the events of a router, and of another process."""
 EVENT_BYTES: Final = 256
-"""What a usual event takes, with its arguments."""
+"""What a usual event takes."""
 _LINES_MAX: Final = 4_096
 _LINE_CHARACTERS_MAX: Final = 512
 _ALARM_PAUSE_S: Final = 60.0
@@ -27,23 +30,28 @@ _ALARM_AGE_S: Final = 600.0
 """How far back the events of an alarm go."""
 
 
-class Seen(dict[Any, Any]):
-    """What a reader has of this process: an event need not repeat it."""
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of the log."""
+
+    level: str
+    logger: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something that an operator will ask about. The events before it are stored until the next alarm."""
+
+    reason: str
 
 
 class StoredEvent(NamedTuple):
-    """`describe(message, seen, *arguments)` fills the message of the event."""
+    """An event and its memory."""
 
     monotonic_ns: int
     size: int
-    describe: Callable[..., None]
-    arguments: tuple[Any, ...]
-
-    def message(self, seen: Seen) -> incident_pb2.Event:
-        """The event for a reader."""
-        event = incident_pb2.Event(monotonic_ns=self.monotonic_ns)
-        self.describe(event, seen, *self.arguments)
-        return event
+    event: Any
 
 
 class EventRing:
@@ -56,34 +64,34 @@ class EventRing:
         self._lines: deque[StoredEvent] = deque(maxlen=_LINES_MAX)
         self._alarmed: tuple[StoredEvent, ...] = ()
 
-    def add(self, describe: Callable[..., None], *arguments: Any, size: int = EVENT_BYTES) -> None:
-        """Something has happened. `size`: its memory. The oldest events make room."""
-        self._events.append(StoredEvent(time.monotonic_ns(), size, describe, arguments))
+    def add(self, event: object, size: int = EVENT_BYTES) -> None:
+        """Something has happened. The oldest events make room."""
+        self._events.append(StoredEvent(time.monotonic_ns(), size, event))
         self._bytes += size
         while self._bytes > self.bytes_max:
             self._bytes -= self._events.popleft().size
 
-    def add_line(self, level: str, logger: str, message: str) -> None:
+    def add_line(self, line: LogLine) -> None:
         """A line was logged, in any thread."""
-        arguments = level, logger, message[:_LINE_CHARACTERS_MAX]
-        self._lines.append(StoredEvent(time.monotonic_ns(), EVENT_BYTES, _describe_line, arguments))
+        self._lines.append(StoredEvent(time.monotonic_ns(), EVENT_BYTES, line))
 
     def alarm(self, reason: str) -> None:
-        """Something that an operator will ask about: stores the last events until the next alarm."""
+        """Stores the last events until the next alarm."""
         now_ns = time.monotonic_ns()
         if self._alarmed and now_ns - self._alarmed[-1].monotonic_ns < _ALARM_PAUSE_S * 1e9:
             return
-        self.add(_describe_alarm, reason)
+        self.add(Alarm(reason))
         self._alarmed = tuple(self._stored_since(now_ns - int(_ALARM_AGE_S * 1e9)))
 
     def since(self, begin_ns: int) -> list[StoredEvent]:
         """The events since then by the monotonic clock, and those of the last alarm, oldest first."""
-        found = dict.fromkeys(map(id, self._alarmed))
+        found = set(map(id, self._alarmed))
         newer = (one for one in self._stored_since(begin_ns) if id(one) not in found)
         return sorted((*self._alarmed, *newer), key=lambda one: one.monotonic_ns)
 
     def _stored_since(self, begin_ns: int) -> Iterator[StoredEvent]:
-        for events in (self._events, self._lines):
+        # The lines are first: an alarm is last.
+        for events in (self._lines, self._events):
             yield from (one for one in tuple(events) if one.monotonic_ns >= begin_ns)
 
 
@@ -97,14 +105,31 @@ class LineStore(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Stores a line."""
         if record.levelno >= logging.INFO and record.name.startswith("headrace"):
-            EVENTS.add_line(record.levelname, record.name, record.getMessage())
+            message = record.getMessage()[:_LINE_CHARACTERS_MAX]
+            EVENTS.add_line(LogLine(record.levelname, record.name, message))
 
 
-def _describe_line(
-    event: incident_pb2.Event, seen: Seen, level: str, logger: str, message: str
-) -> None:
-    event.line.level, event.line.logger, event.line.message = level, logger, message
+_types: dict[type, TypeAdapter[Any]] = {}
 
 
-def _describe_alarm(event: incident_pb2.Event, seen: Seen, reason: str) -> None:
-    event.alarm.reason = reason
+def _type_of(kind: type) -> TypeAdapter[Any]:
+    found = _types.get(kind)
+    if found is None:
+        # A dataclass has its configuration from the type around it. Infinity and NaN have no numbers in JSON.
+        config = ConfigDict(ser_json_inf_nan="strings", arbitrary_types_allowed=True)
+        around: Any = tuple[kind]  # type: ignore[valid-type]
+        found = _types[kind] = TypeAdapter(around, config=config)
+    return found
+
+
+def event_json(event: object) -> str:
+    """An event as JSON."""
+    if isinstance(event, Message):
+        return MessageToJson(event, indent=None)
+    return _type_of(type(event)).dump_json((event,)).decode()[1:-1]
+
+
+def event_from_json(kind: type, text: str) -> object:
+    """The event of a dataclass."""
+    (event,) = _type_of(kind).validate_json(f"[{text}]")
+    return event  # type: ignore[no-any-return]
