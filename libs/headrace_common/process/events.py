@@ -132,4 +132,4 @@ def event_json(event: object) -> str:
 def event_from_json(kind: type, text: str) -> object:
     """The event of a dataclass."""
     (event,) = _type_of(kind).validate_json(f"[{text}]")
-    return event  # type: ignore[no-any-return]
+    return event

@@ -152,6 +152,8 @@ class RecordedQueue(PrefillQueue):
         super().__init__(max_queued_tasks, sign=recorded_sign, **options)
         self._events = events
         self._expected = itertools.count(1)
+        self._layouts: dict[WorkerRef, KvLayout] = {}
+        """Of the workers. A group has what their layouts share."""
 
     def expect_task(
         self,
@@ -202,11 +204,14 @@ class RecordedQueue(PrefillQueue):
     ) -> PrefillWorkerStream:
         """See PrefillQueue."""
         self._events.add(WorkerJoined(ref, model, layout, adapters), _WORKER_BYTES)
-        return super().add_worker(ref, model, layout, adapters)
+        stream = super().add_worker(ref, model, layout, adapters)
+        self._layouts[ref] = layout
+        return stream
 
     def remove_worker(self, stream: PrefillWorkerStream) -> None:
         """See PrefillQueue."""
         self._events.add(QueueCall("remove_worker", stream.ref))
+        del self._layouts[stream.ref]
         super().remove_worker(stream)
 
     def restrict(self, refs: frozenset[WorkerRef]) -> None:
@@ -244,10 +249,10 @@ class RecordedQueue(PrefillQueue):
             return
         self._events.add(QueueEmptied(self.workers.restricted))
         for stream in sorted(streams, key=lambda one: one.number):
-            group = self._group_of(stream)
-            joined = WorkerJoined(stream.ref, stream.model, group.layout, stream.adapters)
+            layout = self._layouts[stream.ref]
+            joined = WorkerJoined(stream.ref, stream.model, layout, stream.adapters)
             self._events.add(joined, _WORKER_BYTES)
-            times = group.times.of(stream.ref)
+            times = self._group_of(stream).times.of(stream.ref)
             if times is not None:
                 self._events.add(TimesReported(stream.ref, times), _WORKER_BYTES)
             if stream.credits:

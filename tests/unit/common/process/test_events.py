@@ -1,0 +1,58 @@
+"""The events of a process: their bound, and what an alarm stores."""
+
+from __future__ import annotations
+
+import logging
+
+from headrace_common.process.events import (
+    EVENT_BYTES,
+    EVENTS,
+    Alarm,
+    EventRing,
+    LineStore,
+    LogLine,
+    event_from_json,
+    event_json,
+)
+
+
+def _reasons(ring: EventRing, begin_ns: int = 0) -> list[str]:
+    return [one.event.reason for one in ring.since(begin_ns)]
+
+
+def test_the_oldest_events_make_room_for_new_ones() -> None:
+    ring = EventRing(bytes_max=10 * EVENT_BYTES)
+    for number in range(15):
+        ring.add(Alarm(str(number)))
+    assert _reasons(ring) == [str(number) for number in range(5, 15)]
+    ring.add(Alarm("large"), 9 * EVENT_BYTES)
+    assert _reasons(ring) == ["14", "large"]
+
+
+def test_an_alarm_stores_what_led_to_it_until_the_next() -> None:
+    ring = EventRing(bytes_max=10 * EVENT_BYTES)
+    ring.add(Alarm("before"))
+    ring.alarm("stalled")
+    # What follows within a minute replaces nothing.
+    ring.alarm("stalled again")
+    for number in range(20):
+        ring.add(Alarm(str(number)))
+    newest_ns = ring.since(0)[-1].monotonic_ns
+    assert _reasons(ring, newest_ns) == ["before", "stalled", "19"]
+
+
+def test_lines_of_the_log_are_events_and_are_cut() -> None:
+    log = logging.getLogger("headrace_test.events")
+    handler = LineStore()
+    log.addHandler(handler)
+    try:
+        log.warning("worker %s: %s", "w0", "x" * 10_000)
+        log.debug("not stored")
+    finally:
+        log.removeHandler(handler)
+    lines = [one.event for one in EVENTS.since(0) if isinstance(one.event, LogLine)]
+    (line,) = (one for one in lines if one.logger == "headrace_test.events")
+    assert line.level == "WARNING"
+    assert line.message.startswith("worker w0: xxx")
+    assert len(line.message) == 512
+    assert event_from_json(LogLine, event_json(line)) == line
