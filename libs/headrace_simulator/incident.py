@@ -246,14 +246,16 @@ class _QueueReplay:
         queue = self._queue
         match event:
             case WorkerJoined():
-                queue.add_worker(event.ref, event.model, event.layout, event.adapters)
+                arguments = event.ref, event.model, event.layout, event.adapters
+                queue.add_worker(*arguments).last_task_s = event.last_task_s
             case QueueRestricted():
                 queue.restrict(event.refs)
             case TaskQueued():
                 self._enqueue(event)
             case TaskExpected():
-                arguments = event.layout, event.tokens, event.priority, event.tenant
-                self._expected[event.number] = queue.expect_task(*arguments)
+                self._expected[event.number] = queue.expect_task(
+                    event.layout, event.tokens, event.priority, event.tenant
+                )
             case TimesReported() if stream := queue.workers.get(event.ref):
                 queue.report_times(stream, event.times)
             case QueueCall(call="sent", ref=WorkerRef() as ref):

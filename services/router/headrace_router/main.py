@@ -20,6 +20,7 @@ from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpApp, HttpServer
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
+from headrace_common.process.events import EVENTS, ROUTER_BYTES_MAX
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config, redacted
 from headrace_common.registry.membership import Membership
@@ -73,6 +74,7 @@ async def serve_router(config: RouterConfig) -> None:
     incarnation = new_incarnation()
     router_id = config.router_id or _id_from_address(config, incarnation)
     setup_logging(config.log_level, "router", router_id, config.log_format)
+    EVENTS.bytes_max = ROUTER_BYTES_MAX
     _LOG.info("settings: %s", redacted(config))
     codecs = await asyncio.to_thread(load_codecs, config.models)
     ticket_key = SigningKey()

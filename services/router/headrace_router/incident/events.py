@@ -66,6 +66,8 @@ class WorkerJoined:
     model: str
     layout: KvLayout
     adapters: frozenset[Adapter]
+    last_task_s: float = 0.0
+    """When it got its last task, by the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)

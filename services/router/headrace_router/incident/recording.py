@@ -250,7 +250,8 @@ class RecordedQueue(PrefillQueue):
         self._events.add(QueueEmptied(self.workers.restricted))
         for stream in sorted(streams, key=lambda one: one.number):
             layout = self._layouts[stream.ref]
-            joined = WorkerJoined(stream.ref, stream.model, layout, stream.adapters)
+            arguments = stream.ref, stream.model, layout, stream.adapters, stream.last_task_s
+            joined = WorkerJoined(*arguments)
             self._events.add(joined, _WORKER_BYTES)
             times = self._group_of(stream).times.of(stream.ref)
             if times is not None:
