@@ -20,7 +20,6 @@ from headrace_cli.commands import (
     profile,
     route,
     simulate,
-    status,
     trace,
     up,
     workers,
@@ -39,7 +38,7 @@ app = typer.Typer(
 COMMANDS: Final = {
     "Deployment on this machine": (up,),
     "Requests": (chat, route, trace),
-    "Operation": (workers, status, policy, doctor, incident),
+    "Operation": (workers, policy, doctor, incident),
     "Credentials": (credentials,),
     "Numbers of workers": (advise, profile, simulate, planner),
     "Stock vLLM": (pair,),

@@ -112,13 +112,17 @@ def replay(
 class _Draws(Random):
     """Draws what was drawn."""
 
-    next = 0
+    _next = 0
+
+    def draw_next(self, index: int) -> None:
+        """The next draw is this one."""
+        self._next = index
 
     def randrange(self, *bounds: Any) -> int:
-        return min(self.next, int(bounds[0]) - 1)
+        return min(self._next, int(bounds[0]) - 1)
 
     def choices(self, population: Any, weights: Any = None, **options: Any) -> list[Any]:
-        return [population[min(self.next, len(population) - 1)]]
+        return [population[min(self._next, len(population) - 1)]]
 
 
 class _Replayer:
@@ -197,7 +201,7 @@ class _Replayer:
             pairs=pairs,
             prefill_times=event.prefill_times,
         )
-        self._draws.next = event.drawn
+        self._draws.draw_next(event.drawn)
         try:
             return decision_text(self._placement.choose(event.request, candidates))
         except NoDecodeWorker as error:
@@ -247,7 +251,7 @@ class _QueueReplay:
         match event:
             case WorkerJoined():
                 arguments = event.ref, event.model, event.layout, event.adapters
-                queue.add_worker(*arguments).last_task_s = event.last_task_s
+                queue.add_worker(*arguments).had_task(event.last_task_s)
             case QueueRestricted():
                 queue.restrict(event.refs)
             case TaskQueued():

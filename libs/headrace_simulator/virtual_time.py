@@ -43,6 +43,10 @@ class _VirtualSelector(selectors.BaseSelector):
         self.advance(timeout)
         return []
 
+    def begin_at(self, seconds: float) -> None:
+        """The time is this one."""
+        self.now_s = seconds
+
     def advance(self, seconds: float) -> None:
         """Time passes, if `seconds` is more than 0."""
         self.now_s += max(0.0, seconds)
@@ -64,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def begin_at(self, seconds: float) -> None:
         """The time is this one, before any timer is set."""
-        self._clock.now_s = seconds
+        self._clock.begin_at(seconds)
 
     def pass_over(self, seconds: float) -> None:
         """Time passes without a timer: those that are due by then are late."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from headrace_cli.commands.status import page_url
+from headrace_cli.commands.workers import page_url
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from tests.browser import browse

@@ -1,4 +1,4 @@
-"""`headrace workers`, `reset-cache` and `drain`: the members, their prefix caches, and the end of one."""
+"""`headrace workers`, `status`, `reset-cache`, `drain`: the members, the status page, caches, the end of a member."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from headrace_cli.client import (
     Wait,
     call_channel,
     list_members,
+    open_router,
     registry_of,
     reset_prefix_cache,
     rpc_errors,
@@ -38,9 +39,13 @@ from headrace_cli.options import (
     complete_workers,
 )
 from headrace_cli.output import Json, answer_console, message_object, print_json, run_command
+from headrace_common import ports
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
+from headrace_common.config import WILDCARD_HOSTS, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import DeadlineExceeded, NotFound
+from headrace_common.errors import ConfigError, DeadlineExceeded, NotFound
 from headrace_common.limits import DRAIN_GRACE_MAX_S
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
@@ -150,12 +155,16 @@ async def drain(
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `headrace workers`, `headrace reset-cache` and `headrace drain`."""
+    """Adds these commands."""
     app.command(
         cls=AddressedCommand,
         epilog="Examples:  headrace workers   |   headrace workers --watch   |   "
         "headrace workers --registry 127.0.0.1:7051 --json",
     )(workers)
+    app.command(
+        cls=AddressedCommand,
+        epilog="Examples:  headrace status   |   headrace status router-0.example:7057 --json",
+    )(status)
     app.command(
         "reset-cache",
         cls=AddressedCommand,
@@ -228,3 +237,51 @@ async def reset_caches(registry: str, worker_ids: list[str], timeout_s: float) -
             )
     for worker_id in worker_ids:
         await reset_prefix_cache(members[worker_id].endpoint, timeout_s)
+
+
+@run_command
+async def status(
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="[HOST:PORT]",
+            help="The router's status_listen; empty means as the router has it.",
+        ),
+    ] = "",
+    router: Router = DEFAULT_ROUTER,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Prints the address of a router's status page, with this operator's token: keep it secret."""
+
+    found = address or await find_page(router)
+    url = page_url(found, Credentials.from_environment(Role.OPERATOR))
+    if as_json:
+        print_json({"url": url})
+    else:
+        answer_console().print(url, soft_wrap=True, markup=False, highlight=False)
+
+
+async def find_page(router: str) -> str:
+    """The address of the router's status page. Raises NotFound where it has none."""
+    async with open_router(router) as client:
+        listen = (await client.listing()).status_endpoint
+    host, port = split_host_port(listen) if listen else ("", 0)
+    if not port:
+        raise NotFound(
+            f"the router on {router} has no status page with a fixed port: set its status_listen, as with `headrace "
+            f"up --set router.status_listen=127.0.0.1:{ports.ROUTER_STATUS}`",
+            metadata={"router": router},
+        )
+    return f"{split_host_port(router)[0] if host in WILDCARD_HOSTS else host}:{port}"
+
+
+def page_url(address: str, credentials: Credentials) -> str:
+    """The page's URL. Browsers do not send the part with the token. Raises ConfigError."""
+    try:
+        split_host_port(address)
+    except ValueError as error:
+        raise ConfigError(f"{address!r} is no address of a status page: {error}") from error
+    scheme = "https" if credentials.tls.encrypts else "http"
+    token = credentials.page_token(address)
+    return f"{scheme}://{address}/" + (f"#token={token}" if token else "")

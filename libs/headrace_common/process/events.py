@@ -6,16 +6,21 @@ microsecond. It must not change afterwards.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import grpc.aio
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from pydantic import ConfigDict, TypeAdapter
+
+from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
+from headrace_common.durations import seconds_from_duration
 
 BYTES_MAX: Final = 16 * 1024**2
 ROUTER_BYTES_MAX: Final = 64 * 1024**2
@@ -58,7 +63,7 @@ class EventRing:
     """Stores the last events. One thread adds them, and all may add lines of the log."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
-        self.bytes_max = bytes_max
+        self._bytes_max = bytes_max
         self._events: deque[StoredEvent] = deque()
         self._bytes = 0
         self._lines: deque[StoredEvent] = deque(maxlen=_LINES_MAX)
@@ -68,8 +73,12 @@ class EventRing:
         """Something has happened. The oldest events make room."""
         self._events.append(StoredEvent(time.monotonic_ns(), size, event))
         self._bytes += size
-        while self._bytes > self.bytes_max:
+        while self._bytes > self._bytes_max:
             self._bytes -= self._events.popleft().size
+
+    def allow(self, bytes_max: int) -> None:
+        """Events may have so much memory from now on."""
+        self._bytes_max = bytes_max
 
     def add_line(self, line: LogLine) -> None:
         """A line was logged, in any thread."""
@@ -133,3 +142,39 @@ def event_from_json(kind: type, text: str) -> object:
     """The event of a dataclass."""
     (event,) = _type_of(kind).validate_json(f"[{text}]")
     return event
+
+
+INCIDENT_SERVICE: Final = "headrace.incident.v1.IncidentService"
+# They take about a millisecond of the event loop.
+_EVENTS_AT_ONCE: Final = 64
+
+
+class IncidentServicer(incident_pb2_grpc.IncidentServiceServicer):
+    """Sends the events of this process."""
+
+    def __init__(self, events: EventRing) -> None:
+        self._events = events
+
+    async def ListEvents(
+        self,
+        request: incident_pb2.ListEventsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[incident_pb2.ListEventsResponse]:
+        """The stored events, a few with each message."""
+        now_ns = time.monotonic_ns()
+        begin_ns = 0
+        if request.HasField("last"):
+            begin_ns = now_ns - int(seconds_from_duration(request.last) * 1e9)
+        events = self._events.since(begin_ns)
+        for start in range(0, max(1, len(events)), _EVENTS_AT_ONCE):
+            yield incident_pb2.ListEventsResponse(
+                clock_offset_ns=time.time_ns() - now_ns,
+                events=map(_message, events[start : start + _EVENTS_AT_ONCE]),
+            )
+            # Others get their turn, however fast the reader is.
+            await asyncio.sleep(0)
+
+
+def _message(one: StoredEvent) -> incident_pb2.Event:
+    kind, value = type(one.event).__name__, event_json(one.event)
+    return incident_pb2.Event(monotonic_ns=one.monotonic_ns, kind=kind, value=value)

@@ -28,11 +28,9 @@ from headrace_common.client_config import (
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.process.events import EVENTS
+from headrace_common.process.events import EVENTS, INCIDENT_SERVICE, IncidentServicer
 from headrace_common.rpc.access import CallerInterceptor, ClientAccess, InternalAccess, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
-from headrace_common.rpc.events import SERVICE as INCIDENT_SERVICE
-from headrace_common.rpc.events import IncidentServicer
 from headrace_common.rpc.handlers import BoundsInterceptor, EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import (
     CLIENT_CONNECTION_AGE_S,

@@ -47,6 +47,16 @@ class CapacityRequest:
     on_granted: Callable[[], None]
     priority: Priority = Priority.NORMAL
 
+    def call_first(self, watcher: Callable[[], None]) -> None:
+        """`watcher` is called before `on_granted`."""
+        on_granted = self.on_granted
+
+        def granted() -> None:
+            watcher()
+            on_granted()
+
+        self.on_granted = granted
+
     @property
     def claimant(self) -> Claimant:
         """The tenant and the class that the units count for."""

@@ -74,7 +74,7 @@ async def serve_router(config: RouterConfig) -> None:
     incarnation = new_incarnation()
     router_id = config.router_id or _id_from_address(config, incarnation)
     setup_logging(config.log_level, "router", router_id, config.log_format)
-    EVENTS.bytes_max = ROUTER_BYTES_MAX
+    EVENTS.allow(ROUTER_BYTES_MAX)
     _LOG.info("settings: %s", redacted(config))
     codecs = await asyncio.to_thread(load_codecs, config.models)
     ticket_key = SigningKey()

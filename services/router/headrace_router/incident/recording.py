@@ -328,13 +328,7 @@ class RecordedPool(FairPool):
         number = 0
         if waits:
             number = self._waiting[request] = next(self._numbers)
-            on_granted = request.on_granted
-
-            def granted() -> None:
-                self._granted.append(self._waiting.pop(request))
-                on_granted()
-
-            request.on_granted = granted
+            request.call_first(lambda: self._granted.append(self._waiting.pop(request)))
         self._store(call, *request.claimant, request.amount, number, result=waits)
 
     def _store(

@@ -160,7 +160,12 @@ class PrefillQueue:
         Raises QueueFull, or WorkerGone when no connected worker may take the task.
         """
         if self.depth >= self.max_queued_tasks:
-            raise self._full_error()
+            wait_s = max((group.wait_s() for group in self._groups.values()), default=0.0)
+            raise QueueFull(
+                f"the prefill queue holds its {self.max_queued_tasks} tasks already",
+                metadata={"queue": "prefill", "maxsize": str(self.max_queued_tasks)},
+                retry_after_s=min(_RETRY_AFTER_MAX_S, max(QueueFull.retry_after_s or 0.0, wait_s)),
+            )
         group = self._groups.get(fingerprint(layout))
         if group is None:
             raise _no_eligible_worker(task.transfer_id)
@@ -303,14 +308,6 @@ class PrefillQueue:
         return lambda prefill: (
             far_weight(prefill) * tokens
             + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
-        )
-
-    def _full_error(self) -> QueueFull:
-        wait_s = max((group.wait_s() for group in self._groups.values()), default=0.0)
-        return QueueFull(
-            f"the prefill queue holds its {self.max_queued_tasks} tasks already",
-            metadata={"queue": "prefill", "maxsize": str(self.max_queued_tasks)},
-            retry_after_s=min(_RETRY_AFTER_MAX_S, max(QueueFull.retry_after_s or 0.0, wait_s)),
         )
 
     def _group_of(self, stream: PrefillWorkerStream) -> QueueGroup:

@@ -83,6 +83,10 @@ class PrefillWorkerStream:
         # When the task before the oldest one ended.
         self._head_start_s = 0.0
 
+    def had_task(self, time_s: float) -> None:
+        """The worker got its last task then."""
+        self.last_task_s = time_s
+
     def received_message(self) -> None:
         """The worker has sent something."""
         self._received_s = time.monotonic()

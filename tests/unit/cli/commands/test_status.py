@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace_cli.commands.status import page_url
+from headrace_cli.commands.workers import page_url
 from headrace_common.access.credentials import Credentials
 
 
