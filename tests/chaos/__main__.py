@@ -82,6 +82,7 @@ def show(report: ChaosReport, console: Console) -> None:
         ("messages", report.wire_faults),
         ("tiers", report.tier_counts),
         ("requests", outcomes.counts),
+        ("decisions", report.decisions),
         *((f"kind {kind}", counts) for kind, counts in sorted(outcomes.kinds.items())),
     ):
         table.add_section()

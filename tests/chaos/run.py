@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
@@ -22,6 +24,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
+from headrace_simulator.incident_file import write_incident
 from tests.chaos import pool_process
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import (
@@ -58,13 +61,16 @@ class ChaosReport:
     foreign_blocks: int = 0
     unconserved: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
+    decisions: Counter[str] = field(default_factory=Counter)
+    """What a replay of the events of the routers that run at the end has compared, and what it made differently."""
+    differing: list[str] = field(default_factory=list)
 
     @property
     def violations(self) -> list[str]:
         """A line for every broken promise."""
         foreign = [f"{self.foreign_blocks} free blocks were written to"] * bool(self.foreign_blocks)
         own = [*self.outcomes.violations, *self.crashes, *foreign]
-        return [*own, *self.unconserved, *self.left_behind]
+        return [*own, *self.unconserved, *self.left_behind, *self.differing]
 
 
 async def run_chaos(
@@ -95,6 +101,7 @@ async def run_chaos(
         if failed:
             await keeping
         if enough is None or not report.violations:
+            await _replay_decisions(processes, report, folder / "chaos.incident")
             await _repair(processes)
             report.left_behind = await left_behind(processes, QUIESCE_S * plan.slowness)
             # Every worker checks its free blocks once more.
@@ -223,6 +230,30 @@ async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
         case FaultKind.RESTART:
             await processes.terminate(fault.target)
             await processes.begin(fault.target)
+
+
+async def _replay_decisions(processes: Processes, report: ChaosReport, file: Path) -> None:
+    """A timer of the queue may end beside another event, so one decision in a thousand may differ."""
+    parts: list[incident_pb2.ListEventsResponse] = []
+    for name in filter(processes.running, processes.routers):
+        async with open_channel(processes.endpoint(name), processes.identities.operator) as channel:
+            stub = incident_pb2_grpc.IncidentServiceStub(channel)
+            async for part in stub.ListEvents(incident_pb2.ListEventsRequest()):
+                part.member.worker_id, part.member.role = name, registry_pb2.Member.ROLE_ROUTER
+                parts.append(part)
+    write_incident(file, parts)
+    command = (sys.executable, "-m", "headrace_simulator.incident", str(file))
+    # The replay sets the clock of its process.
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await child.communicate()
+    for name, kinds in json.loads(output).items():
+        for kind, one in kinds.items():
+            report.decisions[f"{kind}, compared"] += one["compared"]
+            report.decisions[f"{kind}, differing"] += one["differing"]
+            if one["differing"] > 0.001 * one["compared"]:
+                report.differing.append(
+                    f"{name} decides {one['differing']} times otherwise: {one['first']}"
+                )
 
 
 async def _repair(processes: Processes) -> None:
