@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from operator import itemgetter
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
 from google.protobuf.json_format import MessageToJson
@@ -51,12 +52,8 @@ class Alarm:
     reason: str
 
 
-class StoredEvent(NamedTuple):
-    """An event and its memory."""
-
-    monotonic_ns: int
-    size: int
-    event: Any
+StoredEvent: TypeAlias = tuple[int, int, object]
+"""When an event happened, by the monotonic clock in nanoseconds, its memory, and the event."""
 
 
 class EventRing:
@@ -71,10 +68,10 @@ class EventRing:
 
     def add(self, event: object, size: int = EVENT_BYTES) -> None:
         """Something has happened. The oldest events make room."""
-        self._events.append(StoredEvent(time.monotonic_ns(), size, event))
+        self._events.append((time.monotonic_ns(), size, event))
         self._bytes += size
         while self._bytes > self._bytes_max:
-            self._bytes -= self._events.popleft().size
+            self._bytes -= self._events.popleft()[1]
 
     def allow(self, bytes_max: int) -> None:
         """Events may have so much memory from now on."""
@@ -82,12 +79,12 @@ class EventRing:
 
     def add_line(self, line: LogLine) -> None:
         """A line was logged, in any thread."""
-        self._lines.append(StoredEvent(time.monotonic_ns(), EVENT_BYTES, line))
+        self._lines.append((time.monotonic_ns(), EVENT_BYTES, line))
 
     def alarm(self, reason: str) -> None:
         """Stores the last events until the next alarm."""
         now_ns = time.monotonic_ns()
-        if self._alarmed and now_ns - self._alarmed[-1].monotonic_ns < _ALARM_PAUSE_S * 1e9:
+        if self._alarmed and now_ns - self._alarmed[-1][0] < _ALARM_PAUSE_S * 1e9:
             return
         self.add(Alarm(reason))
         self._alarmed = tuple(self._stored_since(now_ns - int(_ALARM_AGE_S * 1e9)))
@@ -96,12 +93,12 @@ class EventRing:
         """The events since then by the monotonic clock, and those of the last alarm, oldest first."""
         found = set(map(id, self._alarmed))
         newer = (one for one in self._stored_since(begin_ns) if id(one) not in found)
-        return sorted((*self._alarmed, *newer), key=lambda one: one.monotonic_ns)
+        return sorted((*self._alarmed, *newer), key=itemgetter(0))
 
     def _stored_since(self, begin_ns: int) -> Iterator[StoredEvent]:
         # The lines are first: an alarm is last.
         for events in (self._lines, self._events):
-            yield from (one for one in tuple(events) if one.monotonic_ns >= begin_ns)
+            yield from (one for one in tuple(events) if one[0] >= begin_ns)
 
 
 EVENTS: Final = EventRing()
@@ -176,5 +173,6 @@ class IncidentServicer(incident_pb2_grpc.IncidentServiceServicer):
 
 
 def _message(one: StoredEvent) -> incident_pb2.Event:
-    kind, value = type(one.event).__name__, event_json(one.event)
-    return incident_pb2.Event(monotonic_ns=one.monotonic_ns, kind=kind, value=value)
+    monotonic_ns, _, event = one
+    kind, value = type(event).__name__, event_json(event)
+    return incident_pb2.Event(monotonic_ns=monotonic_ns, kind=kind, value=value)

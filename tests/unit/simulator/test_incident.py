@@ -168,11 +168,9 @@ def _recorded(calls: int, seed: int, bytes_max: int = 2**26) -> list[incident_pb
     run_virtually(lambda: Traffic(ring, Random(seed)).run(calls))
     return [
         incident_pb2.Event(
-            monotonic_ns=one.monotonic_ns,
-            kind=type(one.event).__name__,
-            value=event_json(one.event),
+            monotonic_ns=monotonic_ns, kind=type(event).__name__, value=event_json(event)
         )
-        for one in ring.since(0)
+        for monotonic_ns, _, event in ring.since(0)
     ]
 
 

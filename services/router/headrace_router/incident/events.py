@@ -1,6 +1,7 @@
 """The events of a router that its decisions follow from, and the decisions. None has anything of a prompt's content.
 
-The policy and the members are events too, as messages of the registry.
+The policy and the members are events too, as messages of the registry. Events must not be changed: freezing one would
+take most of the time to make it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.workers.table import Load, Worker
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TableMade:
     """A table of decode workers, each without load."""
 
@@ -24,7 +25,7 @@ class TableMade:
     workers: tuple[Worker, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadSet:
     """The load of one of them from now on."""
 
@@ -33,7 +34,7 @@ class LoadSet:
     load: Load
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
     """A decision of placement, with all that it depends on. See Candidates.
 
@@ -51,14 +52,14 @@ class Placed:
     decision: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueueEmptied:
     """The prefill queue has no tasks. Its workers join again after this event."""
 
     restricted: frozenset[WorkerRef]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerJoined:
     """A prefill worker has opened its stream."""
 
@@ -70,7 +71,7 @@ class WorkerJoined:
     """When it got its last task, by the monotonic clock."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TaskQueued:
     """A task joined the queue."""
 
@@ -86,7 +87,7 @@ class TaskQueued:
     """Those of the terms."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TaskExpected:
     """A task will join the queue."""
 
@@ -97,7 +98,7 @@ class TaskExpected:
     tenant: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueueCall:
     """Another call of the queue, by the name of its method. `sent` is its decision: what a worker gets.
 
@@ -111,7 +112,7 @@ class QueueCall:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimesReported:
     """A prefill worker has learned something."""
 
@@ -119,14 +120,14 @@ class TimesReported:
     times: TimeModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueueRestricted:
     """Workers that get only tasks that no other may take."""
 
     refs: frozenset[WorkerRef]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PoolCall:
     """A call of a resource that tenants share, by the name of its method, with its result and the requests that waited
     and got units. `request` is the number of a request that may wait.
@@ -142,7 +143,7 @@ class PoolCall:
     granted: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PoolMade:
     """A pool of which nothing is used."""
 

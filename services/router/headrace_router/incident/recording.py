@@ -341,10 +341,13 @@ class RecordedPool(FairPool):
         *,
         result: bool = False,
     ) -> None:
-        granted = tuple(self._granted)
-        self._granted.clear()
-        arguments = tenant, priority, amount, request, result, granted
-        self._events.add(PoolCall(self._number, call, *arguments))
+        granted: tuple[int, ...] = ()
+        if self._granted:
+            granted = tuple(self._granted)
+            self._granted.clear()
+        self._events.add(
+            PoolCall(self._number, call, tenant, priority, amount, request, result, granted)
+        )
 
 
 class Recorder:

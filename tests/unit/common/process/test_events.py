@@ -17,7 +17,7 @@ from headrace_common.process.events import (
 
 
 def _reasons(ring: EventRing, begin_ns: int = 0) -> list[str]:
-    return [one.event.reason for one in ring.since(begin_ns)]
+    return [event.reason for *_, event in ring.since(begin_ns) if isinstance(event, Alarm)]
 
 
 def test_the_oldest_events_make_room_for_new_ones() -> None:
@@ -37,7 +37,7 @@ def test_an_alarm_stores_what_led_to_it_until_the_next() -> None:
     ring.alarm("stalled again")
     for number in range(20):
         ring.add(Alarm(str(number)))
-    newest_ns = ring.since(0)[-1].monotonic_ns
+    newest_ns, *_ = ring.since(0)[-1]
     assert _reasons(ring, newest_ns) == ["before", "stalled", "19"]
 
 
@@ -50,7 +50,7 @@ def test_lines_of_the_log_are_events_and_are_cut() -> None:
         log.debug("not stored")
     finally:
         log.removeHandler(handler)
-    lines = [one.event for one in EVENTS.since(0) if isinstance(one.event, LogLine)]
+    lines = [event for *_, event in EVENTS.since(0) if isinstance(event, LogLine)]
     (line,) = (one for one in lines if one.logger == "headrace_test.events")
     assert line.level == "WARNING"
     assert line.message.startswith("worker w0: xxx")
