@@ -31,7 +31,7 @@ EVENT_BYTES: Final = 256
 _LINES_MAX: Final = 4_096
 _LINE_CHARACTERS_MAX: Final = 512
 _ALARM_PAUSE_S: Final = 60.0
-"""Alarms that follow one sooner store nothing: what led to the first one tells more."""
+"""Alarms that follow one sooner store nothing: what led to the first one is of more use."""
 _ALARM_AGE_S: Final = 600.0
 """How far back the events of an alarm go."""
 
