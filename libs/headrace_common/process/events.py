@@ -144,6 +144,7 @@ def event_from_json(kind: type, text: str) -> object:
 INCIDENT_SERVICE: Final = "headrace.incident.v1.IncidentService"
 # They take about a millisecond of the event loop.
 _EVENTS_AT_ONCE: Final = 64
+_PART_BYTES: Final = 64 * 1024
 
 
 class IncidentServicer(incident_pb2_grpc.IncidentServiceServicer):
@@ -162,14 +163,19 @@ class IncidentServicer(incident_pb2_grpc.IncidentServiceServicer):
         begin_ns = 0
         if request.HasField("last"):
             begin_ns = now_ns - int(seconds_from_duration(request.last) * 1e9)
-        events = self._events.since(begin_ns)
-        for start in range(0, max(1, len(events)), _EVENTS_AT_ONCE):
-            yield incident_pb2.ListEventsResponse(
-                clock_offset_ns=time.time_ns() - now_ns,
-                events=map(_message, events[start : start + _EVENTS_AT_ONCE]),
-            )
+        offset_ns = time.time_ns() - now_ns
+        part = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns)
+        part_bytes = 0
+        for number, one in enumerate(self._events.since(begin_ns), 1):
+            part_bytes += one[1]
+            part.events.append(_message(one))
+            if number % _EVENTS_AT_ONCE and part_bytes < _PART_BYTES:
+                continue
+            yield part
+            part, part_bytes = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns), 0
             # Others get their turn, however fast the reader is.
             await asyncio.sleep(0)
+        yield part
 
 
 def _message(one: StoredEvent) -> incident_pb2.Event:
