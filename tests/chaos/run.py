@@ -20,7 +20,9 @@ from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
+from headrace_common.access.roles import REGISTRY_AUDIENCE
 from headrace_common.errors import HeadraceError
+from headrace_common.registry.duties import all_members
 from headrace_common.rpc.channel import open_channel
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
@@ -44,6 +46,7 @@ FAULTS_AT_ONCE = 2
 QUIESCE_S = 60.0
 SERVED_WITHIN_S = 30.0
 _ENOUGH_CHECK_S = 0.2
+_CALL_S = 30.0
 
 
 @dataclass(slots=True)
@@ -101,8 +104,8 @@ async def run_chaos(
         if failed:
             await keeping
         if enough is None or not report.violations:
-            await _replay_decisions(processes, report, folder / "chaos.incident")
             await _repair(processes)
+            await _replay_decisions(processes, report, folder / "chaos.incident")
             report.left_behind = await left_behind(processes, QUIESCE_S * plan.slowness)
             # Every worker checks its free blocks once more.
             await asyncio.sleep(3 * plan.wire.watch_interval_s)
@@ -234,12 +237,18 @@ async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
 
 async def _replay_decisions(processes: Processes, report: ChaosReport, file: Path) -> None:
     """A timer of the queue may end beside another event, so one decision in a thousand may differ."""
+    operator = processes.identities.operator
+    async with open_channel(processes.endpoint("registry"), operator, REGISTRY_AUDIENCE) as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        members = await all_members(stub, _CALL_S)
     parts: list[incident_pb2.ListEventsResponse] = []
-    for name in filter(processes.running, processes.routers):
-        async with open_channel(processes.endpoint(name), processes.identities.operator) as channel:
+    for member in members:
+        if member.role != registry_pb2.Member.ROLE_ROUTER:
+            continue
+        async with open_channel(member.endpoint, operator) as channel:
             stub = incident_pb2_grpc.IncidentServiceStub(channel)
-            async for part in stub.ListEvents(incident_pb2.ListEventsRequest()):
-                part.member.worker_id, part.member.role = name, registry_pb2.Member.ROLE_ROUTER
+            async for part in stub.ListEvents(incident_pb2.ListEventsRequest(), timeout=_CALL_S):
+                part.member.CopyFrom(member)
                 parts.append(part)
     write_incident(file, parts)
     command = (sys.executable, "-m", "headrace_simulator.incident", str(file))
