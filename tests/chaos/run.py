@@ -246,8 +246,9 @@ async def _replay_decisions(processes: Processes, report: ChaosReport, file: Pat
         if member.role != registry_pb2.Member.ROLE_ROUTER:
             continue
         async with open_channel(member.endpoint, operator) as channel:
-            stub = incident_pb2_grpc.IncidentServiceStub(channel)
-            async for part in stub.ListEvents(incident_pb2.ListEventsRequest(), timeout=_CALL_S):
+            incidents = incident_pb2_grpc.IncidentServiceStub(channel)
+            request = incident_pb2.ListEventsRequest()
+            async for part in incidents.ListEvents(request, timeout=_CALL_S):
                 part.member.CopyFrom(member)
                 parts.append(part)
     write_incident(file, parts)
