@@ -30,6 +30,7 @@ from headrace_frontend.request.response_stream import Outlet
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.runner import RequestCounter
+from headrace_frontend.store import Store
 from headrace_frontend.tenants import Tenants
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
@@ -264,6 +265,7 @@ class LocalApp:
         preparer._threads = NoThreads()
         self.runner = Runner(preparer)
         self.runner.texts = texts
+        store = Store(2**20, 60.0)
         parts: Any = SimpleNamespace(
             codecs=codecs,
             parsers={"sim": ModelParsers(tool_calls, reasoning)},
@@ -273,7 +275,8 @@ class LocalApp:
             preparer=preparer,
             size=RequestSizeCheck(lambda: {"sim": context}),
             callers=callers or CallerBounds(1_024, check_s=0.05),
-            conversations=ConversationStore(2**20, 60.0),
+            store=store,
+            conversations=ConversationStore(store),
             keep=self._keep,
             images=ImageFetcher(image_hosts),
             stream_ping_s=10.0,

@@ -19,7 +19,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.config import FrontendConfig
-from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
+from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import parsers_of
 from headrace_frontend.openai.body import Body, BodyKind, UnknownFields, parse_body
 from headrace_frontend.openai.image_fetch import ImageFetcher
@@ -29,6 +29,7 @@ from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.request.preparation import ModelWorkers, RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner
+from headrace_frontend.store import AskElsewhere, new_store, nowhere
 from headrace_frontend.tenants import CacheSalts, load_tenants
 from headrace_text.codec import TextCodec
 
@@ -78,7 +79,7 @@ class ClientParts:
         policy: Callable[[], registry_pb2.Policy],
         prefix_hash_key: Callable[[], int],
         count_refused: Callable[[str, int], None],
-        find_conversation: FindElsewhere = nowhere,
+        ask_elsewhere: AskElsewhere = nowhere,
     ) -> None:
         self.codecs, self.models, self.keep = codecs, models, keep
         self.deadline_s = config.default_deadline_s
@@ -91,7 +92,8 @@ class ClientParts:
         self.images = ImageFetcher(config.image_hosts)
         self.tenants = load_tenants(config.api_keys_file)
         self.callers = CallerBounds(config.calls_per_caller_max, count_refused)
-        self.conversations = new_conversation_store(config, find_conversation)
+        self.store = new_store(config, ask_elsewhere)
+        self.conversations = ConversationStore(self.store)
         limits = AdmissionLimits(
             max_num_seqs=config.max_concurrent_requests,
             max_queued_tokens=config.queued_tokens_max,

@@ -1,4 +1,4 @@
-"""Conversations over gRPC."""
+"""What is stored over gRPC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.conversations import ConversationStore
-from headrace_router.conversations import stored
+from headrace_frontend.store import Store
+from headrace_router.store import stored
 
 
 async def test_a_router_that_keeps_nothing_refuses_to_store() -> None:
@@ -17,4 +18,4 @@ async def test_a_router_that_keeps_nothing_refuses_to_store() -> None:
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="a")])
     request = inference_pb2.GenerateRequest(chat=chat, store=True)
     with pytest.raises(InvalidRequest, match=r"store: .*conversations_mib"):
-        await stored(ConversationStore(0, 1.0), request, "t", write)
+        await stored(ConversationStore(Store(0, 1.0)), request, "t", write)
