@@ -136,9 +136,7 @@ class RouterServices:
         adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
             AdapterServicer(self.adapters), server
         )
-        store_pb2_grpc.add_StoreServiceServicer_to_server(
-            StoreServicer(self.parts.conversations), server
-        )
+        store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(self.parts.objects), server)
         load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue, server)
         SpanCollector(self.traces.add_batch).add_to(server)

@@ -14,7 +14,8 @@ from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import ResponseWriter, request_id_of
-from headrace_frontend.conversations import MESSAGES, ConversationStore
+from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.openai.block_apis.stored import StoredObjects
 
 _ASK_S: Final = 2.0
 # Asked at once.
@@ -75,8 +76,8 @@ class OtherRouters:
 class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     """Answers other routers."""
 
-    def __init__(self, conversations: ConversationStore) -> None:
-        self._conversations = conversations
+    def __init__(self, objects: StoredObjects) -> None:
+        self._objects = objects
 
     async def UseEntry(
         self,
@@ -84,9 +85,9 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> store_pb2.UseEntryResponse:
         """See store.proto."""
-        found = None
-        if request.operation == MESSAGES:
-            found = self._conversations.find_here(request.tenant, request.id)
+        found = await self._objects.use_here(
+            request.tenant, request.id, request.operation, request.arguments
+        )
         if found is None:
             raise NotFound("this router does not have the entry; ask another one")
         return store_pb2.UseEntryResponse(result=found)
