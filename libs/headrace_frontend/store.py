@@ -100,8 +100,9 @@ class _TenantEntries:
 
     def _drop(self, entry: Stored) -> None:
         self.stored_bytes -= self._by_use.pop(entry)
-        for entry_id in entry.ids:
+        for entry_id in tuple(entry.ids):
             del self.by_id[type(entry), entry_id]
+            entry.remove(entry_id)
         entry.end()
 
 
@@ -151,7 +152,12 @@ class Store:
         return entry
 
     def put(self, tenant: str, entry: Stored) -> None:
-        """Keeps a new entry, or one that has changed. It takes its ids from entries of its kind."""
+        """Keeps a new entry, or one that has changed. It takes its ids from entries of its kind.
+
+        One without ids was dropped, and stays so.
+        """
+        if not entry.ids:
+            return
         now_s = self._expire(tenant)
         kept = self._tenants.setdefault(tenant, _TenantEntries())
         kept.put(entry, now_s)

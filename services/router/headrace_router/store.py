@@ -85,7 +85,7 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> store_pb2.UseEntryResponse:
         """See store.proto."""
-        found = await self._objects.use_here(
+        found = await self._objects.use_for_others(
             request.tenant, request.id, request.operation, request.arguments
         )
         if found is None:

@@ -9,9 +9,8 @@ from typing import Final
 from headrace_common.http.exchange import HttpExchange
 from headrace_frontend.openai.block_apis.stored import StoredObject
 
-_STATES: Final = (b"in_progress", b"completed", b"incomplete", b"failed")
-_STATE_EVENTS: Final = tuple(b"event: response." + state for state in _STATES)
-_ERROR_EVENT: Final = b"event: error"
+_STATES: Final = ("in_progress", "completed", "incomplete", "failed")
+_STATE_EVENTS: Final = tuple(f"event: response.{state}" for state in _STATES)
 
 
 class BackgroundClient:
@@ -38,17 +37,15 @@ class BackgroundClient:
         """See Client. Comments and the head of the response are left out."""
         if self._entry.ended:
             return
-        for event in data.split(b"\n\n"):
-            name, _, content = event.partition(b"\ndata: ")
+        for event in data.decode().split("\n\n"):
+            name, _, content = event.partition("\ndata: ")
             if name in _STATE_EVENTS:
-                response = json.loads(content)["response"]
-                self._entry.record(event, json.dumps(response).encode())
-            elif name == _ERROR_EVENT:
+                self._entry.set_value(json.loads(content)["response"])
+            elif name == "event: error":
                 found = json.loads(content)
                 error = {"code": found["code"], "message": found["message"]}
                 self._entry.change({"status": "failed", "error": error})
-                self._entry.record(event)
-            elif name.startswith(b"event: "):
+            if name.startswith("event: "):
                 self._entry.record(event)
         self._on_change()
 

@@ -246,10 +246,20 @@ class ResponsesBody(ForwardingBody):
         return given if isinstance(given, str) else given.id
 
     @property
+    def references(self) -> list[str]:
+        """The ids of stored items in its input."""
+        items = [] if isinstance(self.input, str) else self.input
+        return list(dict.fromkeys(item.id for item in items if item.is_reference))
+
+    @property
     def needs_stored_items(self) -> bool:
         """Whether items that it does not have belong to its input."""
-        references = not isinstance(self.input, str) and any(one.is_reference for one in self.input)
-        return references or bool(self.conversation_id)
+        return bool(self.conversation_id or self.references)
+
+    def use_input(self, items: Iterable[Mapping[str, Any]]) -> None:
+        """Takes these items in place of its input."""
+        self.input = [ItemBody.model_validate(item) for item in items]
+        self.sent_input = None
 
     @property
     def chat(self) -> dict[str, Any]:

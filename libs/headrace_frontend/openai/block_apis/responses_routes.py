@@ -21,7 +21,6 @@ from headrace_frontend.openai.answers import AnswerRules
 from headrace_frontend.openai.block_apis.background import BackgroundClient
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
 from headrace_frontend.openai.block_apis.responses_bodies import (
-    ItemBody,
     ResponsesBody,
     messages_of_output,
 )
@@ -62,7 +61,7 @@ class _Turn:
     body: ResponsesBody
     objects: StoredObjects
     stores: bool
-    items: dict[str, bytes]
+    items: dict[str, str]
     """Those of its input."""
     chat: ContinuedChat
     entry: StoredObject | None = field(default=None, init=False)
@@ -77,24 +76,25 @@ class _Turn:
     def begin(self, response: Mapping[str, Any]) -> None:
         """Stores the response before its first text."""
         if self.stores:
-            value = json.dumps(response).encode()
-            streams = self.body.background is True and self.body.stream is True
-            ids = {response["id"]: 0}
-            self.entry = StoredObject(ids=ids, value=value, items=self.items, streams=streams)
+            self.entry = StoredObject(
+                ids={response["id"]: 0},
+                value=json.dumps(response),
+                items=self.items,
+                streams=bool(self.body.background and self.body.stream),
+            )
             self.objects.put(self.tenant, self.entry)
 
     async def save(self, response: Mapping[str, Any]) -> None:
         """Stores the whole response, also in its conversation."""
-        output = response["output"]
-        if self.body.conversation_id:
-            new = [*map(json.loads, self.items.values()), *output]
-            await self.objects.use(self.tenant, self.body.conversation_id, "append", items=new)
-        if self.entry is None:
-            return
-        if not self.body.conversation_id:
+        output, conversation_id = response["output"], self.body.conversation_id
+        if conversation_id:
+            new = {**self.items, **items_by_id(output)}
+            await self.objects.use(self.tenant, conversation_id, "append", items=new)
+        elif self.stores:
             self.chat.save(response["id"], map(chat_message, messages_of_output(output)))
-        if not self.body.background:
-            self.entry.finish(json.dumps(response).encode())
+        if self.entry is not None and not self.body.background:
+            self.entry.set_value(response)
+            self.entry.close()
             self.objects.put(self.tenant, self.entry)
 
     def end(self) -> None:
@@ -127,7 +127,6 @@ class ResponsesRoutes:
             return form
 
         answer = partial(self._answer_in_background, turn) if body.background else None
-
         try:
             await self._generate.answer_chat(
                 exchange,
@@ -160,10 +159,10 @@ class ResponsesRoutes:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         if turn.body.stream:
-            (response_id,) = entry.ids
+            response_id = PREFIXES["responses"] + generation.requests[0].request_id
             await exchange.run_while_connected(self._follow(exchange, turn.tenant, response_id))
         else:
-            await exchange.respond(200, entry.value)
+            await exchange.respond(200, entry.value.encode())
 
     async def _follow(
         self, exchange: HttpExchange, tenant: str, response_id: str, after: int = -1
@@ -199,68 +198,81 @@ class ResponsesRoutes:
     async def _read(self, exchange: HttpExchange) -> tuple[_Turn, Chat]:
         """The request, and the chat that it asks for."""
 
-        def convert(body: ResponsesBody) -> tuple[dict[str, bytes], Chat | None]:
+        def convert(body: ResponsesBody) -> tuple[dict[str, str], Chat | None]:
             items = stored_items(body.sent_input, request_id_of(exchange, body))
-            body.sent_input = None
             later = body.needs_stored_items
             return items, None if later else with_request(exchange, chat_of(body))
 
         tenant, body, (items, chat) = await self._intake.converted(exchange, ResponsesBody, convert)
+        previous_id = body.previous_response_id or ""
         try:
-            resumed = await self._parts.conversations.resume(
-                tenant, body.previous_response_id or ""
-            )
+            resumed = await self._parts.conversations.resume(tenant, previous_id)
         except NotFound as error:
             raise HttpError(404, "previous_response_not_found", error.detail) from error
         stores = self._objects.keeps and body.store is not False
         turn = _Turn(tenant, body, self._objects, stores, items, resumed)
         if chat is None:
             chat = await self._with_stored_items(exchange, turn)
-        body.input = ""
+        # Its images take memory.
+        body.use_input(())
         return turn, chat
 
     async def _with_stored_items(self, exchange: HttpExchange, turn: _Turn) -> Chat:
-        """The chat with the items that the request names. Raises NotFound."""
+        """The chat with the items that the request names. Raises NotFound, and InvalidRequest for too many."""
         body, tenant = turn.body, turn.tenant
         earlier: list[dict[str, Any]] = []
         if body.conversation_id:
             require_kind(body.conversation_id, "conversations")
-            earlier = json.loads(await self._objects.use(tenant, body.conversation_id, "all"))
+            earlier = await self._items_of(tenant, body.conversation_id)
             require_room(len(earlier) + len(turn.items))
-        known = items_by_id(earlier)
-        for one in body.input if not isinstance(body.input, str) else ():
-            if one.id in known:
-                turn.items.pop(one.id, None)
-            elif one.is_reference:
-                turn.items[one.id] = await self._objects.use(
-                    tenant, response_of_item(one.id), "item", item_id=one.id
-                )
+        in_context = {item["id"] for item in earlier}
+        known: dict[str, str] = {}
+        for item_id in body.references:
+            if item_id in in_context:
+                del turn.items[item_id]
+                continue
+            if item_id not in known:
+                known |= items_by_id(await self._items_of(tenant, response_of_item(item_id)))
+            if item_id not in known:
+                raise NotFound(f"{item_id[:64]} is no stored item; send the item itself")
+            turn.items[item_id] = known[item_id]
 
         def convert() -> Chat:
-            items = [*earlier, *map(json.loads, turn.items.values())]
-            body.input = [ItemBody.model_validate(item) for item in items]
+            body.use_input([*earlier, *map(json.loads, turn.items.values())])
             return with_request(exchange, chat_of(body))
 
         return await self._parts.preparer.run(tenant, PARSE, PARSE.loop_max + 1, convert)
 
+    async def _items_of(self, tenant: str, entry_id: str) -> list[dict[str, Any]]:
+        """All items of an entry. They count as if the client had sent them again: see RequestInput."""
+        found = await self._objects.use(tenant, entry_id, "all")
+        if (sent := current_input()) is not None:
+            sent.add(len(found))
+        items: list[dict[str, Any]] = await self._parts.preparer.run(
+            tenant, PARSE, PARSE.loop_max + 1, partial(json.loads, found)
+        )
+        return items
+
     async def create_conversation(self, exchange: HttpExchange) -> None:
         """/v1/conversations."""
-        tenant, body = await self._intake.read(exchange, ConversationBody)
+        name = secrets.token_hex(24)
+        tenant, body, items = await self._new_items(exchange, name)
         if not self._objects.keeps:
             raise InvalidRequest({"conversation": "none is kept here: conversations_mib is 0"})
-        name = secrets.token_hex(24)
         conversation_id = PREFIXES["conversations"] + name
-        conversation = {
-            "id": conversation_id,
-            "object": "conversation",
-            "created_at": int(time.time()),
-            "metadata": body.metadata,
-        }
-        value = json.dumps(conversation).encode()
-        items = stored_items(body.sent_items, name)
+        fields = {"object": "conversation", "created_at": int(time.time())}
+        value = json.dumps({"id": conversation_id, **fields, "metadata": body.metadata})
         entry = StoredObject(ids={conversation_id: 0}, value=value, items=items, ended=True)
         self._objects.put(tenant, entry)
-        await exchange.respond(200, value)
+        await exchange.respond(200, value.encode())
+
+    async def _new_items(
+        self, exchange: HttpExchange, owner: str
+    ) -> tuple[str, ConversationBody, dict[str, str]]:
+        """The tenant, what it sets of a conversation, and the items with their ids."""
+        return await self._intake.converted(
+            exchange, ConversationBody, lambda body: stored_items(body.sent_items, owner)
+        )
 
     async def retrieve(self, exchange: HttpExchange) -> None:
         """GET /v1/responses/{id}."""
@@ -277,14 +289,14 @@ class ResponsesRoutes:
         entry_id, *item_ids = _names(exchange)
         given = _query(exchange).model_dump(exclude_unset=True)
         if operation in ("add", "update"):
-            tenant, body = await self._intake.read(exchange, ConversationBody)
-            items = stored_items(body.sent_items, secrets.token_hex(24)).values()
-            given |= {"metadata": body.metadata, "items": list(map(json.loads, items))}
+            tenant, body, items = await self._new_items(exchange, secrets.token_hex(24))
+            given |= {"metadata": body.metadata, "items": items}
         else:
             tenant = self._intake.tenant_of(exchange)
         if item_ids:
             given["item_id"] = item_ids[0]
-        await exchange.respond(200, await self._objects.use(tenant, entry_id, operation, **given))
+        found = await self._objects.use(tenant, entry_id, operation, **given)
+        await exchange.respond(200, found.encode())
 
 
 def _query(exchange: HttpExchange) -> Arguments:

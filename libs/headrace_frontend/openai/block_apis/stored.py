@@ -27,35 +27,30 @@ PREFIXES: Final = {"responses": "resp_", "conversations": "conv_"}
 """How the ids of entries begin."""
 ADDED_ITEMS_MAX: Final = 20
 _PAGE_ITEMS_MAX: Final = 100
-# What Python's objects take beside the JSON of an entry and of an item, about.
+_ID_CHARACTERS_MAX: Final = 256
+# What Python's objects take beside the JSON of an entry, an item and an event, about.
 _ENTRY_BYTES: Final = 2_000
 _ITEM_BYTES: Final = 250
 _EVENT_BYTES: Final = 50
 # Of one answer about events. Other routers wait for longer.
 _EVENTS_MAX: Final = 1_024
 _EVENTS_WAIT_S: Final = 1.0
-_METADATA_MAX: Final = 16
-_ID_MAX: Final = 256
 _ITEM_PREFIXES: Final = {"message": "msg", "function_call": "fc", "reasoning": "rs"}
 # An item's id has that of its response, but for the prefix.
 _ITEM_ID: Final = re.compile(r"[a-z]+_(.+?)_i?\d+")
 
+_Name = Annotated[str, Field(max_length=64)]
 Metadata = Annotated[
-    dict[
-        Annotated[str, Field(max_length=64)],
-        Annotated[str, Field(max_length=512)],
-    ],
-    Field(max_length=_METADATA_MAX),
+    dict[_Name, Annotated[str, Field(max_length=512)]],
+    Field(default_factory=dict, max_length=16),
 ]
 
 
 class ConversationBody(LenientBody):
     """What a client sets of a conversation. `sent_items` are the items as they were sent."""
 
-    metadata: Metadata = Field(default_factory=dict)
-    items: Annotated[list[ItemBody], Field(max_length=ADDED_ITEMS_MAX)] = Field(
-        default_factory=list
-    )
+    metadata: Metadata
+    items: Annotated[list[ItemBody], Field(default_factory=list, max_length=ADDED_ITEMS_MAX)]
     sent_items: Any = None
 
     @classmethod
@@ -64,7 +59,7 @@ class ConversationBody(LenientBody):
 
 
 class Arguments(LenientBody):
-    """The arguments of an operation. Queries have them as texts."""
+    """The arguments of an operation. Queries have them as texts. `items` has the JSON of each by its id."""
 
     model_config = ConfigDict(strict=False)
 
@@ -74,51 +69,83 @@ class Arguments(LenientBody):
     stream: bool = False
     starting_after: Annotated[int, Field(ge=-1)] = -1
     item_id: str = ""
-    items: list[dict[str, Any]] = Field(default_factory=list)
-    metadata: Metadata = Field(default_factory=dict)
+    items: Annotated[dict[str, str], Field(default_factory=dict)]
+    metadata: Metadata
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StoredObject(Stored):
-    """A response with the items of its input, or a conversation with its items. All of it is JSON, the items by id."""
+    """A response with the items of its input, or a conversation with its items. All is JSON, the items by id."""
 
-    value: bytes
-    items: dict[str, bytes]
+    value: str
+    items: dict[str, str]
     ended: bool = False
     """Whether it is no response that still runs."""
     streams: bool = False
     """Whether it has the events of a response that runs in the background."""
-    _events: list[bytes] = field(default_factory=list, init=False)
+    _output: dict[str, str] = field(default_factory=dict, init=False)
+    _events: list[str] = field(default_factory=list, init=False)
     _stop: Callable[[], None] | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _size: int = field(default=0, init=False)
-    """Bytes of items and events."""
+    _items_bytes: int = field(default=0, init=False)
+    _events_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._size = _bytes_of(self.items)
+        self._count()
 
     @property
     def stored_bytes(self) -> int:
-        return _ENTRY_BYTES + len(self.value) + self._size
+        return _ENTRY_BYTES + len(self.value) + self._items_bytes + self._events_bytes
 
-    def finish(self, value: bytes) -> None:
-        """The response has ended so."""
-        self.value, self.ended = value, True
+    def set_value(self, value: Mapping[str, Any]) -> None:
+        """Replaces the object, and with it the output of a response."""
+        self.value = json.dumps(value)
+        self._output = items_by_id(value.get("output", ()))
+        self._count()
+
+    def change(self, fields: Mapping[str, Any]) -> None:
+        """Replaces fields of the object."""
+        self.set_value({**json.loads(self.value), **fields})
+
+    def use_items(self, operation: str, given: Arguments) -> str:
+        """The result of an operation on its items. Empty for the object. Raises NotFound and InvalidRequest."""
+        result = ""
+        match operation:
+            case "items":
+                result = _page(self.items, given)
+            case "all":
+                result = _listed({**self.items, **self._output}.values())
+            case "add" | "append":
+                if operation == "add":
+                    # What a response has said is never refused.
+                    require_room(len(self.items) + len(given.items))
+                self.items.update(given.items)
+                result = _list_object(given.items, has_more=False)
+            case "item" | "delete_item" if given.item_id not in self.items:
+                shown_id = given.item_id[:_ID_CHARACTERS_MAX]
+                raise NotFound(f"there is no item {shown_id!r}; list the items")
+            case "item":
+                result = self.items[given.item_id]
+            case "delete_item":
+                del self.items[given.item_id]
+            case _:
+                raise InvalidRequest({"operation": "is unknown to this router; upgrade it"})
+        self._count()
+        return result
 
     def run_until(self, stop: Callable[[], None]) -> None:
         """The response runs in the background until it has ended, or `stop` is called."""
         self._stop = stop
 
-    def record(self, event: bytes, value: bytes | None = None) -> None:
-        """Takes an event, and the response in it if it has one."""
-        self.value = value or self.value
+    def record(self, event: str) -> None:
+        """Takes an event of a response that runs in the background."""
         if self.streams:
             self._events.append(event)
-            self._size += len(event) + _EVENT_BYTES
+            self._events_bytes += len(event) + _EVENT_BYTES
             self._notify()
 
     def close(self) -> None:
-        """No event follows."""
+        """The response has ended."""
         self.ended = True
         self._notify()
 
@@ -132,8 +159,8 @@ class StoredObject(Stored):
             self.close()
             self._stop()
 
-    async def events_after(self, number: int) -> bytes:
-        """Events after that with this sequence number. Waits for one for a while. Raises InvalidRequest."""
+    async def events_after(self, number: int) -> dict[str, Any]:
+        """The events after that with this sequence number. Waits for one for a while. Raises InvalidRequest."""
         if not self.streams:
             remedy = "needs a response that was created with background and stream; leave it out"
             raise InvalidRequest({"stream": remedy})
@@ -144,36 +171,7 @@ class StoredObject(Stored):
         found = self._events[number + 1 : number + 1 + _EVENTS_MAX]
         last = number + len(found)
         ended = self.ended and last + 1 >= len(self._events)
-        texts = [event.decode() for event in found]
-        return json.dumps({"events": texts, "last": last, "ended": ended}).encode()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def change(self, fields: Mapping[str, Any]) -> None:
-        """Replaces fields of the object."""
-        self.value = json.dumps({**json.loads(self.value), **fields}).encode()
-
-    def add_items(self, items: Mapping[str, bytes]) -> None:
-        """Adds items at the end."""
-        self.items.update(items)
-        self._size = _bytes_of(self.items)
-
-    def remove_item(self, item_id: str) -> None:
-        """Raises NotFound."""
-        if self.items.pop(item_id, None) is None:
-            raise _no_item(item_id)
-        self._size = _bytes_of(self.items)
-
-    def item(self, item_id: str) -> bytes:
-        """An item of it, or of a response's output. Raises NotFound."""
-        if item_id in self.items:
-            return self.items[item_id]
-        for item in json.loads(self.value).get("output", ()):
-            if item["id"] == item_id:
-                return json.dumps(item).encode()
-        raise _no_item(item_id)
+        return {"events": found, "last": last, "ended": ended}
 
     def end(self) -> None:
         # A request that still runs refers to it.
@@ -183,13 +181,13 @@ class StoredObject(Stored):
         if self._stop is not None:
             self._stop()
 
+    def _count(self) -> None:
+        items = (*self.items.items(), *self._output.items())
+        self._items_bytes = sum(len(one) + len(item) + _ITEM_BYTES for one, item in items)
 
-def _bytes_of(items: Mapping[str, bytes]) -> int:
-    return sum(len(item_id) + len(item) + _ITEM_BYTES for item_id, item in items.items())
-
-
-def _no_item(item_id: str) -> NotFound:
-    return NotFound(f"there is no item {item_id[:64]!r}; list the items, or send the item itself")
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class StoredObjects:
@@ -209,21 +207,20 @@ class StoredObjects:
         self._store.put(tenant, entry)
 
     def remove(self, tenant: str, entry: StoredObject) -> None:
-        """Drops an entry, unless another one has its id."""
+        """Drops an entry, unless it was dropped before."""
         for entry_id in tuple(entry.ids):
-            if self._store.find(tenant, StoredObject, entry_id) is entry:
-                self._store.remove(tenant, StoredObject, entry_id)
+            self._store.remove(tenant, StoredObject, entry_id)
 
-    async def use(self, tenant: str, entry_id: str, operation: str, **arguments: Any) -> bytes:
-        """The result of an operation on a tenant's entry, which any process may have. Raises NotFound."""
-        found = None
-        if len(entry_id) <= RESPONSE_ID_CHARACTERS_MAX:
-            sent = json.dumps(arguments).encode()
-            found = await self.use_here(tenant, entry_id, operation, sent)
-            if found is None:
-                found = await self._store.ask_elsewhere(tenant, entry_id, operation, sent)
+    async def use(self, tenant: str, entry_id: str, operation: str, **arguments: Any) -> str:
+        """The result of an operation on a tenant's entry, which any process may have: JSON. Raises NotFound."""
+        shown_id = entry_id[:RESPONSE_ID_CHARACTERS_MAX]
+        given = Arguments(**arguments)
+        found = await self._use_here(tenant, entry_id, operation, given)
+        if found is None and shown_id == entry_id:
+            sent = given.model_dump_json(exclude_unset=True).encode()
+            elsewhere = await self._store.ask_elsewhere(tenant, entry_id, operation, sent)
+            found = None if elsewhere is None else elsewhere.decode()
         if found is None:
-            shown_id = entry_id[:RESPONSE_ID_CHARACTERS_MAX]
             raise NotFound(
                 f"{shown_id} is not stored: it never was, was deleted, or was not used for an hour, other entries took "
                 "its room, or its router has ended; send all items yourself",
@@ -231,108 +228,90 @@ class StoredObjects:
             )
         return found
 
-    async def use_here(
+    async def use_for_others(
         self, tenant: str, entry_id: str, operation: str, arguments: bytes
     ) -> bytes | None:
-        """As `use`. None when this process does not have the entry."""
+        """The result of another process's operation. None when this one does not have the entry."""
         if operation == MESSAGES:
             return self._conversations.find_here(tenant, entry_id)
+        given = parse_body(Arguments, arguments)
+        found = await self._use_here(tenant, entry_id, operation, given)
+        return None if found is None else found.encode()
+
+    async def _use_here(
+        self, tenant: str, entry_id: str, operation: str, given: Arguments
+    ) -> str | None:
         entry = self._store.find(tenant, StoredObject, entry_id)
         if entry is None:
             return None
-        result = await self._do(
-            tenant, entry, entry_id, operation, parse_body(Arguments, arguments)
-        )
-        if entry.ids:
-            self._store.put(tenant, entry)
-        return result or entry.value
-
-    async def _do(
-        self, tenant: str, entry: StoredObject, entry_id: str, operation: str, given: Arguments
-    ) -> bytes | None:
-        """The result, None for the object itself."""
-        result = None
+        result = ""
         match operation:
             case "retrieve":
                 pass
-            case "items":
-                result = _page(entry.items, given)
-            case "all":
-                result = _listed(entry.items.values())
-            case "item":
-                result = entry.item(given.item_id)
+            case "update":
+                entry.change({"metadata": given.metadata})
             case "events":
-                result = await entry.events_after(given.starting_after)
+                result = json.dumps(await entry.events_after(given.starting_after))
             case "cancel":
                 entry.cancel()
             case "delete":
                 self._store.remove(tenant, StoredObject, entry_id)
                 self._conversations.remove(tenant, entry_id)
-                result = _deleted(entry_id)
-            case "update":
-                entry.change({"metadata": given.metadata})
-            case "add" | "append":
-                added = items_by_id(given.items)
-                if operation == "add":
-                    # What a response has said is never refused.
-                    require_room(len(entry.items) + len(added))
-                entry.add_items(added)
-                result = _list_object(list(added.values()))
-            case "delete_item":
-                entry.remove_item(given.item_id)
+                is_response = entry_id.startswith(PREFIXES["responses"])
+                kind = "response" if is_response else "conversation.deleted"
+                result = json.dumps({"id": entry_id, "object": kind, "deleted": True})
             case _:
-                raise InvalidRequest({"operation": "is unknown to this router; upgrade it"})
-        return result
+                result = entry.use_items(operation, given)
+        self._store.put(tenant, entry)
+        return result or entry.value
 
 
-def _deleted(entry_id: str) -> bytes:
-    kind = "response" if entry_id.startswith(PREFIXES["responses"]) else "conversation.deleted"
-    return json.dumps({"id": entry_id, "object": kind, "deleted": True}).encode()
-
-
-def _page(items: Mapping[str, bytes], given: Arguments) -> bytes:
+def _page(items: Mapping[str, str], given: Arguments) -> str:
     """A part of a list. Raises InvalidRequest."""
     ids = list(items) if given.order == "asc" else list(items)[::-1]
     if given.after and given.after not in items:
         raise InvalidRequest({"after": "is no item of this list; use the last_id of a page"})
     ids = ids[ids.index(given.after) + 1 :] if given.after else ids
-    return _list_object([items[one] for one in ids[: given.limit]], len(ids) > given.limit)
+    shown = {one: items[one] for one in ids[: given.limit]}
+    return _list_object(shown, has_more=len(ids) > given.limit)
 
 
-def _list_object(items: list[bytes], has_more: bool = False) -> bytes:
+def _list_object(items: Mapping[str, str], *, has_more: bool) -> str:
     """A list of items as OpenAI has it."""
-    first, last = (json.loads(items[place])["id"] if items else "" for place in (0, -1))
-    fields = {"object": "list", "first_id": first, "last_id": last, "has_more": has_more}
-    return b'%b, "data": %b}' % (json.dumps(fields).encode()[:-1], _listed(items))
+    ids = list(items) or [""]
+    fields = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
+    return f'{json.dumps(fields)[:-1]}, "data": {_listed(items.values())}}}'
 
 
-def _listed(items: Iterable[bytes]) -> bytes:
-    return b"[%b]" % b", ".join(items)
+def _listed(items: Iterable[str]) -> str:
+    return f"[{', '.join(items)}]"
 
 
-def items_by_id(items: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
-    """Items that have an id."""
-    return {item["id"]: json.dumps(item).encode() for item in items}
+def items_by_id(items: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The JSON of items that have an id."""
+    return {item["id"]: json.dumps(item) for item in items}
 
 
-def stored_items(sent: Any, owner: str) -> dict[str, bytes]:
+def stored_items(sent: Any, owner: str) -> dict[str, str]:
     """The items of an input as they are stored and listed. Those without an id get one with that of the owner."""
     given = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent or []
-    items: dict[str, bytes] = {}
+    items: dict[str, str] = {}
     for number, item in enumerate(given):
         kind = item.get("type") or "message"
         item_id = item.get("id")
-        if not isinstance(item_id, str) or not 0 < len(item_id) <= _ID_MAX or item_id in items:
+        is_id = isinstance(item_id, str) and 0 < len(item_id) <= _ID_CHARACTERS_MAX
+        if not is_id or item_id in items:
             item_id = f"{_ITEM_PREFIXES.get(kind, 'item')}_{owner}_i{number}"
-        sent_fields = {name: value for name, value in item.items() if value is not None}
-        fields = {**sent_fields, "id": item_id, "type": kind}
+        fields = {name: value for name, value in item.items() if value is not None}
+        fields |= {"id": item_id, "type": kind}
         if kind == "message":
-            fields = {"status": "completed", **fields}
+            fields.setdefault("status", "completed")
             if isinstance(text := item.get("content"), str):
-                is_answer = item.get("role") == "assistant"
-                part = {"type": "output_text" if is_answer else "input_text", "text": text}
-                fields["content"] = [part | ({"annotations": []} if is_answer else {})]
-        items[item_id] = json.dumps(fields).encode()
+                part: dict[str, Any] = {"type": "input_text", "text": text}
+                if item.get("role") == "assistant":
+                    part = {"type": "output_text", "text": text, "annotations": []}
+                fields["content"] = [part]
+        items[item_id] = json.dumps(fields)
     return items
 
 

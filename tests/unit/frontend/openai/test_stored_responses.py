@@ -160,3 +160,16 @@ async def test_a_silent_stream_from_the_store_gets_comments() -> None:
     assert reply.body.startswith(b":\n\n") or reply.body.startswith(b"event: response.created")
     assert reply.body.count(b":\n\n") >= 1
     assert b"response.completed" in reply.body
+
+
+async def test_a_newer_response_takes_the_id_of_one_that_runs() -> None:
+    app = LocalApp()
+    app.runner.wait_s = 5.0
+    body = {"input": "old", "background": True, "request_id": "1"}
+    assert (await app.post("/v1/responses", body)).status == 200
+    app.runner.wait_s = 0.0
+    await respond(app, "new", request_id="1")
+    await asyncio.sleep(10.0)
+    items = (await use(app, "GET", "/v1/responses/resp_1/input_items")).json["data"]
+    assert [item["content"][0]["text"] for item in items] == ["new"]
+    assert app.runner.ended == 1
