@@ -167,9 +167,22 @@ async def test_a_newer_response_takes_the_id_of_one_that_runs() -> None:
     app.runner.wait_s = 5.0
     body = {"input": "old", "background": True, "request_id": "1"}
     assert (await app.post("/v1/responses", body)).status == 200
+    await asyncio.sleep(1.0)
     app.runner.wait_s = 0.0
     await respond(app, "new", request_id="1")
     await asyncio.sleep(10.0)
     items = (await use(app, "GET", "/v1/responses/resp_1/input_items")).json["data"]
     assert [item["content"][0]["text"] for item in items] == ["new"]
     assert app.runner.ended == 1
+
+
+async def test_a_conversation_gets_the_items_of_a_response_that_is_not_stored() -> None:
+    app = LocalApp()
+    made = (await use(app, "POST", "/v1/conversations", {"items": [ITEM]})).json
+    _, answer = await respond(app, "hi", conversation=made["id"], store=False)
+    assert (await use(app, "GET", f"/v1/responses/{answer['id']}")).status == 404
+    listed = await use(app, "GET", f"/v1/conversations/{made['id']}/items", query="order=asc")
+    assert [item["role"] for item in listed.json["data"]] == ["user", "user", "assistant"]
+    item = {"type": "item_reference", "id": listed.json["last_id"]}
+    named, _ = await respond(app, [item, ITEM], conversation=made["id"])
+    assert len(named.requests[0].chat.messages) == 4
