@@ -177,7 +177,7 @@ async def test_a_newer_response_takes_the_id_of_one_that_runs() -> None:
 
 
 async def test_a_conversation_gets_the_items_of_a_response_that_is_not_stored() -> None:
-    app = LocalApp()
+    app = LocalApp(reasoning="")
     made = (await use(app, "POST", "/v1/conversations", {"items": [ITEM]})).json
     _, answer = await respond(app, "hi", conversation=made["id"], store=False)
     assert (await use(app, "GET", f"/v1/responses/{answer['id']}")).status == 404
