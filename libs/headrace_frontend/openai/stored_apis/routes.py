@@ -18,7 +18,7 @@ from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.conversations import ContinuedChat
 from headrace_frontend.openai.answers import AnswerRules
-from headrace_frontend.openai.block_apis.background import BackgroundClient
+from headrace_frontend.openai.stored_apis.background import BackgroundClient
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
 from headrace_frontend.openai.block_apis.responses_bodies import (
     ResponsesBody,
