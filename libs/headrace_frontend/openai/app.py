@@ -19,11 +19,11 @@ from headrace_common.telemetry.metrics.prometheus import content_type
 from headrace_common.version import version
 from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
-from headrace_frontend.openai.stored_apis.routes import ResponsesRoutes
 from headrace_frontend.openai.errors import OPENAI_ERRORS, serve, unknown_path
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import KeepBody
 from headrace_frontend.openai.routes import GenerateRoutes, TokenizeRoutes
+from headrace_frontend.openai.stored_apis.routes import ResponsesRoutes
 from headrace_frontend.promises import kept_object
 from headrace_frontend.tenants import Tenants
 

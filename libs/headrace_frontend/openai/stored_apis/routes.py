@@ -18,7 +18,6 @@ from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.conversations import ContinuedChat
 from headrace_frontend.openai.answers import AnswerRules
-from headrace_frontend.openai.stored_apis.background import BackgroundClient
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
 from headrace_frontend.openai.block_apis.responses_bodies import (
     ResponsesBody,
@@ -50,6 +49,7 @@ from headrace_frontend.openai.routes import (
     request_id_of,
     with_request,
 )
+from headrace_frontend.openai.stored_apis.background import BackgroundClient
 from headrace_frontend.request.computations import PARSE
 
 
