@@ -147,6 +147,9 @@ class StoredObject(Stored):
     def close(self) -> None:
         """The response has ended."""
         self.ended = True
+        if self._stop is not None:
+            # The request has its client's key.
+            self._stop = _stop_nothing
         self._notify()
 
     def cancel(self) -> None:
@@ -156,8 +159,7 @@ class StoredObject(Stored):
             raise InvalidRequest({"id": remedy})
         if not self.ended:
             self.change({"status": "cancelled"})
-            self.close()
-            self._stop()
+            self._halt()
 
     async def events_after(self, number: int) -> dict[str, Any]:
         """The events after that with this sequence number. Waits for one for a while. Raises InvalidRequest."""
@@ -177,9 +179,12 @@ class StoredObject(Stored):
         # A request that still runs refers to it.
         self.items.clear()
         self._events.clear()
+        self._halt()
+
+    def _halt(self) -> None:
+        stop = self._stop or _stop_nothing
         self.close()
-        if self._stop is not None:
-            self._stop()
+        stop()
 
     def _count(self) -> None:
         items = (*self.items.items(), *self._output.items())
@@ -188,6 +193,10 @@ class StoredObject(Stored):
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _stop_nothing() -> None:
+    """For what does not run."""
 
 
 class StoredObjects:

@@ -62,7 +62,7 @@ class _Turn:
     objects: StoredObjects
     stores: bool
     items: dict[str, str]
-    """Those of its input."""
+    """Those of its input, until nothing needs them any more."""
     chat: ContinuedChat
     entry: StoredObject | None = field(default=None, init=False)
 
@@ -79,10 +79,12 @@ class _Turn:
             self.entry = StoredObject(
                 ids={response["id"]: 0},
                 value=json.dumps(response),
-                items=self.items,
+                items=dict(self.items),
                 streams=bool(self.body.background and self.body.stream),
             )
             self.objects.put(self.tenant, self.entry)
+        if not self.body.conversation_id:
+            self.items.clear()
 
     async def save(self, response: Mapping[str, Any]) -> None:
         """Stores the whole response, also in its conversation."""
