@@ -73,7 +73,8 @@ class ItemBody(LenientBody):
     """
 
     type: str = "message"
-    id: str = ""
+    id: Any = ""
+    """Of a reference a text. Those of other items are ignored."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | _Parts | None = None
     call_id: str = ""
@@ -117,7 +118,7 @@ class ItemBody(LenientBody):
 
     @model_validator(mode="after")
     def _check(self) -> ItemBody:
-        if self.is_reference and not self.id:
+        if self.is_reference and not (self.id and isinstance(self.id, str)):
             raise ValueError("id: is missing; send that of a stored item, or the item itself")
         if self.type == "message" and self.role is None:
             raise ValueError("role: a message needs a role")

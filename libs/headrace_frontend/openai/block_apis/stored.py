@@ -79,10 +79,10 @@ class StoredObject(Stored):
 
     value: str
     items: dict[str, str]
-    ended: bool = False
-    """Whether it is no response that still runs."""
     streams: bool = False
     """Whether it has the events of a response that runs in the background."""
+    ended: bool = field(default=False, init=False)
+    """Whether it is a response that runs no more."""
     _output: dict[str, str] = field(default_factory=dict, init=False)
     _events: list[str] = field(default_factory=list, init=False)
     _stop: Callable[[], None] | None = field(default=None, init=False)

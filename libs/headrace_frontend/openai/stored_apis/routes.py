@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qsl
 
 from headrace.inference.v1 import inference_pb2
@@ -51,6 +51,10 @@ from headrace_frontend.openai.routes import (
 )
 from headrace_frontend.openai.stored_apis.background import BackgroundClient
 from headrace_frontend.request.computations import PARSE
+
+
+REFERRED_MAX: Final = 512
+"""Responses that the items of one request refer to. Each may be on another router."""
 
 
 @dataclass(slots=True)
@@ -222,6 +226,9 @@ class ResponsesRoutes:
     async def _with_stored_items(self, exchange: HttpExchange, turn: _Turn) -> Chat:
         """The chat with the items that the request names. Raises NotFound, and InvalidRequest for too many."""
         body, tenant = turn.body, turn.tenant
+        if len(set(map(response_of_item, body.references))) > REFERRED_MAX:
+            remedy = f"refers to more than {REFERRED_MAX} responses; send the items themselves"
+            raise InvalidRequest({"input": remedy})
         earlier: list[dict[str, Any]] = []
         if body.conversation_id:
             require_kind(body.conversation_id, "conversations")
@@ -264,7 +271,7 @@ class ResponsesRoutes:
         conversation_id = PREFIXES["conversations"] + name
         fields = {"object": "conversation", "created_at": int(time.time())}
         value = json.dumps({"id": conversation_id, **fields, "metadata": body.metadata})
-        entry = StoredObject(ids={conversation_id: 0}, value=value, items=items, ended=True)
+        entry = StoredObject(ids={conversation_id: 0}, value=value, items=items)
         self._objects.put(tenant, entry)
         await exchange.respond(200, value.encode())
 

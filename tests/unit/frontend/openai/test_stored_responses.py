@@ -63,6 +63,8 @@ async def use(app: LocalApp, method: str, path: str, body: Any = None, query: st
 
 
 ITEM = {"role": "user", "content": "x"}
+REFERENCE = {"type": "item_reference", "id": "msg_1_0"}
+REFERENCES = [{**REFERENCE, "id": f"msg_{number}_0"} for number in range(513)]
 BACKGROUND = {"background": True, "stream": True}
 
 
@@ -84,6 +86,11 @@ BACKGROUND = {"background": True, "stream": True}
         ("POST", "/v1/responses/{id}/cancel", {}, "", 400, "background: true"),
         ("POST", "/v1/conversations", {"items": [ITEM] * 21}, "", 400, "at most 20 items"),
         ("POST", "/v1/conversations", {"items": [{"role": 1}]}, "", 400, "items"),
+        ("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": 1}]}, "", 400, "id"),
+        ("POST", "/v1/responses", {"input": REFERENCES}, "", 400, "more than 512 responses"),
+        ("POST", "/v1/responses", {"input": [REFERENCE]}, "", 404, "send all items"),
+        ("POST", "/v1/responses", {"input": "x", "conversation": "resp_1"}, "", 400, "conv_"),
+        ("POST", "/v1/responses", {"input": "x", "conversation": "conv_1"}, "", 404, "send all"),
         ("POST", "/v1/conversations", {"metadata": {"k" * 65: ""}}, "", 400, "metadata"),
         ("POST", "/v1/conversations", {"metadata": {"k": "v" * 513}}, "", 400, "metadata"),
         (
