@@ -52,7 +52,6 @@ from headrace_frontend.openai.routes import (
 from headrace_frontend.openai.stored_apis.background import BackgroundClient
 from headrace_frontend.request.computations import PARSE
 
-
 REFERRED_MAX: Final = 512
 """Responses that the items of one request refer to. Each may be on another router."""
 
