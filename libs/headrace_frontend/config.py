@@ -121,9 +121,9 @@ class FrontendConfig(ClientAccessConfig):
 
     conversations_mib: NonNegativeCount = Field(
         default=256,
-        description="MiB of main memory for conversations that clients continue by the id of an answer "
-        "(previous_response_id, resume), for an hour after its last use. Without room, the tenant with the most loses "
-        "its oldest. 0: none is kept, and clients send whole conversations.",
+        description="MiB of main memory for responses and conversations that clients name by an id "
+        "(previous_response_id, conversation, resume), for an hour after the last use. Without room, the tenant with "
+        "the most loses its oldest. 0: none is kept, and clients send whole conversations.",
     )
 
     @property

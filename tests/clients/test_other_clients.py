@@ -1,4 +1,4 @@
-"""Clients without our code: OpenAI's own for Node, buf curl from reflection alone."""
+"""Clients without our code: two for Node, OpenAI's own and Vercel's, and buf curl from reflection alone."""
 
 from __future__ import annotations
 
@@ -52,6 +52,21 @@ async def test_openais_node_client_uses_what_it_offers(tmp_path: Path) -> None:
         assert found["aborted"]
         assert found["error"] == {"status": 400, "param": "temperature", "code": "invalid_value"}
         await it.wait_empty("decode-0")
+
+
+@pytest.mark.node
+@pytest.mark.skipif(
+    not (NODE_CLIENT / "node_modules/ai").is_dir() or shutil.which("node") is None,
+    reason="the Node client is not installed: make setup",
+)
+async def test_vercels_sdk_names_the_items_of_three_turns_with_a_tool(tmp_path: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with suite(tmp_path, settings=(("router", "http_listen", listen),)):
+        status, out, err = await run("node", str(NODE_CLIENT / "ai_sdk.mjs"), f"http://{listen}/v1")
+        assert status == 0, err
+        found = json.loads(out)
+        assert found["turns"] == [{"called": [{"city": "Paris"}], "text": True}] * 3
+        assert found["references"] == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.node

@@ -22,6 +22,7 @@ from headrace_frontend.answers import ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
+from headrace_frontend.openai.block_apis.stored import StoredObjects
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import no_promise
 from headrace_frontend.request.computations import Computation, Result, TextThreads
@@ -30,6 +31,7 @@ from headrace_frontend.request.response_stream import Outlet
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.runner import RequestCounter
+from headrace_frontend.store import Store
 from headrace_frontend.tenants import Tenants
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
@@ -74,6 +76,8 @@ class Runner:
         """Before the first text."""
         self.error: HeadraceError | None = None
         """Raised after the first text."""
+        self.ended = 0
+        """Requests that have been answered."""
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.prepared: list[PreparedRequest] = []
         self.timeouts_s: list[float] = []
@@ -112,6 +116,7 @@ class Runner:
                     # The event before it has been sent.
                     await asyncio.sleep(1.0)
                     raise self.error
+        self.ended += 1
 
     def _finish(
         self,
@@ -202,6 +207,7 @@ class Request:
         *body: bytes,
         path: str = "/v1/completions",
         method: str = "POST",
+        query: str = "",
         endless: bool = False,
         every_s: float = 0.0,
         **headers: str,
@@ -211,7 +217,9 @@ class Request:
         self.received, self.sent = 0, b""
         named = {"content-type": "application/json"}
         named |= {name.replace("_", "-"): value for name, value in headers.items()}
-        self.exchange = HttpExchange(self, method, path, named, chunks=False, keeps_alive=True)
+        self.exchange = HttpExchange(
+            self, method, path, named, chunks=False, keeps_alive=True, query=query
+        )
 
     def count_input(self) -> None:
         if self._body and self.received < self.PARTS_MAX:
@@ -258,12 +266,15 @@ class LocalApp:
         metrics: MetricsPage | None = None,
         body_bytes_max: int = 2**20,
         context: int = CONTEXT,
+        store_bytes: int = 2**20,
     ) -> None:
         codecs: dict[str, TextCodec] = {"sim": codec or ByteCodec()}
         preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
         preparer._threads = NoThreads()
         self.runner = Runner(preparer)
         self.runner.texts = texts
+        store = Store(store_bytes, 60.0)
+        conversations = ConversationStore(store)
         parts: Any = SimpleNamespace(
             codecs=codecs,
             parsers={"sim": ModelParsers(tool_calls, reasoning)},
@@ -273,7 +284,8 @@ class LocalApp:
             preparer=preparer,
             size=RequestSizeCheck(lambda: {"sim": context}),
             callers=callers or CallerBounds(1_024, check_s=0.05),
-            conversations=ConversationStore(2**20, 60.0),
+            conversations=conversations,
+            objects=StoredObjects(store, conversations),
             keep=self._keep,
             images=ImageFetcher(image_hosts),
             stream_ping_s=10.0,

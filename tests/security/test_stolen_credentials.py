@@ -46,7 +46,7 @@ _RIGHTS = {
         "/headrace.inference.v1.TraceService/ListTraces",
         "/headrace.inference.v1.LoadService/GetLoad",
         "/headrace.prefill.v1.PrefillQueueService/Pull",
-        "/headrace.inference.v1.ConversationService/FindConversation",
+        "/headrace.inference.v1.StoreService/UseEntry",
     ],
     "prefill": [f"/headrace.worker.v1.WorkerService/{name}" for name in ("WatchStatus", "Drain")],
     "decode": [

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import (
     adapter_service_pb2,
-    conversation_pb2,
     inference_pb2,
     load_pb2,
     sampling_pb2,
+    store_pb2,
     trace_pb2,
 )
 from headrace.kv.v1 import handoff_pb2, layout_pb2, prefix_pb2
@@ -62,7 +62,7 @@ SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
     "router": (
         inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
         adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"],
-        conversation_pb2.DESCRIPTOR.services_by_name["ConversationService"],
+        store_pb2.DESCRIPTOR.services_by_name["StoreService"],
         load_pb2.DESCRIPTOR.services_by_name["LoadService"],
         trace_pb2.DESCRIPTOR.services_by_name["TraceService"],
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillQueueService"],

@@ -54,12 +54,12 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         "headrace.inference.v1.AdapterService": dict.fromkeys(
             ("LoadAdapter", "UnloadAdapter"), (_OPERATOR,)
         ),
-        # Routers ask each other for the conversations of their clients.
-        "headrace.inference.v1.ConversationService": {"FindConversation": (_ROUTER,)},
         "headrace.inference.v1.LoadService": {
             "GetLoad": (_OPERATOR, _PLANNER),
             "RecordLoad": (_OPERATOR,),
         },
+        # Routers ask each other for what their clients have stored.
+        "headrace.inference.v1.StoreService": {"UseEntry": (_ROUTER,)},
         "headrace.inference.v1.TraceService": {
             "GetTrace": (_OPERATOR,),
             "ListTraces": (_OPERATOR,),

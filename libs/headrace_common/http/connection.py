@@ -145,7 +145,8 @@ class RequestParser:
         self.in_head = False
         if self._offers_upgrade():
             return
-        path = httptools.parse_url(self._url).path.decode("ascii")
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
         chunks = self._parser.get_http_version() == "1.1"
         self._exchange = HttpExchange(
             self._connection,
@@ -157,6 +158,7 @@ class RequestParser:
             },
             chunks=chunks,
             keeps_alive=chunks and self._parser.should_keep_alive(),
+            query=(url.query or b"").decode("latin-1"),
         )
         self._connection.start_request(self._exchange)
         self.in_body = True

@@ -69,9 +69,10 @@ class HttpExchange:
         *,
         chunks: bool,
         keeps_alive: bool,
+        query: str = "",
     ) -> None:
-        """`path` is decoded, without the query. `headers` have lower-case names. `chunks`: the client accepts them."""
-        self.method, self.path, self.headers = method, path, headers
+        """`path` is decoded, and `query` is not. `headers` have lower-case names. `chunks`: the client accepts them."""
+        self.method, self.path, self.query, self.headers = method, path, query, headers
         # The client's X-Request-Id, or a new one.
         request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
         self.request_id = request_id or secrets.token_hex(12)

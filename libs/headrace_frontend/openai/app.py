@@ -14,7 +14,6 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest, Unauthenticated
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_common.ports import is_loopback
-from headrace_common.rpc.access import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
 from headrace_common.telemetry.metrics.prometheus import content_type
 from headrace_common.version import version
@@ -24,8 +23,9 @@ from headrace_frontend.openai.errors import OPENAI_ERRORS, serve, unknown_path
 from headrace_frontend.openai.intake import ClientParts, Intake
 from headrace_frontend.openai.requests import KeepBody
 from headrace_frontend.openai.routes import GenerateRoutes, TokenizeRoutes
+from headrace_frontend.openai.stored_apis.routes import ResponsesRoutes
 from headrace_frontend.promises import kept_object
-from headrace_frontend.tenants import Tenants, tenant_or_none
+from headrace_frontend.tenants import Tenants
 
 
 class MetricsPage:
@@ -66,9 +66,12 @@ _ERRORS: Final = {
     "/v1/messages": MESSAGES_ERRORS,
     "/v1/messages/count_tokens": MESSAGES_ERRORS,
     "/v1/responses": RESPONSES_ERRORS,
+    "/v1/responses/{id}": RESPONSES_ERRORS,
 }
 _MODEL_PATH: Final = "/v1/models/"
 _MODEL_ROUTE: Final = "/v1/models/{model}"
+_STORED_PATHS: Final = ("/v1/responses/", "/v1/conversations/")
+_STORED_NAMES: Final = ("{id}", "{item_id}")
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
 
@@ -81,54 +84,80 @@ class OpenAiApp:
         self._intake = Intake(parts)
         generate = GenerateRoutes(parts, self._intake)
         tokenize = TokenizeRoutes(parts, self._intake)
-        self._routes: Mapping[str, tuple[str, _Handler]] = {
-            "/v1/chat/completions": ("POST", generate.chat),
-            "/v1/completions": ("POST", generate.complete),
-            "/v1/messages": ("POST", generate.messages),
-            "/v1/messages/count_tokens": ("POST", tokenize.count_tokens),
-            "/v1/responses": ("POST", generate.respond),
-            "/v1/headrace/keep": ("POST", self._keep),
-            "/v1/models": ("GET", self._list_models),
-            _MODEL_ROUTE: ("GET", self._describe_model),
-            "/tokenize": ("POST", tokenize.tokenize),
-            "/detokenize": ("POST", tokenize.detokenize),
-            "/health": ("GET", self._report_health),
-            "/ready": ("GET", self._report_ready),
-            "/ping": ("GET", self._report_health),
-            "/version": ("GET", self._report_version),
-            "/load": ("GET", self._report_load),
-            "/metrics": ("GET", metrics.respond),
+        responses = ResponsesRoutes(parts, self._intake, generate)
+        stored = partial(partial, responses.use)
+        self._routes: Mapping[str, Mapping[str, _Handler]] = {
+            "/v1/chat/completions": {"POST": generate.chat},
+            "/v1/completions": {"POST": generate.complete},
+            "/v1/messages": {"POST": generate.messages},
+            "/v1/messages/count_tokens": {"POST": tokenize.count_tokens},
+            "/v1/responses": {"POST": responses.respond},
+            "/v1/responses/input_tokens": {"POST": responses.count_tokens},
+            "/v1/responses/{id}": {"GET": responses.retrieve, "DELETE": stored("delete")},
+            "/v1/responses/{id}/cancel": {"POST": stored("cancel")},
+            "/v1/responses/{id}/input_items": {"GET": stored("items")},
+            "/v1/conversations": {"POST": responses.create_conversation},
+            "/v1/conversations/{id}": {
+                "GET": stored("retrieve"),
+                "POST": stored("update"),
+                "DELETE": stored("delete"),
+            },
+            "/v1/conversations/{id}/items": {"GET": stored("items"), "POST": stored("add")},
+            "/v1/conversations/{id}/items/{item_id}": {
+                "GET": stored("item"),
+                "DELETE": stored("delete_item"),
+            },
+            "/v1/headrace/keep": {"POST": self._keep},
+            "/v1/models": {"GET": self._list_models},
+            _MODEL_ROUTE: {"GET": self._describe_model},
+            "/tokenize": {"POST": tokenize.tokenize},
+            "/detokenize": {"POST": tokenize.detokenize},
+            "/health": {"GET": self._report_health},
+            "/ready": {"GET": self._report_ready},
+            "/ping": {"GET": self._report_health},
+            "/version": {"GET": self._report_version},
+            "/load": {"GET": self._report_load},
+            "/metrics": {"GET": metrics.respond},
         }
 
     async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
-        errors = _ERRORS.get(exchange.path.rstrip("/"), OPENAI_ERRORS)
+        route = self._route_of(exchange.path)
+        errors = _ERRORS.get(route, OPENAI_ERRORS)
         exchange.add_header("x-request-id", exchange.request_id)
         if errors is MESSAGES_ERRORS:
             exchange.add_header("request-id", exchange.request_id)
-        await serve(exchange, self._serve_in_bounds(exchange), errors)
+        await serve(exchange, self._serve_in_bounds(exchange, route), errors)
 
-    async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
-        callers = self._parts.callers
-        tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
-        tenant = tenant_now()
-        caller = caller_name(tenant, exchange.host)
-        with callers.call(caller), callers.rechecked(tenant_now, tenant):
-            await self._serve(exchange)
+    async def _serve_in_bounds(self, exchange: HttpExchange, route: str) -> None:
+        with self._intake.in_bounds(exchange):
+            await self._serve(exchange, route)
 
-    async def _serve(self, exchange: HttpExchange) -> None:
-        path = exchange.path.rstrip("/")
+    def _route_of(self, path: str) -> str:
+        """The path with the names of entries left out."""
+        path = path.rstrip("/")
         if path.startswith(_MODEL_PATH):
-            path = _MODEL_ROUTE
-        method, handler = self._routes.get(path, ("", None))
-        if handler is None:
-            raise unknown_path(path, self._routes)
+            return _MODEL_ROUTE
+        if path.startswith(_STORED_PATHS) and path not in self._routes:
+            parts = path.split("/")
+            names = len(parts[3::2])
+            if names <= len(_STORED_NAMES):
+                parts[3::2] = _STORED_NAMES[:names]
+            path = "/".join(parts)
+        return path
+
+    async def _serve(self, exchange: HttpExchange, route: str) -> None:
+        handlers = self._routes.get(route)
+        if handlers is None:
+            raise unknown_path(route, self._routes)
         # A server sends no body for HEAD.
-        methods = ("GET", "HEAD") if method == "GET" else (method,)
-        if exchange.method not in methods:
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        handler = handlers.get(method)
+        if handler is None:
+            methods = (*handlers, "HEAD") if "GET" in handlers else handlers
             allowed = ", ".join(methods)
-            raise HttpError(405, "method", f"use {allowed} for {path}", {"allow": allowed})
-        SERVED.set(ServedCall(path, method))
+            raise HttpError(405, "method", f"use {allowed} for {route}", {"allow": allowed})
+        SERVED.set(ServedCall(route, method))
         headers = exchange.headers
         otel_context.attach(
             context_of_carrier(headers.get("traceparent", ""), headers.get("tracestate", ""))

@@ -11,7 +11,7 @@ from headrace_frontend.openai.responses import AnswerFormat
 from headrace_frontend.request.response_stream import Outlet
 
 _NO_USAGE: Final = inference_pb2.Usage()
-_HEADERS: Final = {
+STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     # Proxies such as nginx would collect events.
@@ -49,7 +49,7 @@ class EventStream:
         exchange = self.exchange
         if exchange.parts == self._parts and exchange.writable:
             data = self._begin(0) + self.form.ping
-            if not exchange.start_now(_HEADERS, data):
+            if not exchange.start_now(STREAM_HEADERS, data):
                 exchange.write_now(data)
         self._parts = exchange.parts
         self.ping_each(interval_s)
@@ -69,7 +69,7 @@ class EventStream:
                 self._ending = data
                 return
         if not self.exchange.started:
-            await self.exchange.start(200, _HEADERS)
+            await self.exchange.start(200, STREAM_HEADERS)
         if data:
             await self.exchange.write(data)
 
@@ -81,8 +81,9 @@ class EventStream:
         """Sends what is left, once all choices have ended."""
         exchange = self.exchange
         data = self._ending + self.form.last_event(self._usages, self._prompts)
+        await self.form.stored()
         if not exchange.started:
-            await exchange.start(200, _HEADERS)
+            await exchange.start(200, STREAM_HEADERS)
         await exchange.finish(data)
 
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
@@ -111,7 +112,7 @@ class _ChoiceOutlet:
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
         data = self._events.event(self._index, message)
         if not self._exchange.started:
-            self._exchange.start_now(_HEADERS, data)
+            self._exchange.start_now(STREAM_HEADERS, data)
         elif data:
             self._exchange.write_now(data)
 

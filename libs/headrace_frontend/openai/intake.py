@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
@@ -16,12 +16,14 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Unauthenticated
 from headrace_common.http.exchange import HttpExchange
 from headrace_common.registry.adapters import Adapter
+from headrace_common.rpc.access import caller_name
 from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.config import FrontendConfig
-from headrace_frontend.conversations import FindElsewhere, new_conversation_store, nowhere
+from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import parsers_of
+from headrace_frontend.openai.block_apis.stored import StoredObjects
 from headrace_frontend.openai.body import Body, BodyKind, UnknownFields, parse_body
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
@@ -30,7 +32,8 @@ from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.request.preparation import ModelWorkers, RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner
-from headrace_frontend.tenants import CacheSalts, load_tenants
+from headrace_frontend.store import AskElsewhere, new_store, nowhere
+from headrace_frontend.tenants import CacheSalts, load_tenants, tenant_or_none
 from headrace_text.codec import TextCodec
 
 
@@ -79,7 +82,7 @@ class ClientParts:
         policy: Callable[[], registry_pb2.Policy],
         prefix_hash_key: Callable[[], int],
         count_refused: Callable[[str, int], None],
-        find_conversation: FindElsewhere = nowhere,
+        ask_elsewhere: AskElsewhere = nowhere,
         watched: Callable[[str, FairPool], FairPool] = lambda name, pool: pool,
     ) -> None:
         self.codecs, self.models, self.keep = codecs, models, keep
@@ -93,7 +96,9 @@ class ClientParts:
         self.images = ImageFetcher(config.image_hosts)
         self.tenants = load_tenants(config.api_keys_file)
         self.callers = CallerBounds(config.calls_per_caller_max, count_refused)
-        self.conversations = new_conversation_store(config, find_conversation)
+        store = new_store(config, ask_elsewhere)
+        self.conversations = ConversationStore(store)
+        self.objects = StoredObjects(store, self.conversations)
         limits = AdmissionLimits(
             max_num_seqs=config.max_concurrent_requests,
             max_queued_tokens=config.queued_tokens_max,
@@ -144,6 +149,18 @@ class Intake:
                 raise Unauthenticated(
                     "a valid API key is required; send it as header 'Authorization: Bearer KEY'"
                 ) from error
+
+    @contextmanager
+    def in_bounds(self, exchange: HttpExchange) -> Iterator[None]:
+        """Counts a call of the request's caller while the block runs. Ends it when its key is removed."""
+        callers = self._parts.callers
+        tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
+        tenant = tenant_now()
+        with (
+            callers.call(caller_name(tenant, exchange.host)),
+            callers.rechecked(tenant_now, tenant),
+        ):
+            yield
 
     async def read(self, exchange: HttpExchange, kind: type[BodyKind]) -> tuple[str, BodyKind]:
         """The tenant and the body."""

@@ -102,6 +102,9 @@ class AnswerFormat(ABC):
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         """The end of the stream."""
 
+    async def stored(self) -> None:  # noqa: B027
+        """Stores the whole response, where the client wants it. `last_event` or `whole` came before."""
+
     def failure_event(self, error: HeadraceError) -> bytes:
         """The end of a stream that an error ends. Empty for that of the API's errors."""
         return b""

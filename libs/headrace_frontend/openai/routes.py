@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -13,20 +13,18 @@ from typing import Any, Final, Literal, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, InvalidRequest, NotFound
-from headrace_common.http.exchange import HttpError, HttpExchange
+from headrace_common.errors import HeadraceError, InvalidRequest
+from headrace_common.http.exchange import HttpExchange
 from headrace_frontend.openai.answers import AnswerRules, permit_calls, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
     MessagesBody,
     MessagesFormat,
 )
-from headrace_frontend.openai.block_apis.responses_answers import ResponsesFormat
-from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody, messages_of_output
+from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
 from headrace_frontend.openai.body import checked_body
 from headrace_frontend.openai.completion_format import CompletionFormat
 from headrace_frontend.openai.conversion import (
-    chat_message,
     chat_request,
     completion_requests,
     id_of,
@@ -84,7 +82,7 @@ class _Answering:
         self._parts = parts
         self._intake = intake
 
-    async def _answer(self, exchange: HttpExchange, generation: Generation) -> None:
+    async def answer(self, exchange: HttpExchange, generation: Generation) -> None:
         """Sends the answer. Raises InvalidRequest with OpenAI's names of the fields."""
         form, body = generation.format, generation.body
         includes = body.includes
@@ -155,6 +153,7 @@ class _Answering:
             prompt_tokens,
             partial(form.whole, choices, len(generation.requests)),
         )
+        await form.stored()
         await exchange.respond(200, body)
 
     def _running(
@@ -286,6 +285,16 @@ class TokenizeRoutes:
         await exchange.respond_object({"prompt": text})
 
 
+Chat: TypeAlias = tuple[ChatCompletionBody, inference_pb2.GenerateRequest | None]
+"""A body, and its request unless images must be fetched before."""
+Complete: TypeAlias = Callable[[inference_pb2.GenerateRequest], None]
+_Answer: TypeAlias = Callable[[HttpExchange, Generation], Awaitable[None]]
+
+
+def _as_it_is(request: inference_pb2.GenerateRequest) -> None:
+    """The request has all messages."""
+
+
 class GenerateRoutes(_Answering):
     """Makes requests of the InferenceService from bodies, and formats for the answers."""
 
@@ -294,9 +303,9 @@ class GenerateRoutes(_Answering):
         tenant, body, requests = await self._intake.converted(
             exchange,
             CompletionBody,
-            lambda body: completion_requests(body, _request_id(exchange, body)),
+            lambda body: completion_requests(body, request_id_of(exchange, body)),
         )
-        head, model = self._head(body, f"cmpl-{_request_id(exchange, body)}")
+        head, model = self._head(body, f"cmpl-{request_id_of(exchange, body)}")
         form = CompletionFormat(
             head,
             self._parts.codecs[model],
@@ -308,83 +317,48 @@ class GenerateRoutes(_Answering):
         generation = Generation(
             tenant, body, requests, deadline=deadline, format=form, generates=body.generates
         )
-        await self._answer(exchange, generation)
+        await self.answer(exchange, generation)
 
     async def chat(self, exchange: HttpExchange) -> None:
         """/v1/chat/completions."""
         tenant, body, chat = await self._intake.converted(
-            exchange, ChatCompletionBody, partial(_with_request, exchange)
+            exchange, ChatCompletionBody, partial(with_request, exchange)
         )
 
         def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
             codec = self._parts.codecs[model]
             return ChatFormat(head, codec, includes=body.includes, rules=rules)
 
-        await self._answer_chat(exchange, tenant, chat, "chatcmpl-", new_format)
+        await self.answer_chat(exchange, tenant, chat, "chatcmpl-", new_format)
 
     async def messages(self, exchange: HttpExchange) -> None:
         """/v1/messages."""
         tenant, _, chat = await self._intake.converted(
-            exchange, MessagesBody, lambda body: _with_request(exchange, _chat_of(body))
+            exchange, MessagesBody, lambda body: with_request(exchange, chat_of(body))
         )
-        await self._answer_chat(
+        await self.answer_chat(
             exchange, tenant, chat, "msg_", lambda head, _, rules: MessagesFormat(head, rules)
         )
 
-    async def respond(self, exchange: HttpExchange) -> None:
-        """/v1/responses."""
-        tenant, body, chat = await self._intake.converted(
-            exchange, ResponsesBody, lambda body: _with_request(exchange, _chat_of(body))
-        )
-        store = self._parts.conversations
-        stores = store.keeps and body.store is not False
-        echoed, namespaced = body.echoed | {"store": stores}, body.namespaced
-        customs = body.customs
-        try:
-            turn = await store.resume(tenant, body.previous_response_id or "")
-        except NotFound as error:
-            raise HttpError(404, "previous_response_not_found", error.detail) from error
-
-        def complete(request: inference_pb2.GenerateRequest) -> None:
-            turn.complete(request.chat, body.instructions or "")
-            known = turn.name or (f"resp_{request.request_id}" if stores else "")
-            request.conversation_id = request.conversation_id or known
-
-        def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
-            def save(output: Sequence[Mapping[str, Any]]) -> None:
-                if stores:
-                    turn.save(head.id, map(chat_message, messages_of_output(output)))
-
-            codec = self._parts.codecs[model]
-            return ResponsesFormat(head, rules, echoed, codec, namespaced, save, customs)
-
-        await self._answer_chat(exchange, tenant, chat, "resp_", new_format, complete=complete)
-
-    async def _answer_chat(
+    async def answer_chat(
         self,
         exchange: HttpExchange,
         tenant: str,
-        chat: _Chat,
+        chat: Chat,
         id_prefix: str,
         new_format: Callable[[ResponseHead, str, AnswerRules], AnswerFormat],
-        complete: Callable[[inference_pb2.GenerateRequest], None] = lambda request: None,
+        complete: Complete = _as_it_is,
+        answer: _Answer | None = None,
     ) -> None:
         """Answers a chat. `new_format` gets the head, the model and the rules of the answer.
 
-        `complete` adds messages that the body does not have.
+        `complete` adds messages that the body does not have. `answer` sends the answer, in place of this method.
         """
-        body, request = chat
-        request_id = _request_id(exchange, body)
-        head, model = self._head(body, id_prefix + request_id)
+        body, _ = chat
+        head, model = self._head(body, id_prefix + request_id_of(exchange, body))
         rules = rules_of(body, self._parts.parsers[model])
         deadline = self._intake.deadline(body.timeout_s)
-        if request is None:
-            async with self._intake.admitted(tenant, deadline):
-                await self._parts.images.fetch(body.messages, self._parts.codecs[model], tenant)
-            request = await self._parts.preparer.run(
-                tenant, PARSE, PARSE.loop_max + 1, partial(chat_request, body, request_id)
-            )
-        complete(request)
+        request = await self.request_of(exchange, tenant, chat, complete, deadline)
         if request.sampling.HasField("structured_outputs"):
             outputs = request.sampling.structured_outputs
             permit = partial(permit_calls, outputs, rules, self._parts.codecs[model])
@@ -394,7 +368,26 @@ class GenerateRoutes(_Answering):
             request.sampling.skip_special_tokens = False
         form = new_format(head, model, rules)
         generation = Generation(tenant, body, [request], deadline=deadline, format=form)
-        await self._answer(exchange, generation)
+        await (answer or self.answer)(exchange, generation)
+
+    async def request_of(
+        self,
+        exchange: HttpExchange,
+        tenant: str,
+        chat: Chat,
+        complete: Complete = _as_it_is,
+        deadline: Deadline | None = None,
+    ) -> inference_pb2.GenerateRequest:
+        """The request of a chat, with its images and what `complete` adds."""
+        body, request = chat
+        if request is None:
+            codec = self._parts.codecs[self._parts.preparer.choice(body.model).model]
+            async with self._intake.admitted(tenant, deadline):
+                await self._parts.images.fetch(body.messages, codec, tenant)
+            convert = partial(chat_request, body, request_id_of(exchange, body))
+            request = await self._parts.preparer.run(tenant, PARSE, PARSE.loop_max + 1, convert)
+        complete(request)
+        return request
 
     def _head(self, body: GenerationBody, response_id: str) -> tuple[ResponseHead, str]:
         """The head, and the served model. Raises InvalidRequest when neither a model nor an adapter is served."""
@@ -404,21 +397,19 @@ class GenerateRoutes(_Answering):
         return head, choice.model
 
 
-_Chat: TypeAlias = tuple[ChatCompletionBody, inference_pb2.GenerateRequest | None]
-"""A body, and its request unless images must be fetched before."""
-
-
-def _with_request(exchange: HttpExchange, body: ChatCompletionBody) -> _Chat:
+def with_request(exchange: HttpExchange, body: ChatCompletionBody) -> Chat:
+    """The chat of a body."""
     if has_remote_images(body.messages):
         return body, None
-    return body, chat_request(body, _request_id(exchange, body))
+    return body, chat_request(body, request_id_of(exchange, body))
 
 
-def _chat_of(body: MessagesBody | ResponsesBody) -> ChatCompletionBody:
+def chat_of(body: MessagesBody | ResponsesBody) -> ChatCompletionBody:
+    """The body of the same chat for /v1/chat/completions."""
     return checked_body(ChatCompletionBody, body.chat)
 
 
-def _request_id(exchange: HttpExchange, body: GenerationBody) -> str:
+def request_id_of(exchange: HttpExchange, body: GenerationBody | ResponsesBody) -> str:
     """The id of the request in traces. No header is too long for it, and none has a character that it may not have."""
     own = body.request_id and "x-request-id" not in exchange.headers
     given = body.request_id if own else exchange.request_id

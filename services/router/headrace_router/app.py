@@ -30,7 +30,6 @@ from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import WorkerRef
 from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
-from headrace_router.conversations import OtherRouters
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal import EarlyRefusal
@@ -47,6 +46,7 @@ from headrace_router.rpc_services import RouterServices
 from headrace_router.service import InferenceService, ModelCatalog, PromiseKeeper
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusParts, StatusReader
+from headrace_router.store import OtherRouters
 from headrace_router.tracing.attempt_record import WorkerClocks, regret_of
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.workers.dials import Dials
@@ -115,7 +115,7 @@ class Router:
             policy=policy,
             prefix_hash_key=prefix_hash_key,
             count_refused=self._count_refused,
-            find_conversation=others.find,
+            ask_elsewhere=others.ask,
             watched=recorder.pool,
         )
         self.admission = self.parts.admission

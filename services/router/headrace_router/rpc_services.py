@@ -13,10 +13,10 @@ from google.protobuf.descriptor import Descriptor
 
 from headrace.inference.v1 import (
     adapter_service_pb2_grpc,
-    conversation_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
     load_pb2_grpc,
+    store_pb2_grpc,
     trace_pb2_grpc,
 )
 from headrace.prefill.v1 import prefill_pb2_grpc
@@ -28,10 +28,10 @@ from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.tenants import tenant_or_none
 from headrace_router.adapters import AdapterChanges, AdapterServicer
 from headrace_router.config import RouterConfig
-from headrace_router.conversations import ConversationServicer
 from headrace_router.load import LoadReader
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.service import InferenceService
+from headrace_router.store import StoreServicer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import TraceStore
 
@@ -94,8 +94,8 @@ CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
 INTERNAL_SERVICES = (
     *CLIENT_SERVICES,
     "headrace.inference.v1.AdapterService",
-    "headrace.inference.v1.ConversationService",
     "headrace.inference.v1.LoadService",
+    "headrace.inference.v1.StoreService",
     "headrace.inference.v1.TraceService",
     "headrace.prefill.v1.PrefillQueueService",
     OTLP_SERVICE_NAME,
@@ -136,9 +136,7 @@ class RouterServices:
         adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
             AdapterServicer(self.adapters), server
         )
-        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
-            ConversationServicer(self.parts.conversations), server
-        )
+        store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(self.parts.objects), server)
         load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue, server)
         SpanCollector(self.traces.add_batch).add_to(server)

@@ -25,10 +25,10 @@ from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import DEFAULT_TENANT, tenant_or_none
-from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.store import stored
 from headrace_router.workers.directory import WorkerDirectory
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import NotFound
 from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.store import AskElsewhere, Store, nowhere
 
 KEEP_S = 60.0
 
@@ -21,9 +24,22 @@ class Clock:
         return self.now_s
 
 
-def store_of(bytes_max: int = 2**20) -> tuple[ConversationStore, Clock]:
-    clock = Clock()
-    return ConversationStore(bytes_max, KEEP_S, clock=clock), clock
+class Conversations(ConversationStore):
+    """Conversations in a store of their own."""
+
+    def __init__(self, bytes_max: int, ask: AskElsewhere = nowhere, **bounds: Any) -> None:
+        self.clock = Clock()
+        self.store = Store(bytes_max, KEEP_S, ask, self.clock, **bounds)
+        super().__init__(self.store)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.store.stored_bytes
+
+
+def store_of(bytes_max: int = 2**20) -> tuple[Conversations, Clock]:
+    store = Conversations(bytes_max)
+    return store, store.clock
 
 
 def chat_of(text: str, role: str = "user") -> inference_pb2.Chat:
@@ -126,17 +142,24 @@ async def test_what_is_larger_than_the_bound_is_not_kept() -> None:
 
 
 async def test_other_processes_are_asked_last() -> None:
-    asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, str, str]] = []
 
-    async def find(tenant: str, response_id: str) -> bytes | None:
-        asked.append((tenant, response_id))
+    async def ask(tenant: str, response_id: str, operation: str, arguments: bytes) -> bytes | None:
+        asked.append((tenant, response_id, operation))
         return chat_of("far").SerializeToString() if response_id == "far" else None
 
-    store = ConversationStore(2**20, KEEP_S, find)
+    store = Conversations(2**20, ask)
     await say(store, "t", "", "1", "a")
     await store.resume("t", "1")
     assert await say(store, "t", "far", "2", "b") == "rules far b"
     assert await say(store, "t", "2", "3", "c") == "rules far b B c"
     with pytest.raises(NotFound):
         await store.resume("t", "x" * 10_000)
-    assert asked == [("t", "far")]
+    assert asked == [("t", "far", "messages")]
+
+
+async def test_a_tenant_has_so_many_entries_at_most() -> None:
+    store = Conversations(2**20, entries_max=2)
+    for number in range(3):
+        await say(store, "t", "", str(number), "a")
+    assert [bool(store.find_here("t", str(number))) for number in range(3)] == [False, True, True]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
@@ -20,13 +20,13 @@ from headrace_frontend.promises import KEPT_FIELD
 from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
-_SaveOutput: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], None]
+_Save: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 class ResponsesFormat(BlockFormat):
     """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats. `namespaced` has
     the namespace and the name of functions, by the name that the model calls, and `customs` the names of custom tools.
-    `save` gets the output before the client has all of it.
+    `save` gets the response before the client has all of it.
     """
 
     renamed = {  # noqa: RUF012
@@ -43,7 +43,7 @@ class ResponsesFormat(BlockFormat):
         echoed: Mapping[str, Any],
         codec: TextCodec,
         namespaced: Mapping[str, tuple[str, str]],
-        save: _SaveOutput,
+        save: _Save,
         customs: Collection[str],
     ) -> None:
         super().__init__(head, rules)
@@ -52,13 +52,15 @@ class ResponsesFormat(BlockFormat):
         self._codec = codec
         self._namespaced = namespaced
         self._save = save
+        self._whole: dict[str, Any] = {}
+        """The response once it has ended."""
         self._customs = customs
         self._sequence = 0
         self._sent = CollectedChoice()
         """What was streamed, where the tokens of its reasoning are counted."""
 
     def first_event(self, index: int) -> bytes:
-        response = self._response("in_progress", None)
+        response = self.begun("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -67,6 +69,10 @@ class ResponsesFormat(BlockFormat):
         if self._rules.reasoning is not None:
             self._sent.add(message, [])
         return super().event(index, message)
+
+    def begun(self, status: str) -> dict[str, Any]:
+        """The response before its first text."""
+        return self._response(status, None)
 
     def _opened(self, block: Block) -> bytes:
         item = self._item(block, done=False)
@@ -119,9 +125,11 @@ class ResponsesFormat(BlockFormat):
         return json.dumps(self._ended(usage)).encode()
 
     def _ended(self, usage: _Usage) -> dict[str, Any]:
-        response = self._response(self._status, usage)
-        self._save(response["output"])
-        return response
+        self._whole = self._response(self._status, usage)
+        return self._whole
+
+    async def stored(self) -> None:
+        await self._save(self._whole)
 
     def _details(self, choice: CollectedChoice) -> dict[str, Any]:
         return reasoning_details(self._codec, self._rules, [choice])
@@ -138,7 +146,6 @@ class ResponsesFormat(BlockFormat):
             "object": "response",
             "created_at": self._head.created,
             "status": status,
-            "background": False,
             "error": None,
             "incomplete_details": cut,
             "model": self._head.model,

@@ -25,10 +25,9 @@ _PARTS: Final = (
     _IMAGE,
 )
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
+_REFERENCE: Final = "item_reference"
 _ARGUMENTS: Final = ("arguments", "input", "action")
-_UNSUPPORTED: Final = (
-    "is not supported; send previous_response_id, or the whole conversation as input"
-)
+_UNSUPPORTED: Final = "is not supported; send what it has as instructions and input"
 
 
 class PartBody(LenientBody):
@@ -74,6 +73,8 @@ class ItemBody(LenientBody):
     """
 
     type: str = "message"
+    id: Any = ""
+    """Of a reference a text. Those of other items are ignored."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | _Parts | None = None
     call_id: str = ""
@@ -88,8 +89,8 @@ class ItemBody(LenientBody):
         kind = fields.get("type", "message")
         if not isinstance(kind, str) or kind in _ITEMS:
             return fields
-        if kind == "item_reference":
-            raise ValueError(f"type: {kind!r} {_UNSUPPORTED}")
+        if kind == _REFERENCE:
+            return {"type": kind, "id": fields.get("id")}
         if not isinstance(call_id := fields.get("call_id"), str):
             return {"type": kind}
         if kind.endswith("_output"):
@@ -108,10 +109,17 @@ class ItemBody(LenientBody):
 
     @property
     def ignored(self) -> Iterable[str]:
-        return () if self.type in _ITEMS else (self.type,)
+        return () if self.type in _ITEMS or self.is_reference else (self.type,)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for a stored item, by its id."""
+        return self.type == _REFERENCE
 
     @model_validator(mode="after")
     def _check(self) -> ItemBody:
+        if self.is_reference and not (self.id and isinstance(self.id, str)):
+            raise ValueError("id: is missing; send that of a stored item, or the item itself")
         if self.type == "message" and self.role is None:
             raise ValueError("role: a message needs a role")
         if self.role != "user" and _has_image(self.content):
@@ -165,6 +173,12 @@ class ReasoningBody(LenientBody):
     effort: str | None = None
 
 
+class ConversationReference(LenientBody):
+    """A stored conversation."""
+
+    id: str
+
+
 class ResponsesBody(ForwardingBody):
     """A request of /v1/responses."""
 
@@ -200,17 +214,53 @@ class ResponsesBody(ForwardingBody):
     ) = None
     top_p: float | None = None
     previous_response_id: str | None = None
-    # These need state of other kinds.
     background: bool | None = None
-    conversation: Any = None
+    conversation: str | ConversationReference | None = None
+    # It needs state of another kind.
     prompt: Any = None
+    sent_input: Any = None
+    """The input as it was sent."""
+
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "sent_input": fields.get("input")}
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesBody:
-        for name in ("conversation", "background", "prompt"):
-            if getattr(self, name):
-                raise ValueError(f"{name}: {_UNSUPPORTED}")
+        if self.prompt:
+            raise ValueError(f"prompt: {_UNSUPPORTED}")
+        if self.background and self.store is False:
+            raise ValueError("background: needs the response to be stored; leave store out")
+        if self.conversation_id and self.previous_response_id:
+            raise ValueError("conversation: excludes previous_response_id; send one of them")
         return self
+
+    @property
+    def request_id(self) -> str:
+        """The id that the client gives. Empty for none."""
+        return str(self.forwarded.get("request_id") or "")
+
+    @property
+    def conversation_id(self) -> str:
+        """The conversation that it continues. Empty for none."""
+        given = self.conversation or ""
+        return given if isinstance(given, str) else given.id
+
+    @property
+    def references(self) -> list[str]:
+        """The ids of stored items in its input."""
+        items = [] if isinstance(self.input, str) else self.input
+        return list(dict.fromkeys(item.id for item in items if item.is_reference))
+
+    @property
+    def needs_stored_items(self) -> bool:
+        """Whether items that it does not have belong to its input."""
+        return bool(self.conversation_id or self.references)
+
+    def use_input(self, items: Iterable[Mapping[str, Any]]) -> None:
+        """Takes these items in place of its input."""
+        self.input = [ItemBody.model_validate(item) for item in items]
+        self.sent_input = None
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -218,7 +268,7 @@ class ResponsesBody(ForwardingBody):
         tools = [_tool(namespace, tool) for namespace, tool in self._functions]
         fields: dict[str, Any] = {
             "model": self.model,
-            "stream": self.stream is True,
+            "stream": self.stream is True or self.background is True,
             "messages": _messages(self.input),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -260,6 +310,8 @@ class ResponsesBody(ForwardingBody):
     def echoed(self) -> dict[str, Any]:
         """The fields that a response repeats."""
         return {
+            "background": self.background is True,
+            "conversation": {"id": self.conversation_id} if self.conversation_id else None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},

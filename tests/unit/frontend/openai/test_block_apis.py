@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from anthropic.types import RawMessageStreamEvent
@@ -233,9 +234,10 @@ def user(block: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind, body, field",
     [
-        (ResponsesBody, {"background": True}, "background"),
-        (ResponsesBody, {"conversation": "conv_1"}, "conversation"),
-        (ResponsesBody, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (ResponsesBody, {"background": True, "store": False}, "background"),
+        (ResponsesBody, {"conversation": "c", "previous_response_id": "r"}, "conversation"),
+        (ResponsesBody, {"input": [{"type": "item_reference"}]}, "input[0].id"),
+        (ResponsesBody, {"prompt": {"id": "x"}}, "prompt"),
         (MessagesBody, {"max_tokens": 0}, "max_tokens"),
         (MessagesBody, user({"type": "document", "source": {}}), f"{FIRST}.source.type"),
         (MessagesBody, user({"type": "image"}), f"{FIRST}.source"),
@@ -314,7 +316,7 @@ async def test_a_text_after_a_call_is_a_block_of_its_own() -> None:
 
 async def test_a_text_that_no_client_takes_yet_is_said_once() -> None:
     request, head = Request(), ResponseHead("resp_1", 1, "sim")
-    form = ResponsesFormat(head, AnswerRules(), {}, ByteCodec(), {}, lambda _: None, ())
+    form = ResponsesFormat(head, AnswerRules(), {}, ByteCodec(), {}, AsyncMock(), ())
     outlet = EventStream(request.exchange, form, choices=1, prompts=1).outlet(0)
     outlet.write_message(inference_pb2.GenerateResponse(text="a"))
     for paused, text in ((True, "b"), (False, "")):

@@ -1,4 +1,4 @@
-"""Conversations that clients continue: on this router, and found on the others."""
+"""What clients of this router have stored: here, and on the other routers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Any, Final
 
 import grpc.aio
 
-from headrace.inference.v1 import conversation_pb2, conversation_pb2_grpc, inference_pb2
+from headrace.inference.v1 import inference_pb2, store_pb2, store_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.rpc.field_bounds import require_bounds
+from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.openai.block_apis.stored import StoredObjects
 
-_FIND_S: Final = 2.0
+_ASK_S: Final = 2.0
 # Asked at once.
 _ROUTERS_MAX: Final = 64
 
 
 class OtherRouters:
-    """Finds conversations on the routers of the deployment. This router is asked again, which finds nothing."""
+    """Finds entries on the routers of the deployment. This router is asked again, which finds nothing."""
 
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._open_channel = open_channel
@@ -32,14 +35,19 @@ class OtherRouters:
             member.endpoint for member in members if member.role == registry_pb2.Member.ROLE_ROUTER
         ][:_ROUTERS_MAX]
 
-    async def find(self, tenant: str, response_id: str) -> bytes | None:
-        """The messages of a conversation. None when no router answers with it within 2 s."""
-        asked = [
-            asyncio.create_task(self._ask(endpoint, tenant, response_id))
-            for endpoint in self._endpoints
-        ]
+    async def ask(
+        self, tenant: str, entry_id: str, operation: str, arguments: bytes
+    ) -> bytes | None:
+        """The result of an operation on an entry. None when no router answers with one within 2 s.
+
+        Raises InvalidRequest when the entry does not permit it.
+        """
+        request = store_pb2.UseEntryRequest(
+            tenant=tenant, id=entry_id, operation=operation, arguments=arguments
+        )
+        asked = [asyncio.create_task(self._ask(one, request)) for one in self._endpoints]
         try:
-            for answered in asyncio.as_completed(asked, timeout=_FIND_S):
+            for answered in asyncio.as_completed(asked, timeout=_ASK_S):
                 if (found := await answered) is not None:
                     return found
         except TimeoutError:
@@ -49,34 +57,40 @@ class OtherRouters:
                 task.cancel()
         return None
 
-    async def _ask(self, endpoint: str, tenant: str, response_id: str) -> bytes | None:
-        request = conversation_pb2.FindConversationRequest(tenant=tenant, response_id=response_id)
+    async def _ask(self, endpoint: str, request: store_pb2.UseEntryRequest) -> bytes | None:
         async with self._open_channel(endpoint) as channel:
-            stub = conversation_pb2_grpc.ConversationServiceStub(channel)
             try:
-                answer = await stub.FindConversation(request, timeout=_FIND_S)
-            except grpc.aio.AioRpcError:
-                # It does not keep the conversation, or does not answer. Then the client sends the whole.
+                answer = await store_pb2_grpc.StoreServiceStub(channel).UseEntry(
+                    request, timeout=_ASK_S
+                )
+            except grpc.aio.AioRpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+                if isinstance(error, InvalidRequest):
+                    raise error from rpc_error
+                # It has no such entry, or does not answer. Then the client sends the whole.
                 return None
-        return answer.chat.SerializeToString()
+        require_bounds(answer)
+        return answer.result
 
 
-class ConversationServicer(conversation_pb2_grpc.ConversationServiceServicer):
+class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     """Answers other routers."""
 
-    def __init__(self, store: ConversationStore) -> None:
-        self._store = store
+    def __init__(self, objects: StoredObjects) -> None:
+        self._objects = objects
 
-    async def FindConversation(
+    async def UseEntry(
         self,
-        request: conversation_pb2.FindConversationRequest,
+        request: store_pb2.UseEntryRequest,
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> conversation_pb2.FindConversationResponse:
-        """See conversation.proto."""
-        found = self._store.find_here(request.tenant, request.response_id)
+    ) -> store_pb2.UseEntryResponse:
+        """See store.proto."""
+        found = await self._objects.use_for_others(
+            request.tenant, request.id, request.operation, request.arguments
+        )
         if found is None:
-            raise NotFound("this router does not keep the conversation; ask another one")
-        return conversation_pb2.FindConversationResponse(chat=inference_pb2.Chat.FromString(found))
+            raise NotFound("this router does not have the entry; ask another one")
+        return store_pb2.UseEntryResponse(result=found)
 
 
 async def stored(

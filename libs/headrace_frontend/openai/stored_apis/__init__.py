@@ -1,0 +1,1 @@
+"""The routes of responses and conversations, which are stored between requests."""
