@@ -31,6 +31,7 @@ from headrace_frontend.openai.messages import (
     ToolChoice,
     Tools,
 )
+from headrace_frontend.promises import ttl_s
 from headrace_frontend.request.enforceable import enforceable
 from headrace_frontend.request.json_text import JsonRejected, parse_object
 
@@ -200,7 +201,6 @@ class GenerationBody(Body):
     without_effect = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id"),
-            *("prompt_cache_retention", "prompt_cache_options"),
         }
     )
     neutral = {  # noqa: RUF012
@@ -246,6 +246,8 @@ class GenerationBody(Body):
     priority: Annotated[Literal[-1, 0, 1], BeforeValidator(_whole)] = 0
     cache_salt: Annotated[str, Field(min_length=1)] = ""
     prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    prompt_cache_options: dict[str, Any] | None = None
     request_id: str = ""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -268,6 +270,14 @@ class GenerationBody(Body):
             names_tokens_by_id=self.return_tokens_as_token_ids,
             prompt_logprobs=self.prompt_logprobs is not None and not self.stream,
         )
+
+    @property
+    def keep_s(self) -> float:
+        """How long the KV shall stay after the answer, by OpenAI's fields. 0 without them."""
+        options, retention = self.prompt_cache_options, self.prompt_cache_retention
+        ttl = "" if options is None else options.get("ttl", "30m")
+        shortest = "5m" if retention or self.prompt_cache_key else ""
+        return max(map(ttl_s, (ttl, retention, shortest)))
 
     @property
     def formatted(self) -> bool:

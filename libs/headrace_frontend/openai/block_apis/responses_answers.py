@@ -228,12 +228,9 @@ def _part(kind: BlockKind, text: str) -> dict[str, Any]:
 
 
 def _usage(usage: _Usage) -> dict[str, Any]:
-    details = usage["prompt_tokens_details"]
-    # The prefix cache has every prompt.
-    written = usage["prompt_tokens"] - details["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {**details, "cache_write_tokens": written},
+        "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],

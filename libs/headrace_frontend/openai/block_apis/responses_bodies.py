@@ -171,9 +171,8 @@ class ResponsesBody(ForwardingBody):
     # They say nothing to the model.
     without_effect = frozenset(
         {
-            *("client_metadata", "include", "max_tool_calls", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "stream_options"),
-            *("truncation", "user"),
+            *("client_metadata", "include", "max_tool_calls", "safety_identifier"),
+            *("service_tier", "stream_options", "truncation", "user"),
         }
     )
 

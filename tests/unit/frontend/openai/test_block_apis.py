@@ -34,7 +34,7 @@ STOP = sampling_pb2.FINISH_REASON_STOP
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 LAST: dict[str, Any] = {
     "finish_reason": STOP,
-    "usage": inference_pb2.Usage(decode_cached_tokens=16),
+    "usage": inference_pb2.Usage(cached_tokens=16, stored_tokens=112),
 }
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/messages": {
@@ -275,9 +275,9 @@ async def test_the_events_of_messages_are_those_of_anthropic() -> None:
     assert (said[0], said[1], json.loads(said[2])) == ("hmm", "I look it up.", {"what": "Paris"})
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     usage = events[-2]["usage"]
-    assert usage["cache_read_input_tokens"] == 16
+    assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (16, 96)
     counted = await LocalApp().post("/v1/messages/count_tokens", ASKED["/v1/messages"])
-    assert usage["input_tokens"] + 16 == counted.json["input_tokens"]
+    assert usage["input_tokens"] + 112 == counted.json["input_tokens"]
 
 
 async def test_the_events_of_responses_are_those_of_openai() -> None:
@@ -296,7 +296,7 @@ async def test_the_events_of_responses_are_those_of_openai() -> None:
     assert (call["name"], json.loads(call["arguments"])) == ("find", {"what": "Paris"})
     assert ended["response"]["usage"]["input_tokens_details"] == {
         "cached_tokens": 16,
-        "cache_write_tokens": 107,
+        "cache_write_tokens": 96,
     }
     assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == [
         reasoning,
