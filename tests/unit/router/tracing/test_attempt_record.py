@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.trace import SpanContext
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2, inference_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import TimePart
@@ -27,6 +27,7 @@ from tests.unit.router.tracing.records import decision
 
 DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
 AHEAD_NS = 3 * 10**9
+STOP = sampling_pb2.FINISH_REASON_STOP
 
 
 def queued_task() -> QueuedTask:
@@ -114,7 +115,7 @@ async def test_the_usage_counts_what_either_worker_has_cached() -> None:
         )
         prepared: Any = SimpleNamespace(token_ids=[1] * 20, keep_s=None, includes_latency=False)
         request = AdmittedRequest(prepared, response, Deadline.after(9), record)
-        await finish_response(request, AttemptOutcome(1, cached_tokens), attempts=1)
+        await finish_response(request, AttemptOutcome(STOP, cached_tokens), attempts=1)
         return usages[-1].cached_tokens, usages[-1].stored_tokens
 
     assert await count(8) == (8, 16)
