@@ -327,7 +327,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
     max_completion_tokens: Uint32 | None = None
     logprobs: bool = False
     top_logprobs: Uint32 = 0
-    tools: Tools | None = None
+    tools: Annotated[Tools, Field(min_length=1)] | None = None
     tool_choice: ToolChoice | None = None
     functions: list[Any] | None = None
     """Set when the request has OpenAI's older form of tools, which `tools` has too."""
@@ -377,8 +377,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             raise ValueError(
                 "add_generation_prompt: false needs continue_final_message=true; leave it out"
             )
-        is_optional = self.tool_choice in (None, "none", "auto" if self.tools == [] else None)
-        if not is_optional and not self.tools:
+        if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice: needs tools; set tools or leave it out")
         for index, tool in enumerate(self.tools or ()):
             function = tool.function

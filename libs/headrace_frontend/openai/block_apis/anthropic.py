@@ -209,6 +209,7 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_format: OutputFormat | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=_STOPS_MAX)] | None = None
 
     @property
@@ -230,8 +231,11 @@ class MessagesBody(CountTokensBody):
             }
             if choice.disable_parallel_tool_use:
                 fields["parallel_tool_calls"] = False
-        if self.output_config is not None:
-            fields |= _output(self.output_config)
+        if (config := self.output_config) is not None:
+            fields["reasoning_effort"] = config.effort
+        if form := (config and config.format) or self.output_format:
+            schema = {"name": "answer", "schema": form.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         contents = (self.system, *(message.content for message in self.messages))
         blocks = chain.from_iterable(one for one in contents if isinstance(one, list))
         marked = (one.cache_control for one in (self, *(self.tools or ()), *blocks))
@@ -239,14 +243,6 @@ class MessagesBody(CountTokensBody):
             fields["prompt_cache_options"] = {"ttl": max(ttls, key=ttl_s)}
         sent = {name: value for name, value in fields.items() if value is not None}
         return self.forwarded | sent
-
-
-def _output(config: OutputConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {"reasoning_effort": config.effort}
-    if config.format is not None:
-        schema = {"name": "answer", "schema": config.format.schema_}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return fields
 
 
 def _system(system: _Blocks | None) -> Iterator[dict[str, Any]]:
