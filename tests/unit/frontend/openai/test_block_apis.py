@@ -305,6 +305,25 @@ async def test_the_events_of_responses_are_those_of_openai() -> None:
     ]
 
 
+async def test_responses_have_the_logprobs_of_the_text_alone() -> None:
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    events = await streamed("/v1/responses", TEXTS, **asked)
+    known: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for event in (one for one in events if one["type"].startswith("response.output_text")):
+        known.validate_python(event)
+    deltas = [one for one in events if one["type"] == "response.output_text.delta"]
+    assert ["".join(one["token"] for one in delta["logprobs"]) for delta in deltas] == [
+        delta["delta"] for delta in deltas
+    ]
+    whole = (await answered("/v1/responses", TEXTS, **asked)).json
+    for response in (events[-1]["response"], whole):
+        (text,) = (item for item in response["output"] if item["type"] == "message")
+        (part,) = text["content"]
+        assert "".join(one["token"] for one in part["logprobs"]) == part["text"] != ""
+    plain = (await answered("/v1/responses", TEXTS, include=["reasoning.encrypted_content"])).json
+    assert plain["output"][1]["content"][0]["logprobs"] == []
+
+
 async def test_a_text_after_a_call_is_a_block_of_its_own() -> None:
     events = await streamed("/v1/responses", (*TEXTS[:3], f"{TEXTS[3]} Done."))
     call, said = events[-1]["response"]["output"][2:]
