@@ -86,7 +86,7 @@ async def finish_response(
         decode_cached_tokens=outcome.cached_tokens,
         transferred_tokens=outcome.transferred_tokens,
         cached_tokens=max(outcome.cached_tokens, min(last.prefill_cached_tokens, prompt_tokens)),
-        stored_tokens=prompt_tokens - prompt_tokens % last.block_tokens,
+        stored_tokens=last.block_tokens and prompt_tokens - prompt_tokens % last.block_tokens,
     )
     if request.prepared.keep_s is not None:
         usage.kept.CopyFrom(outcome.kept or _NO_PROMISE)

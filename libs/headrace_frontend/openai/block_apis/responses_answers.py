@@ -23,6 +23,8 @@ from headrace_frontend.promises import KEPT_FIELD
 from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
+# Of a text that may become the tag of a call.
+_HELD_TOKENS_MAX: Final = 64
 _SaveOutput: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
@@ -72,7 +74,7 @@ class ResponsesFormat(BlockFormat):
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
         if self._rules.reasoning is not None:
             self._sent.add(message, [])
-        self._tokens += self._names.tokens_of(message)
+        self._tokens = [*self._tokens[-_HELD_TOKENS_MAX:], *self._names.tokens_of(message)]
         return super().event(index, message)
 
     def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
