@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -94,8 +95,9 @@ def gateway_gauges(
     """
     usage = status.used_blocks / max(1, status.total_blocks)
     blocks = f'block_size="{capacity.block_tokens}",num_gpu_blocks="{status.total_blocks}"'
-    names = ",".join(adapters)
-    loaded = f'max_lora="{len(adapters)}",running_lora_adapters="{names}",waiting_lora_adapters=""'
+    # Prometheus escapes visible ASCII as JSON does.
+    names = json.dumps(",".join(adapters))
+    loaded = f'max_lora="{len(adapters)}",running_lora_adapters={names},waiting_lora_adapters=""'
     gauges: list[tuple[str, str, float]] = [
         ("num_requests_running", "", status.running_requests),
         ("num_requests_waiting", "", status.waiting_requests + waiting),

@@ -23,8 +23,8 @@ def test_the_gauges_of_the_model_server_protocol() -> None:
         "vllm:kv_cache_usage_perc 0.25",
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="40"} 1',
     ]
-    with_adapters = gateway_gauges(STATUS, CAPACITY, 2, ["a", "b"])
+    with_adapters = gateway_gauges(STATUS, CAPACITY, 2, ["a", 'b"'])
     assert with_adapters.startswith(plain)
-    labels = 'max_lora="2",running_lora_adapters="a,b",waiting_lora_adapters=""'
-    last = with_adapters.splitlines()[-1]
-    assert re.fullmatch(rf"vllm:lora_requests_info{{{labels}}} \d+\.\d+", last)
+    labels = r'max_lora="2",running_lora_adapters="a,b\"",waiting_lora_adapters=""'
+    sample = re.escape(f"vllm:lora_requests_info{{{labels}}} ")
+    assert re.fullmatch(rf"{sample}\d+\.\d+", with_adapters.splitlines()[-1])
