@@ -178,9 +178,8 @@ class VllmEngine(Engine):
         if self._config.tiers.pooled:
             layout = self.descriptor.layout
             self.prefix_events.on_hash_key(partial(_open_pool, self._link, layout))
-        rank = self._place.rank if self._place else 0
-        endpoint, also = events_endpoint(self._link_path, rank), self._published
-        self._kv_events = KvEventReader(endpoint, self.prefix_events, also, rank)
+        endpoint = events_endpoint(self._link_path, self._place.rank if self._place else 0)
+        self._kv_events = KvEventReader(endpoint, self.prefix_events, self._published)
         self._kv_events.start()
         await self._prepare_hidden_states()
         if self._place is not None:

@@ -161,7 +161,10 @@ def parse_engine_args(arguments: Sequence[str], role: str = "") -> dict[str, Any
 
 
 def take_kv_events(given: dict[str, Any]) -> Any:
-    """Removes what other readers of KV events want, a KVEventsConfig. None without any. Raises ConfigError."""
+    """Removes what other readers of KV events want, a KVEventsConfig. None without any. Raises ConfigError.
+
+    As for vLLM, each data-parallel rank has a port of its own.
+    """
     config = given.pop("kv_events_config", None)
     if config is None or config.publisher != "zmq":
         return None
@@ -169,6 +172,10 @@ def take_kv_events(given: dict[str, Any]) -> Any:
         raise _wrong(
             "engine_args: kv_events_config has replay_endpoint, and events are sent once: leave it out"
         )
+    if rank := given.get("data_parallel_rank"):
+        from vllm.distributed.kv_events import ZmqEventPublisher
+
+        config.endpoint = ZmqEventPublisher.offset_endpoint_port(config.endpoint, rank)
     return config
 
 

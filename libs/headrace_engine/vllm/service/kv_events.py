@@ -263,11 +263,10 @@ class KvEventReader:
         endpoint: str,
         events: PrefixEventPublisher,
         also: KVEventsConfig | None = None,
-        data_parallel_rank: int = 0,
     ) -> None:
         self._endpoint = endpoint
         self._prefixes = VllmPrefixes(events)
-        self._also, self._rank = also, data_parallel_rank
+        self._also = also
         self._context: zmq.asyncio.Context | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -287,10 +286,6 @@ class KvEventReader:
         """Binds or connects as vLLM does."""
         socket, endpoint = context.socket(zmq.PUB), also.endpoint
         socket.set_hwm(also.hwm)
-        if self._rank:
-            from vllm.distributed.kv_events import ZmqEventPublisher
-
-            endpoint = ZmqEventPublisher.offset_endpoint_port(endpoint, self._rank)
         binds = "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
         try:
             (socket.bind if binds else socket.connect)(endpoint)
