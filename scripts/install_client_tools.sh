@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what tests/clients/test_works_with.py, test_load_generators.py and test_agents.py run into folders of .cache, from
+# Installs what tests/clients/test_works_with.py, test_frameworks.py, test_load_generators.py and test_agents.py run into folders of .cache, from
 # their lists of versions. Does again only what changed. A tool without the program that it needs is left out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,6 +36,7 @@ install_agents() {
 }
 
 install_python works-with requirements.txt .venv/bin/python
+install_python frameworks frameworks.txt .venv/bin/python
 install_python load-generators load_generators.txt .venv/bin/python
 later=$(later_python)
 if [[ -n $later ]]; then

@@ -24,6 +24,8 @@ KEPT_FIELD: Final = "headrace_kept"
 
 # An incarnation and a transfer id, see headrace_common.identity.
 _ID = re.compile(r"([0-9a-f]{16})(x[0-9a-f]{32})")
+_TTL = re.compile(r"([0-9]{1,9})([smhd])")
+_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 def terms_to_proto(tenant: str, seconds: float) -> decode_pb2.Keep:
@@ -66,15 +68,29 @@ def no_promise() -> NotFound:
     )
 
 
-def ask_to_keep(header: str | None, requests: Sequence[inference_pb2.GenerateRequest]) -> None:
-    """Asks for a promise in the one request of a client with this header. Raises InvalidRequest."""
+def ttl_s(text: Any) -> float:
+    """The seconds of a time such as "5m", an hour at most. 0 for another value."""
+    found = _TTL.fullmatch(text) if isinstance(text, str) else None
+    return min(KEEP_MAX_S, float(found[1]) * _UNITS_S[found[2]]) if found is not None else 0.0
+
+
+def ask_to_keep(
+    header: str | None, keep_s: float, requests: Sequence[inference_pb2.GenerateRequest]
+) -> None:
+    """Asks for a promise in the one request of a client with this header. Raises InvalidRequest.
+
+    Without a header, the fields of the API ask for `keep_s`. Such a request for several answers gets no promise.
+    """
+    first = requests[0]
     if header is None:
+        if keep_s > 0 and len(requests) == 1 and max(first.n, first.best_of) <= 1:
+            first.keep.CopyFrom(duration_from_seconds(keep_s))
         return
     if len(requests) > 1:
         raise InvalidRequest({KEEP_HEADER: "excludes several prompts; send one"})
     try:
         seconds = float(header)
-        requests[0].keep.CopyFrom(duration_from_seconds(seconds))
+        first.keep.CopyFrom(duration_from_seconds(seconds))
     except (ValueError, OverflowError):
         raise InvalidRequest({KEEP_HEADER: "must be a number of seconds"}) from None
 

@@ -43,10 +43,19 @@ def with_parts(
 def closed_schema(text: str) -> str:
     """The JSON Schema, where objects have no other properties than those named, unless it permits others.
 
-    A model could add properties until its answer is cut. A schema with allOf stays as it is: each part of it describes
-    an object that has the properties of the other parts too.
+    A model could add properties until its answer is cut. A schema that `extends` others stays as it is.
     """
-    return text if '"allOf"' in text else json.dumps(_closed(json.loads(text)))
+    schema = json.loads(text)
+    return text if extends(schema) else json.dumps(_closed(schema))
+
+
+def extends(schema: Any) -> bool:
+    """Whether a part of it describes an object that has the properties of others too: by allOf, or beside a $ref."""
+    if not isinstance(schema, dict):
+        return False
+    parts: list[Any] = []
+    with_parts(schema, lambda part, _: parts.append(part))
+    return "allOf" in schema or {"$ref", "properties"} <= schema.keys() or any(map(extends, parts))
 
 
 def call_or_form(

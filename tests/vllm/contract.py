@@ -206,7 +206,7 @@ FIELDS = {
     "vllm.v1.engine.coordinator.DPCoordinator": "proc",
     COMMUNICATOR: "cpu_group rank_in_group world_size",
     "vllm.config.SchedulerConfig": "async_scheduling scheduler_cls",
-    "vllm.config.KVEventsConfig": "enable_kv_cache_events publisher endpoint",
+    "vllm.config.KVEventsConfig": "enable_kv_cache_events publisher endpoint replay_endpoint hwm topic",
     "vllm.config.KVTransferConfig": (
         "kv_connector kv_connector_module_path kv_role engine_id kv_load_failure_policy "
         "kv_connector_extra_config"

@@ -11,12 +11,14 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from headrace_engine.vllm.compat import require_vllm
+from headrace_engine.vllm.service.engine_args import take_kv_events
 from tests.vllm.conftest import IMPORTS_VLLM
 from tests.vllm.contract import (
     BASE,
@@ -221,6 +223,10 @@ def test_ranks_publish_kv_events_where_we_read_them(rank: int) -> None:
     offset = lookup(f"{EVENTS}.ZmqEventPublisher.offset_endpoint_port")
     path = Path("folder", "link")
     assert offset(endpoint(path), rank) == endpoint(path, rank)
+    # So do we for other readers.
+    config = SimpleNamespace(publisher="zmq", replay_endpoint=None, endpoint="tcp://*:5557")
+    given: dict[str, Any] = {"data_parallel_rank": rank, "kv_events_config": config}
+    assert take_kv_events(given).endpoint == f"tcp://*:{5557 + rank}"
 
 
 @pytest.mark.parametrize("variable", ENVIRONMENT)

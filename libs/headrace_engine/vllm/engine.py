@@ -72,6 +72,7 @@ from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
+    from vllm.config import KVEventsConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from headrace_engine.vllm.link.server import LinkServer
@@ -102,6 +103,7 @@ class VllmEngine(Engine):
         self._failure: HeadraceError | None = None
         self._link: LinkServer | None = None
         self._kv_events: KvEventReader | None = None
+        self._published: KVEventsConfig | None = None
         self._link_path = Path()
         self._first_token_sampler: FirstTokenSampler | None = None
         self._constraints = ConstraintCheck()
@@ -135,6 +137,7 @@ class VllmEngine(Engine):
         self._link_path = Path(self._folder.name) / "link"
         launched = launch(self._config, folder, self._link_path)
         self._llm, self._adapters, self._place = launched.llm, launched.adapters, launched.place
+        self._published = launched.kv_events
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
 
     async def attach(self) -> None:
@@ -176,7 +179,7 @@ class VllmEngine(Engine):
             layout = self.descriptor.layout
             self.prefix_events.on_hash_key(partial(_open_pool, self._link, layout))
         endpoint = events_endpoint(self._link_path, self._place.rank if self._place else 0)
-        self._kv_events = KvEventReader(endpoint, self.prefix_events)
+        self._kv_events = KvEventReader(endpoint, self.prefix_events, self._published)
         self._kv_events.start()
         await self._prepare_hidden_states()
         if self._place is not None:

@@ -69,7 +69,8 @@ _FORWARDED: Final = frozenset(
     {
         *("allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "seed", "stop"),
         *("frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p"),
-        *("min_tokens", "presence_penalty", "priority", "repetition_penalty", "request_id"),
+        *("min_tokens", "presence_penalty", "priority", "prompt_cache_options"),
+        *("prompt_cache_retention", "repetition_penalty", "request_id"),
         *("skip_special_tokens", "stop_token_ids", "structured_outputs", "timeout_s", "top_k"),
         *("tpot_target_s", "ttft_target_s"),
     }

@@ -68,6 +68,8 @@ class ImageUrlBody(Body):
 class ContentPart(Body):
     """A part of a message: an image, or else text."""
 
+    without_effect = frozenset({"prompt_cache_breakpoint"})
+
     text: str
     image_url: ImageUrlBody | None = None
 

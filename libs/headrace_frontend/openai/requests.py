@@ -31,6 +31,7 @@ from headrace_frontend.openai.messages import (
     ToolChoice,
     Tools,
 )
+from headrace_frontend.promises import ttl_s
 from headrace_frontend.request.enforceable import enforceable
 from headrace_frontend.request.json_text import JsonRejected, parse_object
 
@@ -200,7 +201,6 @@ class GenerationBody(Body):
     without_effect = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id"),
-            *("prompt_cache_retention", "prompt_cache_options"),
         }
     )
     neutral = {  # noqa: RUF012
@@ -246,6 +246,8 @@ class GenerationBody(Body):
     priority: Annotated[Literal[-1, 0, 1], BeforeValidator(_whole)] = 0
     cache_salt: Annotated[str, Field(min_length=1)] = ""
     prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    prompt_cache_options: dict[str, Any] | None = None
     request_id: str = ""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -268,6 +270,14 @@ class GenerationBody(Body):
             names_tokens_by_id=self.return_tokens_as_token_ids,
             prompt_logprobs=self.prompt_logprobs is not None and not self.stream,
         )
+
+    @property
+    def keep_s(self) -> float:
+        """How long the KV shall stay after the answer, by OpenAI's fields. 0 without them."""
+        options, retention = self.prompt_cache_options, self.prompt_cache_retention
+        ttl = "" if options is None else options.get("ttl", "30m")
+        shortest = "5m" if retention or self.prompt_cache_key else ""
+        return max(map(ttl_s, (ttl, retention, shortest)))
 
     @property
     def formatted(self) -> bool:
@@ -317,7 +327,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
     max_completion_tokens: Uint32 | None = None
     logprobs: bool = False
     top_logprobs: Uint32 = 0
-    tools: Tools | None = None
+    tools: Annotated[Tools, Field(min_length=1)] | None = None
     tool_choice: ToolChoice | None = None
     functions: list[Any] | None = None
     """Set when the request has OpenAI's older form of tools, which `tools` has too."""
@@ -367,8 +377,7 @@ class ChatCompletionBody(GenerationBody, SchemaBody):
             raise ValueError(
                 "add_generation_prompt: false needs continue_final_message=true; leave it out"
             )
-        is_optional = self.tool_choice in (None, "none", "auto" if self.tools == [] else None)
-        if not is_optional and not self.tools:
+        if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice: needs tools; set tools or leave it out")
         for index, tool in enumerate(self.tools or ()):
             function = tool.function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -158,6 +158,10 @@ class ResponseFormat(AnswerFormat):
         self._prompts += [token_ids] * choices
         self._prompt_texts += [text] * choices
 
+    def include_usage(self) -> None:
+        """Ends the stream with the usage, for the promise in it, whether or not the options want it."""
+        self._includes = replace(self._includes, usage=True)
+
     @abstractmethod
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
         """The choice of an object."""
@@ -241,8 +245,8 @@ class ResponseFormat(AnswerFormat):
         return b"%b%b%b" % (head, quote(text).encode(), tail)
 
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
-        """The end of the stream, after the event of the usage if that is wanted, or has a promise."""
-        if not self._includes.usage and not any(one.HasField("kept") for one in usages):
+        """The end of the stream, after the event of the usage if that is wanted."""
+        if not self._includes.usage:
             return DONE_EVENT
         usage = json.dumps({**usage_object(usages, prompts), **self._usage_details(())})
         return f'{self._prefix}], "usage": {usage}}}\n\n'.encode() + DONE_EVENT
@@ -401,16 +405,20 @@ def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[st
     Only a response with a single choice has a promise.
     """
     per_prompt = len(usages) // prompts
-    prompt_tokens = completion_tokens = cached_tokens = 0
+    prompt_tokens = completion_tokens = cached_tokens = stored_tokens = 0
     for number, usage in enumerate(usages):
         completion_tokens += usage.completion_tokens
         if number % per_prompt == 0:
             prompt_tokens += usage.prompt_tokens
-            cached_tokens += usage.decode_cached_tokens
+            cached_tokens += usage.cached_tokens
+            stored_tokens += max(usage.cached_tokens, usage.stored_tokens)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": cached_tokens,
+            "cache_write_tokens": stored_tokens - cached_tokens,
+        },
         **kept_field(usages[0]),
     }

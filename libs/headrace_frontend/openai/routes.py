@@ -88,7 +88,10 @@ class _Answering:
         includes = body.includes
         respond = self._stream if body.stream else self._collect
         try:
-            ask_to_keep(exchange.headers.get(KEEP_HEADER), generation.requests)
+            header = exchange.headers.get(KEEP_HEADER)
+            ask_to_keep(header, body.keep_s, generation.requests)
+            if header is not None and isinstance(form, ResponseFormat):
+                form.include_usage()
             if (includes.prompt or includes.prompt_text) and isinstance(form, ResponseFormat):
                 for request in generation.requests:
                     tokens, text = await self._prompt_of(generation, request)

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from headrace_common.limits import SCHEMA_BYTES_MAX
 from headrace_frontend.request.json_text import exceeds_levels
 from headrace_frontend.request.schema import keyword_problem, resolved
-from headrace_text.constraints import SchemaPath, with_parts
+from headrace_text.constraints import SchemaPath, extends, with_parts
 
 _Schema: TypeAlias = dict[str, Any]
 _text = partial(json.dumps, ensure_ascii=False)
@@ -76,8 +76,10 @@ class _Rewriting:
     def __init__(self, root: _Schema) -> None:
         self.unenforced: list[str] = []
         self._root = root
-        self._opens = '"allOf"' in _text(root)
+        self._opens = extends(root)
         self._pairs = iter(range(_PAIRS_MAX))
+        self._known: dict[int, tuple[Any, set[str]]] = {}
+        """The values of a schema, by its id, with the schema: no other one may get its id."""
 
     def rewritten(self, schema: Any, path: SchemaPath = ()) -> Any:
         """The schema at a path, with its parts rewritten."""
@@ -120,12 +122,18 @@ class _Rewriting:
         # See closed_schema.
         opens = self._opens or "properties" in schema
         if all(
-            next(self._pairs, None) is not None and _are_disjoint(*pair, opens=opens)
+            next(self._pairs, None) is not None and _are_disjoint(*pair, self._values, opens=opens)
             for pair in combinations(parts, 2)
         ):
             return True
         schema["anyOf"] = schema.pop("oneOf")
         return False
+
+    def _values(self, schema: Any) -> set[str]:
+        known = self._known.get(id(schema))
+        if known is None:
+            known = self._known[id(schema)] = (schema, _values(schema))
+        return known[1]
 
     def _resolved(self, schema: Any) -> Any:
         """What a reference to the schema's own definitions refers to, or else the schema."""
@@ -134,15 +142,17 @@ class _Rewriting:
         return schema if found is None else found
 
 
-def _are_disjoint(one: Any, other: Any, *, opens: bool) -> bool:
+def _are_disjoint(
+    one: Any, other: Any, values_of: Callable[[Any], set[str]], *, opens: bool
+) -> bool:
     """Whether a simple rule shows that no value matches both schemas. `opens`: objects have any other properties."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
     kinds, others = _kinds(one), _kinds(other)
     if kinds and others and not kinds & others:
         return True
-    if values := _values(one):
-        return bool(found := _values(other)) and not values & found
+    if values := values_of(one):
+        return bool(found := values_of(other)) and not values & found
     if kinds != {"object"} or others != {"object"}:
         return False
     properties, more = one.get("properties"), other.get("properties")
@@ -155,8 +165,8 @@ def _are_disjoint(one: Any, other: Any, *, opens: bool) -> bool:
     if one.get("additionalProperties", opens) is False and needed_more - properties.keys():
         return True
     return any(
-        (values := _values(properties.get(name)))
-        and (found := _values(more.get(name)))
+        (values := values_of(properties.get(name)))
+        and (found := values_of(more.get(name)))
         and not values & found
         for name in needed & needed_more
     )

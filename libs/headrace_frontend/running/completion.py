@@ -15,7 +15,7 @@ from headrace_common.durations import duration_from_ns
 from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.record import RequestRecord
+from headrace_frontend.running.record import AttemptRecord, RequestRecord
 
 
 @dataclass(slots=True)
@@ -78,11 +78,15 @@ async def finish_response(
         await record.wait_for_report(request.deadline)
     now_ns = time.monotonic_ns()
     worker = response.decode_worker
+    prompt_tokens = len(request.prepared.token_ids)
+    last = record.attempts[-1] if record.attempts else AttemptRecord(0)
     usage = inference_pb2.Usage(
-        prompt_tokens=len(request.prepared.token_ids),
+        prompt_tokens=prompt_tokens,
         completion_tokens=response.completion_tokens,
         decode_cached_tokens=outcome.cached_tokens,
         transferred_tokens=outcome.transferred_tokens,
+        cached_tokens=max(outcome.cached_tokens, min(last.prefill_cached_tokens, prompt_tokens)),
+        stored_tokens=last.block_tokens and prompt_tokens - prompt_tokens % last.block_tokens,
     )
     if request.prepared.keep_s is not None:
         usage.kept.CopyFrom(outcome.kept or _NO_PROMISE)

@@ -59,6 +59,13 @@ class AttemptRecord(AttemptSteps):
     """The ids of the attempt's span, if it has one."""
     outcome: asyncio.Future[Any] | None = None
     """The outcome of its prefill, which has the prefill worker's report. None without a remote prefill."""
+    block_tokens: int = 0
+    """Those of the decode worker's blocks, 0 without a worker."""
+
+    @property
+    def prefill_cached_tokens(self) -> int:
+        """Tokens in the prefix cache of the prefill worker, 0 until its report."""
+        return 0
 
     def update(self) -> None:
         """Takes the steps that are known now."""

@@ -51,7 +51,6 @@ _SAMPLING = "routers fill in the sampling defaults, so that each attempt of a re
 REFUSED: Final[Mapping[str, str]] = {
     "kv_offloading_backend": "vLLM's own offloading is the only one that is tested",
     "ec_transfer_config": _CONNECTOR,
-    "kv_events_config": "routers need the events of each worker's prefix cache",
     "enable_chunked_prefill": "prompts are computed in chunks: set max_num_batched_tokens",
     "skip_tokenizer_init": _TOKENIZER,
     "tokenizer": _TOKENIZER,
@@ -159,6 +158,25 @@ def parse_engine_args(arguments: Sequence[str], role: str = "") -> dict[str, Any
     )
     _check_speculation(given.get(SPECULATION), role)
     return given
+
+
+def take_kv_events(given: dict[str, Any]) -> Any:
+    """Removes what other readers of KV events want, a KVEventsConfig. None without any. Raises ConfigError.
+
+    As for vLLM, each data-parallel rank has a port of its own.
+    """
+    config = given.pop("kv_events_config", None)
+    if config is None or config.publisher != "zmq":
+        return None
+    if config.replay_endpoint:
+        raise _wrong(
+            "engine_args: kv_events_config has replay_endpoint, and events are sent once: leave it out"
+        )
+    if rank := given.get("data_parallel_rank"):
+        from vllm.distributed.kv_events import ZmqEventPublisher
+
+        config.endpoint = ZmqEventPublisher.offset_endpoint_port(config.endpoint, rank)
+    return config
 
 
 def take_offloading(given: dict[str, Any]) -> dict[str, Any] | None:

@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from headrace_common.errors import ConfigError
 from headrace_common.tasks import end_task, run_forever
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.vllm.service.prompts import image_hash
@@ -21,6 +22,9 @@ from headrace_kv.prefix.cache_salt import is_cache_salt
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS
 from headrace_kv.prefix.images import placeholder_words
+
+if TYPE_CHECKING:
+    from vllm.config import KVEventsConfig
 
 log = logging.getLogger(__name__)
 
@@ -249,34 +253,63 @@ def _words_of(token_ids: Sequence[int], images: _BlockImages, block_tokens: int)
 
 
 class KvEventReader:
-    """Reads the events that vLLM publishes until closed. After lost events it forgets all blocks."""
+    """Reads the events that vLLM publishes until closed. After lost events it forgets all blocks.
 
-    def __init__(self, endpoint: str, events: PrefixEventPublisher) -> None:
+    They are sent on as they are where `also` says. vLLM, which this reader may not slow down, has one place for them.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        events: PrefixEventPublisher,
+        also: KVEventsConfig | None = None,
+    ) -> None:
         self._endpoint = endpoint
         self._prefixes = VllmPrefixes(events)
+        self._also = also
         self._context: zmq.asyncio.Context | None = None
         self._reader: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connects, also before vLLM binds the socket."""
+        """Connects, also before vLLM binds the socket. Raises ConfigError where events cannot be sent on."""
         self._context = zmq.asyncio.Context()
+        further = None if self._also is None else self._open_further(self._context, self._also)
         socket = self._context.socket(zmq.SUB)
         socket.set_hwm(UNREAD_BATCHES_MAX)
         socket.connect(self._endpoint)
         socket.subscribe(b"")
-        self._reader = run_forever(self._read(socket), "vllm-kv-events")
+        self._reader = run_forever(self._read(socket, further), "vllm-kv-events")
+
+    def _open_further(
+        self, context: zmq.asyncio.Context, also: KVEventsConfig
+    ) -> zmq.asyncio.Socket:
+        """Binds or connects as vLLM does."""
+        socket, endpoint = context.socket(zmq.PUB), also.endpoint
+        socket.set_hwm(also.hwm)
+        binds = "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
+        try:
+            (socket.bind if binds else socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(
+                f"engine_args: kv_events_config: {endpoint}: {error}",
+                metadata={"field": "engine_args"},
+            ) from error
+        return socket
 
     async def close(self) -> None:
-        """Ends the task and closes the socket."""
+        """Ends the task and closes the sockets."""
         await end_task(self._reader)
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+    async def _read(self, socket: zmq.asyncio.Socket, further: zmq.asyncio.Socket | None) -> None:
         expected = 0
         while True:
             _, sequence_bytes, payload = await socket.recv_multipart()
+            if further is not None and self._also is not None:
+                await further.send_multipart((self._also.topic.encode(), sequence_bytes, payload))
             sequence = int.from_bytes(sequence_bytes)
             if sequence != expected:
                 log.warning("%d batches of vLLM's KV events are lost", sequence - expected)

@@ -43,12 +43,13 @@ from headrace_engine.vllm.service.engine_args import (
     fingerprint_with,
     parse_engine_args,
     split_engine_args,
+    take_kv_events,
     take_offloading,
 )
 from headrace_engine.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVEventsConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -178,6 +179,8 @@ class Launched:
     llm: AsyncLLM
     adapters: EngineAdapters
     place: GroupPlace | None
+    kv_events: KVEventsConfig | None
+    """Where others read vLLM's KV events."""
 
 
 def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launched:
@@ -203,7 +206,7 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
     import_vllm()
     log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
     try:
-        args, adapters = _engine_args(config, folder, link_path)
+        args, adapters, kv_events = _engine_args(config, folder, link_path)
         vllm_config = args.create_engine_config()
         _choose_scheduler(vllm_config, args.async_scheduling)
         place = group_place(vllm_config)
@@ -212,7 +215,7 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
                 "waiting for the data-parallel ranks; this is %d of %d", place.rank, place.size
             )
         with engine_children(keeps_memory=runs_on_cpu()):
-            return Launched(start_llm(vllm_config), adapters, place)
+            return Launched(start_llm(vllm_config), adapters, place, kv_events)
     except (RuntimeError, ValueError) as exc:
         startup_error = read_startup_error(link_path)
         if startup_error is not None:
@@ -299,7 +302,7 @@ def _transfer_config(
 
 def _engine_args(
     config: EngineConfig, folder: ModelFolder, link_path: Path
-) -> tuple[AsyncEngineArgs, EngineAdapters]:
+) -> tuple[AsyncEngineArgs, EngineAdapters, KVEventsConfig | None]:
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -307,7 +310,7 @@ def _engine_args(
 
     given = parse_engine_args(split_engine_args(config.engine_args), config.role)
     check_combinations(given, config.pipeline_parallel_size)
-    offloading = take_offloading(given)
+    kv_events, offloading = take_kv_events(given), take_offloading(given)
     if offloading is not None and config.tiers.names:
         raise ConfigError(
             "kv_host_gib and vLLM's offloading would keep the same blocks twice: set kv_host_gib to 0, or leave out "
@@ -366,4 +369,4 @@ def _engine_args(
     )
     lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())
     loaded = EngineAdapters(adapters, given | {"model": folder.path}, on_cpu=runs_on_cpu())
-    return AsyncEngineArgs(**{**ours, **lora, **given}), loaded
+    return AsyncEngineArgs(**{**ours, **lora, **given}), loaded, kv_events

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
@@ -14,7 +15,7 @@ from headrace_frontend.openai.block_apis.blocks import Block, BlockFormat, Block
 from headrace_frontend.openai.body import ForwardingBody, LenientBody
 from headrace_frontend.openai.errors import AnyError, ErrorForm, error_object, status_of
 from headrace_frontend.openai.responses import CollectedChoice, usage_object
-from headrace_frontend.promises import KEPT_FIELD
+from headrace_frontend.promises import KEPT_FIELD, ttl_s
 
 _BLOCKS_MAX: Final = 1_024
 _STOPS_MAX: Final = 64
@@ -27,6 +28,12 @@ _BLOCKS: Final = frozenset(
 )
 # Claude Code's first system block. It differs between conversations, which could not share cached prefixes.
 _BILLING: Final = "x-anthropic-billing-header:"
+
+
+class CacheControl(LenientBody):
+    """Marks the end of a prefix that shall stay cached."""
+
+    ttl: str = "5m"
 
 
 class SourceBody(LenientBody):
@@ -57,6 +64,7 @@ class BlockBody(LenientBody):
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
+    cache_control: CacheControl | None = None
     content: (
         str | Annotated[list[BlockBody], Field(fail_fast=True, max_length=_BLOCKS_MAX)] | None
     ) = None
@@ -114,6 +122,7 @@ class AnthropicTool(LenientBody):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class AnthropicToolChoice(LenientBody):
@@ -150,8 +159,8 @@ class CountTokensBody(ForwardingBody):
     # They say nothing to the model.
     without_effect = frozenset(
         {
-            *("betas", "cache_control", "container", "context_management", "inference_geo"),
-            *("mcp_servers", "metadata", "service_tier", "speed"),
+            *("betas", "container", "context_management", "inference_geo", "mcp_servers"),
+            *("metadata", "service_tier", "speed"),
         }
     )
 
@@ -166,6 +175,7 @@ class CountTokensBody(ForwardingBody):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -199,6 +209,7 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_format: OutputFormat | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=_STOPS_MAX)] | None = None
 
     @property
@@ -220,18 +231,18 @@ class MessagesBody(CountTokensBody):
             }
             if choice.disable_parallel_tool_use:
                 fields["parallel_tool_calls"] = False
-        if self.output_config is not None:
-            fields |= _output(self.output_config)
+        if (config := self.output_config) is not None:
+            fields["reasoning_effort"] = config.effort
+        if form := (config and config.format) or self.output_format:
+            schema = {"name": "answer", "schema": form.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        contents = (self.system, *(message.content for message in self.messages))
+        blocks = chain.from_iterable(one for one in contents if isinstance(one, list))
+        marked = (one.cache_control for one in (self, *(self.tools or ()), *blocks))
+        if ttls := [one.ttl for one in marked if one is not None]:
+            fields["prompt_cache_options"] = {"ttl": max(ttls, key=ttl_s)}
         sent = {name: value for name, value in fields.items() if value is not None}
         return self.forwarded | sent
-
-
-def _output(config: OutputConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {"reasoning_effort": config.effort}
-    if config.format is not None:
-        schema = {"name": "answer", "schema": config.format.schema_}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return fields
 
 
 def _system(system: _Blocks | None) -> Iterator[dict[str, Any]]:
@@ -442,11 +453,12 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    details = usage["prompt_tokens_details"]
+    cached, written = details["cached_tokens"], details["cache_write_tokens"]
     return {
-        "input_tokens": usage["prompt_tokens"] - cached,
+        "input_tokens": usage["prompt_tokens"] - cached - written,
         "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
+        "cache_creation_input_tokens": written,
         "output_tokens": usage["completion_tokens"],
         **{name: value for name, value in usage.items() if name == KEPT_FIELD},
     }

@@ -31,6 +31,8 @@ class Block:
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of the tokens of a text, where they are requested."""
 
     @property
     def text(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
@@ -16,11 +18,14 @@ from headrace_frontend.openai.responses import (
     reasoning_details,
     usage_object,
 )
+from headrace_frontend.openai.tokens import TokenNames
 from headrace_frontend.promises import KEPT_FIELD
 from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
 _Save: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
+# Of a text that may become the tag of a call.
+_HELD_TOKENS_MAX: Final = 64
 
 
 class ResponsesFormat(BlockFormat):
@@ -55,7 +60,10 @@ class ResponsesFormat(BlockFormat):
         self._whole: dict[str, Any] = {}
         """The response once it has ended."""
         self._customs = customs
+        self._names = TokenNames(codec, by_id=False, beside_top=False)
         self._sequence = 0
+        self._tokens: list[dict[str, Any]] = []
+        """Those that no event has yet, where logprobs are requested."""
         self._sent = CollectedChoice()
         """What was streamed, where the tokens of its reasoning are counted."""
 
@@ -68,20 +76,25 @@ class ResponsesFormat(BlockFormat):
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
         if self._rules.reasoning is not None:
             self._sent.add(message, [])
+        self._tokens = [*self._tokens[-_HELD_TOKENS_MAX:], *self._names.tokens_of(message)]
         return super().event(index, message)
 
     def begun(self, status: str) -> dict[str, Any]:
         """The response before its first text."""
         return self._response(status, None)
 
+    def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
+        return self._names.tokens_of(message)
+
     def _opened(self, block: Block) -> bytes:
         item = self._item(block, done=False)
         data = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind is not BlockKind.CALL:
-            data += self._of(block, "response.content_part.added", part=_part(block.kind, ""))
+            data += self._of(block, "response.content_part.added", part=_part(Block(block.kind, 0)))
         return data
 
     def _more(self, block: Block, text: str) -> bytes:
+        new = self._take_tokens(block, text) if self._tokens else []
         if self._is_custom(block):
             # Its input is within JSON.
             return b""
@@ -92,7 +105,7 @@ class ResponsesFormat(BlockFormat):
                 output_index=block.index,
                 delta=text,
             )
-        return self._of(block, f"{_text_event(block)}.delta", delta=text, **_logprobs(block))
+        return self._of(block, f"{_text_event(block)}.delta", delta=text, **_logprobs(block, new))
 
     def _closed(self, block: Block) -> bytes:
         place = {"item_id": self._item_id(block), "output_index": block.index}
@@ -108,10 +121,9 @@ class ResponsesFormat(BlockFormat):
                 arguments=block.text,
             )
         else:
-            part = _part(block.kind, block.text)
-            data = self._of(
-                block, f"{_text_event(block)}.done", text=block.text, **_logprobs(block)
-            ) + self._of(block, "response.content_part.done", part=part)
+            logprobs = _logprobs(block, block.logprobs)
+            data = self._of(block, f"{_text_event(block)}.done", text=block.text, **logprobs)
+            data += self._of(block, "response.content_part.done", part=_part(block))
         item = self._item(block, done=True)
         return data + self._event("response.output_item.done", output_index=block.index, item=item)
 
@@ -120,6 +132,7 @@ class ResponsesFormat(BlockFormat):
         return self._event(f"response.{self._status}", response=self._ended(usage))
 
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
+        self._tokens = choices[0].tokens
         self._collect(choices[0])
         usage = {**usage_object([choices[0].usage], prompts), **self._details(choices[0])}
         return json.dumps(self._ended(usage)).encode()
@@ -130,6 +143,19 @@ class ResponsesFormat(BlockFormat):
 
     async def stored(self) -> None:
         await self._save(self._whole)
+
+    def _take_tokens(self, block: Block, text: str) -> list[dict[str, Any]]:
+        """Those of more text of a block. Those before them are of no block. All, where some are parts of characters."""
+        tokens = self._tokens
+        ends = [*accumulate(len(one["token"]) for one in tokens)]
+        start = "".join(one["token"] for one in tokens).find(text)
+        first, last = bisect_right(ends, start), bisect_left(ends, start + len(text)) + 1
+        if start < 0:
+            first, last = 0, len(tokens) if block.kind is BlockKind.TEXT else 0
+        new, self._tokens = tokens[first:last], tokens[last:]
+        if block.kind is BlockKind.TEXT:
+            block.logprobs += new
+        return new
 
     def _details(self, choice: CollectedChoice) -> dict[str, Any]:
         return reasoning_details(self._codec, self._rules, [choice])
@@ -160,7 +186,7 @@ class ResponsesFormat(BlockFormat):
 
     def _item(self, block: Block, *, done: bool) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block)}
-        content = [_part(block.kind, block.text)] if done else []
+        content = [_part(block)] if done else []
         if self._is_custom(block):
             item |= {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name}
             item |= {"input": _custom_input(block) if done else ""}
@@ -224,23 +250,21 @@ def _custom_input(block: Block) -> str:
     return found if isinstance(found, str) else block.text
 
 
-def _logprobs(block: Block) -> dict[str, Any]:
-    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+def _logprobs(block: Block, tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"logprobs": tokens} if block.kind is BlockKind.TEXT else {}
 
 
-def _part(kind: BlockKind, text: str) -> dict[str, Any]:
-    if kind is BlockKind.REASONING:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    part = {"type": "output_text", "text": block.text, "annotations": []}
+    return part | {"logprobs": block.logprobs}
 
 
 def _usage(usage: _Usage) -> dict[str, Any]:
-    details = usage["prompt_tokens_details"]
-    # The prefix cache has every prompt.
-    written = usage["prompt_tokens"] - details["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {**details, "cache_write_tokens": written},
+        "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],

@@ -20,6 +20,8 @@ _CUSTOM: Final = {
     "required": ["input"],
 }
 _IMAGE: Final = "input_image"
+# Other values of `include` name what a response has anyway, or what runs at OpenAI.
+_LOGPROBS: Final = "message.output_text.logprobs"
 _PARTS: Final = (
     *("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"),
     _IMAGE,
@@ -185,9 +187,8 @@ class ResponsesBody(ForwardingBody):
     # They say nothing to the model.
     without_effect = frozenset(
         {
-            *("client_metadata", "include", "max_tool_calls", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "stream_options"),
-            *("truncation", "user"),
+            *("client_metadata", "max_tool_calls", "safety_identifier"),
+            *("service_tier", "stream_options", "truncation", "user"),
         }
     )
 
@@ -198,6 +199,7 @@ class ResponsesBody(ForwardingBody):
             list[ItemBody], Field(fail_fast=True, min_length=1, max_length=CHAT_MESSAGES_MAX)
         ]
     )
+    include: list[str] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     metadata: dict[str, str] | None = None
@@ -212,6 +214,7 @@ class ResponsesBody(ForwardingBody):
     tools: (
         Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=CHAT_TOOLS_MAX)] | None
     ) = None
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**32)] = 0
     top_p: float | None = None
     previous_response_id: str | None = None
     background: bool | None = None
@@ -280,6 +283,8 @@ class ResponsesBody(ForwardingBody):
                 self.text.format if self.text is not None else None
             ),
         }
+        if _LOGPROBS in (self.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if tools:
             fields["tool_choice"] = _tool_choice(self.tool_choice)
             fields["parallel_tool_calls"] = self.parallel_tool_calls

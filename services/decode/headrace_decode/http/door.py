@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 
 from headrace.inference.v1 import inference_pb2, keep_pb2
+from headrace.worker.v1 import worker_pb2
 from headrace_common.config import WILDCARD_HOSTS, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
@@ -78,6 +81,34 @@ class _OwnModel:
             )
             for name, parent, count in served
         ]
+
+
+def gateway_gauges(
+    status: worker_pb2.WatchStatusResponse,
+    capacity: Capacity,
+    waiting: int,
+    adapters: Sequence[str],
+) -> str:
+    """What the model server protocol of the Gateway API's inference extension wants, by the names of vLLM.
+
+    `waiting` are the requests that wait before the engine. An adapter counts as running while it is loaded.
+    """
+    usage = status.used_blocks / max(1, status.total_blocks)
+    blocks = f'block_size="{capacity.block_tokens}",num_gpu_blocks="{status.total_blocks}"'
+    # Prometheus escapes visible ASCII as JSON does.
+    names = json.dumps(",".join(adapters))
+    loaded = f'max_lora="{len(adapters)}",running_lora_adapters={names},waiting_lora_adapters=""'
+    gauges: list[tuple[str, str, float]] = [
+        ("num_requests_running", "", status.running_requests),
+        ("num_requests_waiting", "", status.waiting_requests + waiting),
+        ("kv_cache_usage_perc", "", usage),
+        ("cache_config_info", f"{{{blocks}}}", 1),
+    ]
+    if adapters:
+        gauges.append(("lora_requests_info", f"{{{loaded}}}", time.time()))
+    return "".join(
+        f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, labels, value in gauges
+    )
 
 
 class HttpDoor:
@@ -161,7 +192,15 @@ class HttpDoor:
         )
         parts.run_by(runner)
         readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
-        return OpenAiApp(parts, MetricsPage(readers, telemetry.metrics.text, config.http_listen))
+
+        def metrics(kind: str) -> str:
+            waiting = parts.admission.waiting + blocks.pool.waiting
+            adapters = [*model.adapters()[model.name]]
+            status = self._attempts.status()
+            gauges = gateway_gauges(status, self._capacity, waiting, adapters)
+            return gauges + telemetry.metrics.text(kind)
+
+        return OpenAiApp(parts, MetricsPage(readers, metrics, config.http_listen))
 
     async def _keep(
         self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline

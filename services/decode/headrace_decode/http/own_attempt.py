@@ -116,7 +116,10 @@ class OwnAttempt(RunningAttempt):
             request.record.slot_acquired()
         times = running.timestamps
         self._running = running
-        self._record = record = OwnRecord(times.start.monotonic_ns // 1_000, times=times)
+        block_tokens = running.engine.descriptor.layout.block_tokens
+        self._record = record = OwnRecord(
+            times.start.monotonic_ns // 1_000, times=times, block_tokens=block_tokens
+        )
         request.record.attempts.append(record)
         try:
             running.start(self, self._engine_ended)

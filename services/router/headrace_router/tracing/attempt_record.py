@@ -90,12 +90,19 @@ class RoutedAttempt(AttemptRecord):
     _queued: QueuedTask | None = field(default=None, init=False)
 
     @property
+    def prefill_cached_tokens(self) -> int:
+        queued = self._queued
+        ended = queued.outcome.result() if queued is not None and queued.outcome.done() else None
+        return ended.done.cached_tokens if ended is not None and ended.done is not None else 0
+
+    @property
     def report_bytes(self) -> int:
         return len(self.done.last_link.layers) if self.done is not None else 0
 
     def routed(self, decision: Decision) -> None:
         """The workers are chosen."""
         self.decision, self.route_end = decision, now_us()
+        self.block_tokens = decision.worker.layout.block_tokens
 
     def not_routed(self, error: HeadraceError) -> None:
         """No workers could be chosen."""

@@ -14,6 +14,7 @@ from tests.kit.openai_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp
 USER = {"role": "user", "content": "hi"}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CHAT = "/v1/chat/completions"
+HELLO = {"type": "text", "text": "hello"}
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,40 @@ async def test_every_api_asks_for_promises_and_has_them_in_the_usage(
     plain = await app.post(path, {**body, "stream": stream})
     assert not plain.requests[0].HasField("keep")
     assert "headrace_kept" not in plain.body.decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "seconds"),
+    [
+        (CHAT, {"prompt_cache_options": {"ttl": "30m"}}, 1_800),
+        (CHAT, {"prompt_cache_options": {"mode": "implicit"}, "prompt_cache_key": "a"}, 1_800),
+        (CHAT, {"prompt_cache_retention": "24h"}, 3_600),
+        (CHAT, {"prompt_cache_retention": "in_memory"}, 300),
+        (CHAT, {"prompt_cache_key": "a"}, 300),
+        (CHAT, {"prompt_cache_key": "a", "n": 2}, 0),
+        (CHAT, {"prompt_cache_options": {"ttl": "soon"}}, 0),
+        ("/v1/responses", {"prompt_cache_options": {"ttl": "1h"}}, 3_600),
+        ("/v1/responses", {"prompt_cache_key": "a"}, 300),
+        ("/v1/messages", {"cache_control": {"type": "ephemeral"}}, 300),
+        ("/v1/messages", {"tools": [{"name": "f", "cache_control": {"ttl": "1h"}}]}, 3_600),
+        ("/v1/messages", {"system": [{**HELLO, "cache_control": {"ttl": "5m"}}]}, 300),
+        (
+            "/v1/messages",
+            {"messages": [{**USER, "content": [{**HELLO, "cache_control": {"ttl": "1h"}}]}]},
+            3_600,
+        ),
+    ],
+)
+async def test_the_fields_of_prompt_caches_ask_for_promises(
+    path: str, body: dict[str, Any], seconds: int
+) -> None:
+    given = {"input": "hi"} if path == "/v1/responses" else {"messages": [USER], "max_tokens": 5}
+    reply = await LocalApp().post(path, {**given, **body})
+    assert reply.requests[0].keep.seconds == seconds, reply.body
+    assert ("headrace_kept" in reply.body.decode()) == (seconds > 0)
+    streamed = await LocalApp().post(path, {**given, **body, "stream": True})
+    # Clients read a choice from each event, unless they want the usage.
+    assert path != CHAT or all(event["choices"] for event in streamed.events)
 
 
 @pytest.mark.parametrize("header", ["", "soon", "nan", "inf", "0", "-1", "3601", "1e300"])

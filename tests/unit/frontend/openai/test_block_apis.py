@@ -35,7 +35,7 @@ STOP = sampling_pb2.FINISH_REASON_STOP
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 LAST: dict[str, Any] = {
     "finish_reason": STOP,
-    "usage": inference_pb2.Usage(decode_cached_tokens=16),
+    "usage": inference_pb2.Usage(cached_tokens=16, stored_tokens=112),
 }
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/messages": {
@@ -277,9 +277,9 @@ async def test_the_events_of_messages_are_those_of_anthropic() -> None:
     assert (said[0], said[1], json.loads(said[2])) == ("hmm", "I look it up.", {"what": "Paris"})
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     usage = events[-2]["usage"]
-    assert usage["cache_read_input_tokens"] == 16
+    assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (16, 96)
     counted = await LocalApp().post("/v1/messages/count_tokens", ASKED["/v1/messages"])
-    assert usage["input_tokens"] + 16 == counted.json["input_tokens"]
+    assert usage["input_tokens"] + 112 == counted.json["input_tokens"]
 
 
 async def test_the_events_of_responses_are_those_of_openai() -> None:
@@ -298,13 +298,32 @@ async def test_the_events_of_responses_are_those_of_openai() -> None:
     assert (call["name"], json.loads(call["arguments"])) == ("find", {"what": "Paris"})
     assert ended["response"]["usage"]["input_tokens_details"] == {
         "cached_tokens": 16,
-        "cache_write_tokens": 107,
+        "cache_write_tokens": 96,
     }
     assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == [
         reasoning,
         said,
         call,
     ]
+
+
+async def test_responses_have_the_logprobs_of_the_text_alone() -> None:
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    events = await streamed("/v1/responses", TEXTS, **asked)
+    known: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for event in (one for one in events if one["type"].startswith("response.output_text")):
+        known.validate_python(event)
+    deltas = [one for one in events if one["type"] == "response.output_text.delta"]
+    assert ["".join(one["token"] for one in delta["logprobs"]) for delta in deltas] == [
+        delta["delta"] for delta in deltas
+    ]
+    whole = (await answered("/v1/responses", TEXTS, **asked)).json
+    for response in (events[-1]["response"], whole):
+        (text,) = (item for item in response["output"] if item["type"] == "message")
+        (part,) = text["content"]
+        assert "".join(one["token"] for one in part["logprobs"]) == part["text"] != ""
+    plain = (await answered("/v1/responses", TEXTS, include=["reasoning.encrypted_content"])).json
+    assert plain["output"][1]["content"][0]["logprobs"] == []
 
 
 async def test_a_text_after_a_call_is_a_block_of_its_own() -> None:

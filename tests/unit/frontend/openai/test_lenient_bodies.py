@@ -75,7 +75,7 @@ def test_neutral_values_and_null_are_those_that_are_left_out() -> None:
         "truncate_prompt_tokens": None,
         "cache_salt": None,
     }
-    more = {"top_logprobs": 0, "tools": [], "tool_choice": None, "parallel_tool_calls": None}
+    more = {"top_logprobs": 0, "tools": None, "tool_choice": None, "parallel_tool_calls": None}
     message = {**USER, "name": None, "tool_calls": None, "audio": None, "function_call": None}
     body = chat(messages=[message], **neutral, **more)
     assert chat_request(body, "r1") == chat_request(chat(), "r1")

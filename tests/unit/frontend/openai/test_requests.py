@@ -227,7 +227,7 @@ def test_the_bias_of_tokens_is_kept() -> None:
         ),
         ({"messages": [{**USER, "audio": {"id": "a"}}]}, "messages[0].audio", "not supported"),
         ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
+        ({"tools": []}, "tools", "at least 1"),
         ({"function_call": "auto"}, "tool_choice", "needs tools"),
         ({"functions": [], "tools": []}, "functions", "leave one out"),
         ({"guided_json": {}, "structured_outputs": {"json": {}}}, "guided_json", "leave one out"),

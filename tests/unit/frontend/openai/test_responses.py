@@ -91,14 +91,16 @@ def test_usage_is_null_until_the_last_event() -> None:
     form = ChatFormat(HEAD, ByteCodec(), includes=Includes(usage=True))
     assert read(form.first_event(0))["usage"] is None
     assert read(form.event(0, message("a", finish_reason=LENGTH)))["usage"] is None
-    usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=2, decode_cached_tokens=3)
+    usage = inference_pb2.Usage(
+        prompt_tokens=5, completion_tokens=2, cached_tokens=3, stored_tokens=4
+    )
     last = read(form.last_event([usage, usage], 1).removesuffix(DONE_EVENT))
     assert last["choices"] == []
     assert last["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 4,
         "total_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 3},
+        "prompt_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 1},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert ChatFormat(HEAD, ByteCodec()).last_event([usage], 1) == DONE_EVENT

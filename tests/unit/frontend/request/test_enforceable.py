@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 
@@ -70,6 +71,12 @@ SCHEMAS: Final[list[tuple[dict[str, Any], str, str, str]]] = [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"a"', "oneOf"),
     ({"allOf": [{"oneOf": BY_NAME}]}, '{"a":1}', '{"c":1}', "allOf.0.oneOf"),
     ({"oneOf": ONE_OF}, '{"k":"a","x":1}', '{"k":"b","x":1}', ""),
+    (
+        {"$defs": {"n": BY_NAME[0]}, "$ref": "#/$defs/n", "properties": AB, "required": ["b"]},
+        '{"a":1,"b":2}',
+        '{"a":1}',
+        "",
+    ),
 ]
 
 
@@ -160,4 +167,8 @@ def test_schemas_of_attackers_take_little_time() -> None:
     enforced, lacking = enforceable({"oneOf": alternatives, "pattern": "[" * 40_000})
     assert lacking == ["oneOf"]
     assert enforced["pattern"] == "[" * 40_000
+    values = [{"enum": [[number, index] for index in range(16)]} for number in range(90)]
+    with mock.patch.object(json, "dumps", wraps=json.dumps) as dumps:
+        assert enforceable({"oneOf": values}) == ({"oneOf": values}, [])
+    assert dumps.call_count < 90 * 16 + 10
     assert enforceable(large := {"pattern": "(" * 1_000_000}) == (large, [])

@@ -18,7 +18,8 @@ START_UNIX_NS = 100
 
 
 def decision(*, remote: bool, worker_id: str = "decode-0") -> Any:
-    worker = SimpleNamespace(ref=WorkerRef(worker_id, "aa"), endpoint="[::1]:7")
+    layout = SimpleNamespace(block_tokens=8)
+    worker = SimpleNamespace(ref=WorkerRef(worker_id, "aa"), endpoint="[::1]:7", layout=layout)
     return SimpleNamespace(
         worker=worker,
         remote=remote,

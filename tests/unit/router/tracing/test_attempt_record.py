@@ -12,10 +12,11 @@ import pytest
 from opentelemetry.trace import SpanContext
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import TimePart
+from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
@@ -26,6 +27,7 @@ from tests.unit.router.tracing.records import decision
 
 DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
 AHEAD_NS = 3 * 10**9
+STOP = sampling_pb2.FINISH_REASON_STOP
 
 
 def queued_task() -> QueuedTask:
@@ -96,6 +98,30 @@ async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
         assert abs(difference.ahead_ns + own_ns - ahead_ns) <= difference.error_ns + 10**6
     record.when_reported(lambda: calls.append(2))
     assert calls == [1, 2]
+
+
+async def test_the_usage_counts_what_either_worker_has_cached() -> None:
+    record, task, _ = await started(WorkerClocks())
+    usages: list[inference_pb2.Usage] = []
+
+    async def count(cached_tokens: int) -> tuple[int, int]:
+        """What is cached of a prompt of 20 tokens, and what is afterwards."""
+        response: Any = SimpleNamespace(
+            decode_worker=None,
+            completion_tokens=1,
+            first_token_ns=0,
+            last_token_ns=0,
+            finish=lambda reason, usage, timing: usages.append(usage),
+        )
+        prepared: Any = SimpleNamespace(token_ids=[1] * 20, keep_s=None, includes_latency=False)
+        request = AdmittedRequest(prepared, response, Deadline.after(9), record)
+        await finish_response(request, AttemptOutcome(STOP, cached_tokens), attempts=1)
+        return usages[-1].cached_tokens, usages[-1].stored_tokens
+
+    assert await count(8) == (8, 16)
+    task.end(None, prefill_pb2.TaskDone(cached_tokens=16))
+    assert await count(8) == (16, 16)
+    assert await count(19) == (19, 16)
 
 
 async def test_a_report_that_never_comes_is_not_waited_for_long() -> None:

@@ -17,6 +17,7 @@ from headrace_engine.vllm.service.engine_args import (
     check_combinations,
     fingerprint_with,
     split_engine_args,
+    take_kv_events,
     take_offloading,
 )
 from headrace_engine.worker.config import WorkerConfig
@@ -55,6 +56,18 @@ def test_vllms_offloading_is_the_only_other_connector() -> None:
     config.kv_connector = "NixlConnector"
     with pytest.raises(ConfigError, match="NixlConnector, and OffloadingConnector is the only"):
         take_offloading({"kv_transfer_config": config})
+
+
+def test_others_read_kv_events_without_a_replay() -> None:
+    config = SimpleNamespace(publisher="zmq", replay_endpoint=None)
+    given: dict[str, object] = {"seed": 3, "kv_events_config": config}
+    assert take_kv_events(given) is config
+    assert (take_kv_events(given), given) == (None, {"seed": 3})
+    config.publisher = "null"
+    assert take_kv_events({"kv_events_config": config}) is None
+    config = SimpleNamespace(publisher="zmq", replay_endpoint="tcp://*:1")
+    with pytest.raises(ConfigError, match="replay_endpoint"):
+        take_kv_events({"kv_events_config": config})
 
 
 def test_all_refused_arguments_are_named_together() -> None:
