@@ -76,6 +76,7 @@ def test_the_table_shows_the_choice_with_its_reason_and_a_measured_profile(tmp_p
         (("--accelerator", "TPU"), "name a JSON file, or H100"),
         (("--model", CONFIGS / "deepseek-v3.json"), "its weights have 671 GB"),
         (("--prompt-tokens", 50_000), "of context"),
+        (("--trace", "/none.jsonl"), "'/none.jsonl' does not exist"),
         (("--rate", 0), "give --trace FILE, or --prompt-tokens"),
         (("--profile", "none.json"), "none.json cannot be read"),
     ],
