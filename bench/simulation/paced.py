@@ -85,7 +85,9 @@ def replayed(
     outcomes: list[RequestOutcome] = []
     simulate(settings, profile_of(pace), trace, on_ended=outcomes.append)
     # As in the benchmark, what has not ended by then has failed.
-    end_s = outcomes[0].arrival_s - outcomes[0].request.arrival_s + trace[-1].arrival_s + options.drain
+    end_s = (
+        outcomes[0].arrival_s - outcomes[0].request.arrival_s + trace[-1].arrival_s + options.drain
+    )
     return [one if one.end_s <= end_s else replace(one, failure="too late") for one in outcomes]
 
 

@@ -63,8 +63,8 @@ class _Steps:
 class SimulatedEngine:
     """Prompts are computed in the order of `turns`, or of arrival as in plain vLLM without `orders_prompts`.
 
-    `on_ended` is called with each complete answer. Requests join at the end of a step. `tpot_s` bounds the mean time per
-    output token of each answer, if it is not 0.
+    `on_ended` is called with each complete answer. Requests join at the end of a step. `tpot_s` bounds the mean time
+    per output token of each answer, if it is not 0.
     """
 
     def __init__(
