@@ -48,7 +48,7 @@ def new_request(name: str, tokens: int) -> Any:
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_an_answer_whose_kv_has_come_waits_for_no_begun_prompt(prompts: int) -> None:
+def test_an_answer_with_its_kv_waits_for_no_begun_prompt(prompts: int) -> None:
     scheduler = new_scheduler()
     for number in range(prompts):
         scheduler.add_request(new_request(f"prompt-{number}", 400))
