@@ -72,8 +72,8 @@ class _StepBudget(Scheduler):
             tokens = min(tokens, answers + len(self.kv_holding_waiting) * begins + max(1, budget))
         self.max_num_scheduled_tokens = tokens
         if joining:
-            # vLLM computes a begun prompt first, with all tokens that are left.
-            part = max(1, tokens - answers - joining * begins)
+            # vLLM computes a begun prompt first, with all tokens that are left. Answers have the same limit.
+            part = max(begins, tokens - answers - joining * begins)
             most = min(filter(None, (part, self._longest_part)))
             self.scheduler_config.long_prefill_token_threshold = most
         if budget or budget is None:
