@@ -248,7 +248,7 @@ CpuThreads = Annotated[
 ]
 
 
-def _flag(metavar: str | None, text: str, *words: str, **bounds: float) -> Any:
+def _flag(metavar: str | None, text: str, *words: str, **bounds: Any) -> Any:
     """A flag of vLLM, by its name there."""
     panel = "Flags of vLLM, for all workers"
     return typer.Option(*words, metavar=metavar, rich_help_panel=panel, help=text, **bounds)

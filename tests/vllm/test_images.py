@@ -62,9 +62,7 @@ def test_prefill_fetches_what_decode_has_of_a_conversation_about_images(run_job:
 
 @pytest.mark.usefixtures("state_folder")
 @pytest.mark.filterwarnings("ignore")
-async def test_the_example_has_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_example_has_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ":".join(TORCHVISION_PATH))
     listen = f"127.0.0.1:{free_port()}"
     settings = shared(CPU, dtype="float32", max_model_len=2_048, engine_args="--enforce-eager")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +37,9 @@ def test_only_a_wheel_with_the_locked_hash_is_fetched(
 
 
 def test_the_template_has_tools_in_a_form_with_a_parser_and_else_is_the_models_own() -> None:
-    def rendered(source, messages, tools, begins=True):  # type: ignore[no-untyped-def]
+    def rendered(
+        source: str, messages: Sequence[ChatMessage], tools: list[Any], begins: bool = True
+    ) -> str:
         values = template_values(messages, tools, {})
         template = ChatTemplate(source, {})
         return template.render(values, continue_final_message=False, add_generation_prompt=begins)
