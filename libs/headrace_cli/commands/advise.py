@@ -188,7 +188,9 @@ def _start(
     best: Fleet, model: Path, settings: Mapping[str, int], targets: str, machine_devices: int
 ) -> list[str]:
     """Commands and Helm values that start the fleet. `headrace up` starts what one machine has devices for."""
-    folder = model if model.is_dir() else model.parent
+    folder = (
+        model.parent if model.name == "config.json" else model if model.is_dir() else "OWNER/NAME"
+    )
     if best.is_plain:
         flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         serve = " ".join(("vllm serve", str(folder), *flags))
