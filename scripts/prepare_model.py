@@ -37,6 +37,18 @@ DEFAULT_CACHE = ROOT / ".cache"
 WEIGHTS = ROOT / "requirements" / "weights.txt"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONTROL_TOKEN_TYPE = 3
+TOOLS_TEMPLATE = """{% if tools or messages | selectattr('tool_calls') | list %}{% for message in messages %}\
+{% set system = message.role == 'system' and loop.first %}\
+{% if loop.first %}{{ '<|im_start|>system\\n' + (message.content if system else 'You are a helpful AI assistant.') }}\
+{% if tools %}{{ '\\n\\nYou may call these functions:\\n<tools>\\n' }}\
+{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}\
+{{ '</tools>\\n\\nCall one by <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' }}{% endif %}\
+{{ '<|im_end|>\\n' }}{% endif %}\
+{% if not system %}{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}\
+{% for call in message.tool_calls or [] %}{{ '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}\
+{{ call.function.arguments | tojson + '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}{% else %}PLAIN{% endif %}"""
+"""The model's own template knows no tools. A conversation with some has them in the form that parser `hermes` reads."""
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -194,6 +206,11 @@ def check_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
         raise PreparationError("the rebuilt tokenizer splits its own turn markers")
 
 
+def with_tools(plain: str) -> str:
+    """A chat template that is `plain` for conversations without tools."""
+    return TOOLS_TEMPLATE.replace("PLAIN", plain)
+
+
 def convert(gguf: Path, directory: Path) -> None:
     reader = GGUFReader(gguf)
     config = model_config(reader)
@@ -202,7 +219,7 @@ def convert(gguf: Path, directory: Path) -> None:
         directory,
         tokenizer,
         special_tokens=special_tokens,
-        chat_template=field(reader, "tokenizer.chat_template"),
+        chat_template=with_tools(field(reader, "tokenizer.chat_template")),
         max_length_tokens=config["max_position_embeddings"],
     )
     check_tokenizer(tokenizer, config)

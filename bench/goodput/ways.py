@@ -29,6 +29,7 @@ from bench.support.vllm_child import TIMES_VARIABLE, Child, engine, loaded
 from bench.support.vllm_ways import (
     BLOCK_TOKENS,
     DECODE,
+    DEFAULT,
     HIDDEN,
     PREFILL,
     Ours,
@@ -287,7 +288,7 @@ def by_both(workers: Ours) -> Ask:
         del number
         assert objective is not None
         targets_s = (1e-3 * objective.ttft_ms, 1e-3 * objective.tpot_ms)
-        async for response, now_ns in workers.generate(prompt, count, targets_s=targets_s):
+        async for response, now_ns in workers.generate(prompt, count, DEFAULT, targets_s):
             for _ in response.token_ids:
                 yield now_ns
 

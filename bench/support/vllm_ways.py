@@ -32,6 +32,7 @@ from headrace_common.ports import free_port
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
 
+DEFAULT: Final = first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
 DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 HIDDEN: Final = first_token_pb2.FIRST_TOKEN_POLICY_HIDDEN

@@ -246,72 +246,31 @@ Devices = Annotated[
 CpuThreads = Annotated[
     int, typer.Option(metavar="N", min=1, help="Compute threads of each worker on CPUs.")
 ]
-_VLLM = "Flags of vLLM, for all workers"
-ServedModelName = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", rich_help_panel=_VLLM, help="Name that clients call the model by."
-    ),
-]
-MaxModelLen = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        min=0,
-        rich_help_panel=_VLLM,
-        help="Most tokens of prompt and answer together; 0 means the model's own, as far as the memory for KV goes.",
-    ),
-]
-MaxNumSeqs = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        min=0,
-        rich_help_panel=_VLLM,
-        help="Most requests that a worker computes at once.",
-    ),
-]
+
+
+def _flag(metavar: str | None, text: str, *words: str, **bounds: Any) -> Any:
+    """A flag of vLLM, by its name there."""
+    panel = "Flags of vLLM, for all workers"
+    return typer.Option(*words, metavar=metavar, rich_help_panel=panel, help=text, **bounds)
+
+
+ServedModelName = Annotated[str, _flag("NAME", "Name that clients call the model by.")]
+_LEN = "Most tokens of prompt and answer together; 0 means the model's own, as far as the memory for KV goes."
+MaxModelLen = Annotated[int, _flag("N", _LEN, min=0)]
+MaxNumSeqs = Annotated[int, _flag("N", "Most requests that a worker computes at once.", min=0)]
 MaxNumBatchedTokens = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        min=0,
-        rich_help_panel=_VLLM,
-        help="Most tokens of one step of a worker's engine.",
-    ),
+    int, _flag("N", "Most tokens of one step of a worker's engine.", min=0)
 ]
 Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="TYPE",
-        rich_help_panel=_VLLM,
-        help="Type of weights and KV cache: auto, float32, bfloat16 or float16.",
-    ),
+    str, _flag("TYPE", "Type of weights and KV cache: auto, float32, bfloat16 or float16.")
 ]
 GpuMemoryUtilization = Annotated[
-    float,
-    typer.Option(
-        metavar="SHARE",
-        min=0,
-        max=1,
-        rich_help_panel=_VLLM,
-        help="Share of a GPU's memory for each rank.",
-    ),
+    float, _flag("SHARE", "Share of a GPU's memory for each rank.", min=0, max=1)
 ]
-Quantization = Annotated[
-    str,
-    typer.Option(metavar="METHOD", rich_help_panel=_VLLM, help="How weights are quantized."),
-]
-EnableLora = Annotated[
-    bool, typer.Option("--enable-lora", rich_help_panel=_VLLM, help="Serve LoRA adapters.")
-]
+Quantization = Annotated[str, _flag("METHOD", "How weights are quantized.")]
+EnableLora = Annotated[bool, _flag(None, "Serve LoRA adapters.", "--enable-lora")]
 LoraModules = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=FOLDER",
-        rich_help_panel=_VLLM,
-        help="A LoRA adapter to load; may be repeated.",
-    ),
+    list[str] | None, _flag("NAME=FOLDER", "A LoRA adapter to load; may be repeated.")
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", hidden=True)]
 Settings = Annotated[

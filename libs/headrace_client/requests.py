@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 from headrace.inference.v1 import inference_pb2, priority_pb2, sampling_pb2, tools_pb2
@@ -125,8 +126,17 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
         else:
             request.tokens.ids.extend(tokens)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest({"request": f"a value has the wrong type: {error}"}) from error
+        name = next(filter(partial(_misfits, given), given), "request")
+        raise InvalidRequest({name: f"has a wrong value: {error}"}) from error
     return request
+
+
+def _misfits(given: Mapping[str, Any], name: str) -> bool:
+    try:
+        sampling_pb2.SamplingParams(**{name: given[name]})
+    except (TypeError, ValueError):
+        return True
+    return False
 
 
 def messages_of(messages: Messages) -> list[inference_pb2.ChatMessage]:

@@ -10,8 +10,8 @@ A service derives a class from ServiceConfig with one field for each setting, an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from headrace_common import ports
 from headrace_common.identity import is_worker_id
@@ -282,3 +283,34 @@ def require_order(config: BaseModel, *pairs: tuple[str, str]) -> None:
         if getattr(config, inner) >= getattr(config, outer)
     ]
     checked(config, problems)
+
+
+_PHRASES: Final[Mapping[str, str]] = {
+    "missing": "is missing",
+    "string_type": "must be a text",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    "finite_number": "must be a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "list_type": "must be an array",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be {le} or less",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "literal_error": "must be {expected}",
+    "union_tag_invalid": "must have a type out of {expected_tags}",
+    "json_invalid": "is no JSON: {error}",
+}
+
+
+def problem_text(problem: ErrorDetails) -> str:
+    """A problem that pydantic found, in our words."""
+    message = problem["msg"].removeprefix("Value error, ")
+    phrase = _PHRASES.get(problem["type"])
+    return message if phrase is None else phrase.format_map(problem.get("ctx", {}))

@@ -17,6 +17,7 @@ from headrace_common.config import (
     NonNegativeSeconds,
     PositiveCount,
     PositiveSeconds,
+    problem_text,
     require_order,
 )
 from headrace_common.errors import ConfigError
@@ -280,7 +281,7 @@ def _validated(model: type[_Model], path: Path, content: object) -> _Model:
         return model.model_validate(content)
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, problem['loc'])) or 'all'}: {problem['msg']}"
+            f"{'.'.join(map(str, problem['loc'])) or 'all'}: {problem_text(problem)}"
             for problem in error.errors(include_url=False, include_input=False)
         ]
         raise ConfigError(f"{path}: " + "; ".join(problems)) from None

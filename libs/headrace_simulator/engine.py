@@ -61,18 +61,25 @@ class _Steps:
 
 
 class SimulatedEngine:
-    """Prompts are computed in the order of `turns`. `on_ended` is called with each complete answer.
+    """Prompts are computed in the order of `turns`, or of arrival as in plain vLLM without `orders_prompts`.
 
-    Requests join at the end of a step. `tpot_s` bounds the mean time per output token of each answer, if it is not 0.
+    `on_ended` is called with each complete answer. Requests join at the end of a step. `tpot_s` bounds the mean time
+    per output token of each answer, if it is not 0.
     """
 
     def __init__(
-        self, profile: WorkerProfile, tpot_s: float, on_ended: Callable[[Job], None]
+        self,
+        profile: WorkerProfile,
+        tpot_s: float,
+        on_ended: Callable[[Job], None],
+        *,
+        orders_prompts: bool = True,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._times = TimeModel(profile.steps)
         self._tokens_max = profile.max_num_batched_tokens
         self._tpot_s = tpot_s
+        self._orders_prompts = orders_prompts
         self._on_ended = on_ended
         self._prompts: list[EnginePrompt] = []
         self._joining: list[Job] = []
@@ -198,10 +205,12 @@ class SimulatedEngine:
             NextPrompt(one.bounds, one.missing_tokens, one.prior_tokens, one.arrival_s)
             for one in self._prompts
         ]
-        order = turns(now_s, self._times.steps, answers, prompts)
-        self._prompts = [self._prompts[index] for index in order]
+        if self._orders_prompts:
+            order = turns(now_s, self._times.steps, answers, prompts)
+            self._prompts = [self._prompts[index] for index in order]
+            prompts = [prompts[index] for index in order]
         budget = max(1, self._tokens_max - self._running)
-        paced = prompt_budget(now_s, self._times.steps, answers, prompts[order[0]])
+        paced = prompt_budget(now_s, self._times.steps, answers, prompts[0])
         if paced is not None:
             budget = min(budget, paced)
         parts = []

@@ -53,6 +53,7 @@ class Fleet:
             settings.itl_s if settings.have_targets else 0.0,
             # Plain engines keep no room for prompts of others.
             1 if settings.way is Way.PLAIN else prompt_tokens_max,
+            settings.way is not Way.PLAIN,
             router.update_load,
             self._gone,
         )

@@ -131,6 +131,7 @@ class Surroundings:
     ttft_s: float
     tpot_s: float
     prompt_tokens_max: int
+    orders_prompts: bool
     on_change: Callable[[SimulatedWorker], None]
     on_gone: Callable[[SimulatedWorker], None]
 
@@ -150,7 +151,9 @@ class SimulatedWorker:
         self._loop = asyncio.get_running_loop()
         profile = around.profile
         self._times = TimeModel(profile.steps, profile.handovers)
-        self._engine = SimulatedEngine(profile, around.tpot_s, self._answered)
+        self._engine = SimulatedEngine(
+            profile, around.tpot_s, self._answered, orders_prompts=around.orders_prompts
+        )
         capacity = Capacity(
             usable_blocks=max(1, profile.kv_tokens // ADMISSION_BLOCK_TOKENS),
             block_tokens=ADMISSION_BLOCK_TOKENS,

@@ -34,6 +34,7 @@ class ByteCodec(TextCodec):
     longest_token_bytes = 1
     max_model_len = 0
     stop_token_ids: frozenset[int] = frozenset()
+    tool_call_parser = "hermes"
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         content = text.encode()

@@ -35,6 +35,10 @@ FOREIGN = {
     ("libs/headrace_common/access/tls.py", "context.verify_mode"): "ssl has no method for it",
     # The objects are vLLM's, which has no methods for these changes.
     ("libs/headrace_engine/vllm/scheduler/connector_scheduler.py", "pool.get_new_blocks"): "the order of new blocks",
+    (
+        "libs/headrace_engine/vllm/scheduler/budget_scheduler.py",
+        "self.scheduler_config.long_prefill_token_threshold",
+    ): "vLLM's SchedulerConfig, which its scheduler reads in each step",
     ("libs/headrace_engine/vllm/service/launch.py", "scheduler.async_scheduling"): "vLLM's SchedulerConfig",
     ("libs/headrace_engine/vllm/service/launch.py", "scheduler.scheduler_cls"): "the same",
     ("libs/headrace_engine/vllm/rank/hidden_states.py", "runner.model.compute_logits"): "vLLM's model",

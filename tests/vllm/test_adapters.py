@@ -16,6 +16,7 @@ from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_engine.vllm.service.adapters import LORA_MODULES, lora_arguments, read_adapters
 from headrace_engine.vllm.service.engine_args import parse_engine_args, split_engine_args
 from tests.devices import CPU, DEVICES, require, shared
+from tests.kit.examples import run_example
 from tests.ports import free_port
 from tests.suite.deployment import Suite, greedy, suite
 from tests.vllm.adapters import ARGUMENTS, FOLDER, LENGTHS, NAMES
@@ -179,6 +180,7 @@ async def _use(
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             await _check(it, prompts, name, plain[name])
         await _check(it, prompts, "", plain[""])
+        assert "coder (adapter of tiny-llama): " in await run_example("lora.py", listen)
         # Poet is announced while its successor is loaded, so there is no room before coder is unloaded.
         full = await load("poet", "coder", load_inplace=True)
         assert full.status_code == 400

@@ -137,10 +137,12 @@ def test_the_budget_schedulers_find_what_they_change() -> None:
         "max_num_scheduled_tokens",
         "prefill_capacity_bound",
         "kv_holding_waiting",
+        "finished_recving_kv_req_ids: set[str]",
         "num_spec_tokens",
     ):
         assert f"self.{attribute} = " in source, attribute
     assert "token_budget = self.max_num_scheduled_tokens" in source
+    assert "self.scheduler_config.long_prefill_token_threshold\n" in source
     assert "self.is_prefill_chunk = " in inspect.getsource(lookup("vllm.v1.request.Request"))
     ours = "headrace_engine.vllm.scheduler.budget_scheduler"
     assert issubclass(lookup(f"{ours}.BudgetScheduler"), base)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.devices import CPU, shared
 from tests.fork_server import TORCHVISION, TORCHVISION_PATH
+from tests.kit.examples import run_example
+from tests.ports import free_port
+from tests.suite.deployment import suite
 from tests.vllm.conftest import RunJob
 
 pytestmark = [
@@ -52,3 +58,14 @@ def test_prefill_fetches_what_decode_has_of_a_conversation_about_images(run_job:
     assert found["reasons"] == [""] * 3
     assert all(tokens > 64 for tokens in found["fetched_tokens"])
     assert found["encoded"] == [0]
+
+
+@pytest.mark.usefixtures("state_folder")
+@pytest.mark.filterwarnings("ignore")
+async def test_the_example_has_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":".join(TORCHVISION_PATH))
+    listen = f"127.0.0.1:{free_port()}"
+    settings = shared(CPU, dtype="float32", max_model_len=2_048, engine_args="--enforce-eager")
+    settings = (("router", "http_listen", listen), *settings)
+    async with suite(tmp_path, engine="vllm", model="models/tiny-llava", settings=settings):
+        assert (await run_example("images.py", listen)).startswith("answers ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from tests.devices import DEVICES, require, shared
+from tests.kit.examples import run_example
 from tests.ports import free_port
 from tests.suite.deployment import Suite, suite
 from tests.vllm.conftest import RunJob
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "SmolLM2-135M-Instruct"
 PROMPTS = (
     "What is the capital of France?",
@@ -93,18 +92,8 @@ async def use(folder: Path, device: str) -> tuple[list[tuple[str, str, str]], li
         await check_tokens(client)
         await check_choices(client)
         await check_usage_and_cancel(it, client)
-        await check_example(f"http://{listen}/v1")
+        assert "weather {'city': " in await run_example("chat.py", listen)
     return texts, scores
-
-
-async def check_example(url: str) -> None:
-    """The example runs as a user runs it."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "examples" / "chat.py"), url, stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0
-    assert b"weather {'city': " in output
 
 
 async def scores_of(client: openai.AsyncOpenAI, prompt: str) -> list[Any]:

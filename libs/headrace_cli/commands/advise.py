@@ -72,7 +72,10 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most of all workers.")],
     ttft: Annotated[float, typer.Option(min=1e-3, max=1e5, help="Bound of TTFT, in seconds.")],
     tpot: Annotated[float, typer.Option(min=1e-4, max=1e5, help="Bound of TPOT, in seconds.")],
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded load.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Recorded load."),
+    ] = None,
     prompt_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
     answer_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
     hit_share: Annotated[
@@ -125,7 +128,8 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
             "max_num_batched_tokens": chosen.max_num_batched_tokens,
             "max_num_seqs": chosen.max_num_seqs,
         }
-        start = _start(best.fleet, model, settings, f"ttft_target={ttft:g}s tpot_target={tpot:g}s")
+        targets = f"ttft_target={ttft:g}s tpot_target={tpot:g}s"
+        start = _start(best.fleet, model, settings, targets, device.machine_devices)
         why = reason(best, found)
         facts = _facts(config, network_gbit, size, chosen)
         if as_json:
@@ -180,9 +184,13 @@ def _facts(config: ModelConfig, network_gbit: float, size: LoadSize, profile: Wo
     )
 
 
-def _start(best: Fleet, model: Path, settings: Mapping[str, int], targets: str) -> list[str]:
-    """Commands and Helm values that start the fleet."""
-    folder = model if model.is_dir() else model.parent
+def _start(
+    best: Fleet, model: Path, settings: Mapping[str, int], targets: str, machine_devices: int
+) -> list[str]:
+    """Commands and Helm values that start the fleet. `headrace up` starts what one machine has devices for."""
+    folder = (
+        model.parent if model.name == "config.json" else model if model.is_dir() else "OWNER/NAME"
+    )
     if best.is_plain:
         flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         serve = " ".join(("vllm serve", str(folder), *flags))
@@ -192,13 +200,16 @@ def _start(best: Fleet, model: Path, settings: Mapping[str, int], targets: str) 
     options = [f"--{one}s {best.both}" if best.both else f"--{one} {counts[one]}" for one in used]
     options += [f"--set {one}.{name}={value}" for one in used for name, value in settings.items()]
     options.append(f"--devices {','.join(map(str, range(best.devices)))}")
+    up = f"headrace up --model {folder} {' '.join(options)}"
+    if best.devices > machine_devices:
+        up = f"# These are several machines of {machine_devices} devices. Values of the Helm chart start them:"
     resources = {"limits": {"nvidia.com/gpu": best.ranks}}
     helm = {
         one: {"replicas": count, "resources": resources, "settings": dict(settings)}
         for one, count in counts.items()
     }
     return [
-        f"headrace up --model {folder} {' '.join(options)}",
+        up,
         f"headrace policy set {targets}",
         # YAML has JSON too.
         *(f"{one}: {json.dumps(values)}" for one, values in helm.items()),

@@ -10,7 +10,7 @@ import typer
 from google.protobuf import json_format
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
-from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
@@ -25,7 +25,15 @@ from headrace_cli.client import (
     started_channel,
 )
 from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router
-from headrace_cli.output import Json, answer_console, message_object, print_json, run_command
+from headrace_cli.output import (
+    Column,
+    Json,
+    answer_console,
+    fitted_table,
+    message_object,
+    print_json,
+    run_command,
+)
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError
 
@@ -101,7 +109,8 @@ def _show(response: registry_pb2.GetPolicyResponse, *, as_json: bool) -> None:
     if as_json:
         print_json(message_object(response))
     else:
-        answer_console().print(policy_table(response.policy))
+        console = answer_console()
+        console.print(policy_table(response.policy, console))
 
 
 def apply_change(policy: registry_pb2.Policy, change: str) -> None:
@@ -140,11 +149,9 @@ def apply_change(policy: registry_pb2.Policy, change: str) -> None:
         _set(policy, change, name, _number(change, text, int if whole else float))
 
 
-def policy_table(policy: registry_pb2.Policy) -> Table:
+def policy_table(policy: registry_pb2.Policy, console: Console) -> Table:
     """A row for each field, with "-" for one that is not set."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("field", no_wrap=True)
-    table.add_column("value")
+    rows = []
     values = json_format.MessageToDict(
         policy, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -157,8 +164,8 @@ def policy_table(policy: registry_pb2.Policy) -> Table:
             )
         elif kind is not None:
             value = _short_name(kind, str(value)).removeprefix("unspecified")
-        table.add_row(name, "-" if value in (None, "") else str(value))
-    return table
+        rows.append((name, "-" if value in (None, "") else str(value)))
+    return fitted_table(console, (Column("field"), Column("value")), rows)[0]
 
 
 def _value_of(field: FieldDescriptor) -> FieldDescriptor:

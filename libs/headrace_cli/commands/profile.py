@@ -70,9 +70,11 @@ async def profile(
     """Writes what the workers of a model have learned of their times, as the mean, and the size of one."""
 
     members = await list_members(await registry_of(router, registry))
-    workers = [one for one in members if one.role in WORKERS and (not model or one.model == model)]
-    if len(models := sorted({one.model for one in workers})) != 1:
-        raise ConfigError(f"workers serve {', '.join(models) or 'no model'}: name one with --model")
+    models = {one.model for one in members if one.role in WORKERS}
+    if len(named := models & {model} if model else models) != 1:
+        known = ", ".join(sorted(models))
+        raise ConfigError(f"workers serve {known or 'no model'}: name one of these with --model")
+    workers = [one for one in members if one.role in WORKERS and one.model in named]
     statuses = await asyncio.gather(*(worker_status(one.endpoint) for one in workers))
     found = profile_of(workers, statuses)
     text = json.dumps(found.model_dump(mode="json"), indent=1)
@@ -130,7 +132,8 @@ async def record(
 
     found: list[load_pb2.RecordLoadResponse] = []
     endpoint = await find_internal(internal, registry, router)
-    _write(output, "")
+    # It fails now rather than in the end.
+    _write(output, "", "a")
     try:
         async with open_router_internally(endpoint) as client:
             async for one in client.load(seconds):
@@ -138,9 +141,11 @@ async def record(
                 if len(found) >= REQUESTS_MAX:
                     break
     finally:
-        _write(output, "".join(one.line() for one in trace_of(found)))
+        if found:
+            _write(output, "".join(one.line() for one in trace_of(found)))
         lost = f", and lost {found[-1].lost_records}" if found and found[-1].lost_records else ""
-        notice_console().print(f"wrote {len(found)} requests to {output}{lost}", markup=False)
+        what = f"wrote {len(found)} requests to" if found else "recorded no requests, so it left"
+        notice_console().print(f"{what} {output}{lost}", markup=False)
 
 
 def trace_of(records: Sequence[load_pb2.RecordLoadResponse]) -> list[TraceRequest]:
@@ -162,8 +167,9 @@ def trace_of(records: Sequence[load_pb2.RecordLoadResponse]) -> list[TraceReques
     ]
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None

@@ -76,7 +76,13 @@ _Goal = Annotated[
 
 def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     trace: Annotated[
-        Path, typer.Option(metavar="FILE", help="Trace in the form of Mooncake's, as JSON lines.")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Trace in the form of Mooncake's, as JSON lines.",
+        ),
     ],
     profile: Annotated[
         Path, typer.Option(metavar="FILE", help="JSON file with a worker's profile.")

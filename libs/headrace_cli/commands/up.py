@@ -65,6 +65,7 @@ from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.keeping import NO_RESTARTS, RestartPolicy, run_up
 from headrace_cli.up.topology import (
     SIM,
+    VLLM_FLAGS,
     WORKER_SERVICES,
     Topology,
     engine_settings,
@@ -195,6 +196,9 @@ def topology_of(
 
     `engine_flags` are vLLM's, by its names. `others` are fields of a Topology. Raises ConfigError.
     """
+    for name, value in {**engine_flags, **others}.items():
+        if engine == SIM and value and name in VLLM_FLAGS:
+            raise ConfigError(f"--{name.replace('_', '-')} is for --engine vllm: leave it out")
     prefill_count, decode_count, worker_count = counts
     default = 0 if worker_count else 1
     prefill_ranks, decode_ranks = parse_ranks(tensor_parallel)

@@ -20,6 +20,8 @@ SERVICES = ("registry", "router", "prefill", "decode", "worker", "planner")
 WORKER_SERVICES = ("prefill", "decode", "worker")
 ENGINE_ARGUMENTS = frozenset({"quantization", "enable_lora", "lora_modules", "trust_remote_code"})
 """Flags of vLLM that are no settings of a worker."""
+VLLM_FLAGS = ENGINE_ARGUMENTS | {"served_model_name", "dtype", "gpu_memory_utilization"}
+"""Flags that the simulated engine does not have."""
 SIM = "sim"
 VLLM = "vllm"
 # Main memory for KV blocks of each rank, where a store needs some and no setting gives it.
@@ -31,6 +33,7 @@ _SAMPLER = "OTEL_TRACES_SAMPLER"
 SIM_PROCESSES = 8
 HTTP_PORT_OFFSET = ports.ROUTER_HTTP - ports.ROUTER
 PORT_MAX = 65535
+POOL_GIB_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,8 @@ def check_topology(topology: Topology) -> None:
             f"{topology.model} is not a model folder: it has no config.json; give another --model, "
             "--model hf:OWNER/NAME to download one, or run `make model` for the small one"
         )
-    if topology.engine == SIM and topology.served_model_name:
-        raise ConfigError("--served-model-name is for --engine vllm: leave it out")
+    if not 0 <= topology.pool_gib < POOL_GIB_MAX:
+        raise ConfigError(f"--store-pool {topology.pool_gib:g} is no size: give GiB, such as 4")
     for option, given in (("--store-pool", topology.pool_gib), ("--planner", topology.planner)):
         if given and any(topology.count_of(one) > SIM_PROCESSES for one in WORKER_SERVICES):
             raise ConfigError(

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, get_args
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace_common.config import URL_USER, ServiceConfig
+from headrace_common.config import URL_USER, ServiceConfig, problem_text
 from headrace_common.errors import ConfigError
 from headrace_common.version import version
 
@@ -248,7 +248,7 @@ def _explain(
 ) -> dict[str, str]:
     problems: dict[str, str] = {}
     for item in error.errors(include_url=False):
-        remedy = item["msg"].removeprefix("Value error, ")
+        remedy = problem_text(item)
         name = str(item["loc"][0]) if item["loc"] else ""
         setting = settings.get(name)
         if setting is not None:

@@ -11,6 +11,7 @@ import grpc
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from headrace_common.config import problem_text
 from headrace_common.errors import VIOLATIONS_MAX, HeadraceError, InvalidRequest
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_common.rpc.status import reported_error
@@ -53,30 +54,6 @@ _UNSUPPORTED: Final = (
 )
 """Beginnings of paths that servers of other kinds have."""
 _NO_TEXT: Final = "must be a text"
-_PHRASES: Final[Mapping[str, str]] = {
-    "missing": "is missing",
-    "string_type": "must be a text",
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "list_type": "must be an array",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be {le} or less",
-    "too_short": "must have at least {min_length} items",
-    "too_long": "must have at most {max_length} items",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
-    "literal_error": "must be {expected}",
-    "union_tag_invalid": "must have a type out of {expected_tags}",
-    "json_invalid": "is no JSON: {error}",
-}
-"""Our words for pydantic's kinds of errors."""
 # A remedy that a validator gives for one field.
 _FIELD_REMEDY: Final = re.compile(r"([a-z_][a-z_.\d\[\]]*): (.*)", re.DOTALL)
 # OpenAI's code for each kind of violation that pydantic has a word for. Others are invalid values.
@@ -199,9 +176,7 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
 def _violations(items: Iterable[ErrorDetails]) -> dict[str, str]:
     violations: dict[str, str] = {}
     for item in items:
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] in _PHRASES:
-            message = _PHRASES[item["type"]].format_map(item.get("ctx", {}))
+        message = problem_text(item)
         path = _path(item["loc"])
         named = _FIELD_REMEDY.fullmatch(message) if item["type"] == "value_error" else None
         if named is not None:

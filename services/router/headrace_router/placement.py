@@ -280,7 +280,7 @@ def _costs(
     if not request.local_only and pulling.within and table.computes_prompts[usable].all():
         computing = usable & pulling.computing
         if request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_LOCAL:
-            computing = ~usable
+            computing = np.zeros_like(usable)
         elif table.has_restricted and not forced:
             forced = table.decode_only & enough
         costs = costs_of_both(candidates, asked, computing, forced)

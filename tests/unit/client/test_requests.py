@@ -37,7 +37,7 @@ def test_messages_may_be_those_of_openai() -> None:
         ({"messages": [5]}, "messages"),
         ({}, "prompt"),
         ({"prompt": "x", "tokens": [1]}, "prompt"),
-        ({"prompt": "x", "top_p": "much"}, "request"),
+        ({"prompt": "x", "top_p": "much"}, "top_p: has a wrong value"),
         ({"prompt": "x", "maxtokens": 1}, "maxtokens: is no keyword: did you mean max_tokens?"),
         ({"tokens": [-1]}, "request"),
         ({"prompt": "x", "n": -1}, "request"),

@@ -93,10 +93,10 @@ def test_every_wrong_setting_is_listed_with_its_source_and_remedy(tmp_path: Path
         [f"--config={path}", "--drain-grace-s", "-2", "--drain-grace", "5", "stray"],
         {"HEADRACE_KILN_LOG_LEVEL": "loud", "HEADRACE_KILN_QUICKLY": "1"},
     )
-    assert f"bricks_max = -1 (file {path}): Input should be greater than 0" in detail
+    assert f"bricks_max = -1 (file {path}): must be more than 0" in detail
     assert f"bricks_mx (file {path}): unknown key: did you mean bricks_max?" in detail
     assert f"registry = 'localhost' (file {path}): write it as host:port" in detail
-    assert "drain_grace_s = '-2' (flag --drain-grace-s): Input should be greater" in detail
+    assert "drain_grace_s = '-2' (flag --drain-grace-s): must be " in detail
     assert "--drain-grace: unknown flag: did you mean --drain-grace-s?" in detail
     assert "stray: unexpected argument" in detail
     assert "log_level = 'loud' (environment HEADRACE_KILN_LOG_LEVEL)" in detail

@@ -175,6 +175,14 @@ def test_the_client_decides_where_it_asks(
         assert _choose(*loads, request=asked).remote is remote
 
 
+def test_no_worker_that_may_not_be_chosen_computes_a_local_prompt() -> None:
+    asked = replace(_REQUEST, prefill_placement=inference_pb2.PREFILL_PLACEMENT_LOCAL)
+    lost = replace(asked, failed=frozenset({_ref("w1")}))
+    for load, request in ((_FREE, lost), (replace(_FREE, draining=True), asked)):
+        decision = _choose(_busy(4), load, request=request)
+        assert (decision.worker.ref, decision.prefill) == (_ref("w0"), None)
+
+
 def test_a_single_worker_hands_nothing_over_to_itself() -> None:
     assert not _choose(_FREE).remote
     assert not _choose(Load(total_tokens=10_000)).remote

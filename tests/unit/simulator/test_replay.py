@@ -67,6 +67,16 @@ def test_plain_engines_compute_prompts_where_they_are_cached_or_least_is_to_do()
     assert plain.ttft.percentiles["p99"] == pytest.approx(PROFILE.prompt_s(1_999), rel=0.02)
 
 
+def test_plain_engines_compute_prompts_in_the_order_of_arrival() -> None:
+    trace = [request(0, 0.0, 8_000), request(1, 0.1, 8_000), request(2, 0.2, 100)]
+    steps = PROFILE.model_copy(update={"max_num_batched_tokens": 1_000})
+    plain = replay(*trace, profile=steps, both_workers=1, way=Way.PLAIN)
+    assert plain.ttft.percentiles["p50"] > 1.9 * PROFILE.prompt_s(7_999)
+    # Others compute the short prompt first.
+    others = replay(*trace, profile=steps, both_workers=1, bounded=False)
+    assert others.ttft.mean_s < 0.7 * plain.ttft.mean_s
+
+
 def test_prompts_wait_for_each_other() -> None:
     one = replay(request(0), request(1)).ttft.percentiles
     assert one["p99"] - one["p50"] == pytest.approx(PROFILE.prompt_s(999))

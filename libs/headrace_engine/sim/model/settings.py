@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from headrace_common.config import problem_text
 from headrace_common.errors import ConfigError
 from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 from headrace_common.registry.adapters import Adapter, adapter_to_proto, announced_violations
@@ -207,7 +208,7 @@ def parse_settings(model: str) -> SimSettings:
         return SimSettings.model_validate({key: value for key, _, value in items})
     except ValidationError as exc:
         raise _config_error(
-            [(f"model.{one['loc'][0]}", one["input"], one["msg"]) for one in exc.errors()]
+            [(f"model.{one['loc'][0]}", one["input"], problem_text(one)) for one in exc.errors()]
         ) from exc
 
 

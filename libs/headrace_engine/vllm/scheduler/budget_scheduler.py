@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.step_budget import (
@@ -34,6 +35,7 @@ class _StepBudget(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._most_tokens: int = self.max_num_scheduled_tokens
+        self._longest_part: int = self.scheduler_config.long_prefill_token_threshold
         self._paces: dict[str, AnswerPace] = {}
         self._overtaking = ""
         """The waiting prompt for which begun ones were put off last."""
@@ -48,24 +50,33 @@ class _StepBudget(Scheduler):
         times: StepTimes = getattr(self.connector, "step_times", NO_STEPS)
         followed = [_prompt_of(one, now_s) for one in prompts]
         order = turns(now_s, times, answers, followed)
-        put_off = self._put_in_order([prompts[index] for index in order])
+        joining = sum(map(self._has_kv, self.kv_holding_waiting))
+        put_off = self._put_in_order([prompts[index] for index in order], joining > 0)
         budget = prompt_budget(now_s, times, answers, followed[order[0]])
         try:
-            return self._schedule_within(budget, throttle_prefills)
+            return self._schedule_within(budget, throttle_prefills, joining)
         finally:
             self.running += put_off
+            self.scheduler_config.long_prefill_token_threshold = self._longest_part
 
-    def _schedule_within(self, budget: int | None, throttle_prefills: bool) -> SchedulerOutput:
-        """A step with at most `budget` prompt tokens, if it has a limit."""
-        if budget is None:
-            self.max_num_scheduled_tokens = self._most_tokens
-            return super().schedule(throttle_prefills)
-        # One more lets vLLM look at requests that wait for their KV, which begin with places for drafts.
+    def _schedule_within(
+        self, budget: int | None, throttle_prefills: bool, joining: int = 0
+    ) -> SchedulerOutput:
+        """A step with at most `budget` prompt tokens, if it has a limit, and places for `joining` answers."""
+        # They begin with places for drafts.
+        begins = 1 + self.num_spec_tokens
         answers = sum(_next_tokens(one) for one in self.running if not one.is_prefill_chunk)
-        answers += len(self.kv_holding_waiting) * (1 + self.num_spec_tokens)
-        tokens = answers + max(1, budget)
-        self.max_num_scheduled_tokens = min(self._most_tokens, tokens)
-        if budget:
+        tokens = self._most_tokens
+        if budget is not None:
+            # One more lets vLLM look at requests that wait for their KV.
+            tokens = min(tokens, answers + len(self.kv_holding_waiting) * begins + max(1, budget))
+        self.max_num_scheduled_tokens = tokens
+        if joining:
+            # vLLM computes a begun prompt first, with all tokens that are left. Answers have the same limit.
+            part = max(begins, tokens - answers - joining * begins)
+            most = min(filter(None, (part, self._longest_part)))
+            self.scheduler_config.long_prefill_token_threshold = most
+        if budget or budget is None:
             return super().schedule(throttle_prefills)
         # vLLM's own way to leave out prompts, unless many wait.
         self.prefill_capacity_bound = False
@@ -81,15 +92,24 @@ class _StepBudget(Scheduler):
         self._paces.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
-    def _put_in_order(self, prompts: Sequence[Request]) -> list[Request]:
+    def _has_kv(self, request: Request) -> bool:
+        """Whether the KV of a request that waits has come."""
+        is_received = request.request_id in self.finished_recving_kv_req_ids
+        return is_received or request.status == RequestStatus.WAITING
+
+    def _put_in_order(self, prompts: Sequence[Request], leaves_room: bool) -> list[Request]:
         """Puts answers before the prompts, and these in this order. Returns begun ones that this step leaves out.
 
-        vLLM computes those that run before any that waits.
+        vLLM computes those that run before any that waits. `leaves_room`: only one of them runs.
         """
         turn_of = {one.request_id: turn for turn, one in enumerate(prompts)}
         self.running.sort(key=lambda one: turn_of.get(one.request_id, -1))
-        begun = {one.request_id for one in self.running}
-        waiting = [one for one in prompts if one.request_id not in begun]
+        begun = [one for one in self.running if one.request_id in turn_of]
+        has_room = sum(self.get_request_counts()) <= self.max_num_running_reqs
+        if leaves_room and has_room and len(begun) > 1:
+            del self.running[1 - len(begun) :]
+            return begun[1:]
+        waiting = [one for one in prompts if one not in begun]
         if not waiting or not isinstance(self.waiting, deque):
             return []
         # Those that wait for KV need blocks, and no compute.

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from headrace_cli.app import app
 from headrace_cli.up.topology import parse_setting
 from headrace_engine.config import EngineConfig
+from headrace_simulator.accelerators import ACCELERATORS
 from tests.unit.kv.test_model_layout import CONFIGS, ROOT
 from tests.unit.simulator.samples import PROFILE
 
@@ -54,6 +55,16 @@ def test_what_is_proposed_starts() -> None:
     assert values["decode"]["replicas"] == best["decode"]
 
 
+def test_workers_on_several_machines_are_started_by_the_chart(tmp_path: Path) -> None:
+    device = tmp_path / "one.json"
+    figures = ACCELERATORS["L40S"].model_copy(update={"machine_devices": 1})
+    device.write_text(figures.model_dump_json())
+    answer = advise(*GIVEN, "--ttft", 3, "--tpot", 0.045, "--accelerator", device, "--json")
+    first, *others = json.loads(answer.stdout)["start"]
+    assert "several machines of 1 devices" in first
+    assert not [line for line in others if "headrace up" in line]
+
+
 def test_the_table_shows_the_choice_with_its_reason_and_a_measured_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     measured = {"kv_tokens": 200_000, "measured": "by a test"}
@@ -76,6 +87,7 @@ def test_the_table_shows_the_choice_with_its_reason_and_a_measured_profile(tmp_p
         (("--accelerator", "TPU"), "name a JSON file, or H100"),
         (("--model", CONFIGS / "deepseek-v3.json"), "its weights have 671 GB"),
         (("--prompt-tokens", 50_000), "of context"),
+        (("--trace", "/none.jsonl"), "'/none.jsonl' does not exist"),
         (("--rate", 0), "give --trace FILE, or --prompt-tokens"),
         (("--profile", "none.json"), "none.json cannot be read"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.commands.policy import _show, apply_change, policy_table
@@ -40,11 +41,11 @@ def test_a_map_is_changed_by_entry() -> None:
     assert dict(policy.tenant_weights) == {"chat": 3.0}
     granted = _changed("tenant_priorities.chat=HIGH", "tenant_priorities.batch=low")
     assert dict(granted.tenant_priorities) == {"chat": 1, "batch": 3}
-    cells = list(policy_table(granted).columns[1].cells)
+    cells = list(map(str, policy_table(granted, Console()).columns[1].cells))
     assert "batch=low, chat=high" in cells
     roles = _changed("worker_roles.w0.rack-1=prefill", "worker_roles.w1=decode", "worker_roles.w1=")
     assert dict(roles.worker_roles) == {"w0.rack-1": registry_pb2.WORKER_ROLE_PREFILL}
-    assert "w0.rack-1=prefill" in list(policy_table(roles).columns[1].cells)
+    assert "w0.rack-1=prefill" in map(str, policy_table(roles, Console()).columns[1].cells)
     with pytest.raises(ConfigError, match="high or normal or low"):
         _changed("tenant_priorities.chat=first")
 

@@ -75,9 +75,11 @@ def test_the_workers_of_one_model_are_written(
     monkeypatch.setattr(profile, "list_members", AsyncMock(return_value=members))
     monkeypatch.setattr(profile, "worker_status", AsyncMock(return_value=known))
     output = tmp_path / "profile.json"
-    result = CliRunner().invoke(app, ["profile", "--output", str(output)])
-    assert result.exit_code == 2
-    assert "workers serve other, small: name one with --model" in " ".join(result.output.split())
+    for model in ("", "nope"):
+        result = CliRunner().invoke(app, ["profile", "--output", str(output), "--model", model])
+        assert result.exit_code == 2
+        words = " ".join(result.output.split())
+        assert "workers serve other, small: name one of these with --model" in words
     result = CliRunner().invoke(app, ["profile", "--output", str(output), "--model", "small"])
     assert result.exit_code == 0, result.output
     assert "model small" in WorkerProfile.model_validate_json(output.read_text()).measured
@@ -87,9 +89,11 @@ def test_the_workers_of_one_model_are_written(
     assert "cannot be written" in result.output
 
 
-def test_a_recording_without_a_router_leaves_the_file(tmp_path: Path) -> None:
+def test_a_recording_that_the_router_refuses_leaves_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     output = tmp_path / "load.jsonl"
     output.write_text("earlier")
-    words = ["record", "--output", str(output), "--router", "127.0.0.1:1", "--wait", "0"]
-    assert CliRunner().invoke(app, words).exit_code == 1
+    monkeypatch.setattr(profile, "find_internal", AsyncMock(return_value="127.0.0.1:1"))
+    assert CliRunner().invoke(app, ["record", "--output", str(output)]).exit_code == 1
     assert output.read_text() == "earlier"

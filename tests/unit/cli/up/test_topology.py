@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,8 @@ def test_a_planner_publishes_for_the_served_model_and_takes_settings() -> None:
         (Topology(engine="sim", model="/models/a"), "--engine sim has no model /models/a"),
         (Topology(model="hf:nowhere"), "hf:OWNER/NAME"),
         (Topology(model="nowhere"), "not a model folder"),
-        (Topology(engine="sim", served_model_name="a"), "--served-model-name is for"),
+        (Topology(engine="sim", pool_gib=math.inf), "--store-pool inf is no size: give GiB"),
+        (Topology(engine="sim", pool_gib=math.nan), "--store-pool nan is no size: give GiB"),
         (Topology(engine="sim", decode_count=0), "--decode 1 or more, or --workers 1 or more"),
         (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
         (Topology(engine="sim", decode_count=9, planner=True), "--planner needs a process"),
