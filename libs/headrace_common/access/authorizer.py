@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
-from headrace_common.access.credentials import TlsFiles, audience_of
+from headrace_common.access.credentials import audience_of
 from headrace_common.access.roles import (
     ANONYMOUS,
     PROOF_KEY,
@@ -198,14 +198,11 @@ class Authorizer:
             keys = None
         else:
             keys = _local_verifier()
-        files = TlsFiles(
-            config.tls_certificate_file, config.tls_key_file, config.tls_authority_file
-        )
         return cls(
             keys=keys,
             reads_certificates=bool(config.tls_certificate_file),
             trust_domain=config.tls_trust_domain,
-            identity=tls_identity(files) if config.tls_authority_file else None,
+            identity=tls_identity(config.tls) if config.tls_authority_file else None,
             audiences=audiences,
         )
 

@@ -81,11 +81,8 @@ class Credentials:
     @classmethod
     def from_config(cls, config: ServiceConfig) -> Credentials:
         """The credentials that the settings of a service name."""
-        files = TlsFiles(
-            config.tls_certificate_file, config.tls_key_file, config.tls_authority_file
-        )
         role = Role(config.role) if config.role and not config.insecure else None
-        return cls(files, config.token_file, role)
+        return cls(config.tls, config.token_file, role)
 
     @classmethod
     def from_environment(cls, role: Role | None) -> Credentials:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -125,7 +126,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
     def status_tls(self) -> TlsFiles:
         """The files of status_listen. Browsers need no certificate where tokens are verified."""
         authority = "" if self.token_keys_file else self.tls_authority_file
-        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
+        return replace(self.tls, tls_authority_file=authority)
 
     @property
     def model_names(self) -> Collection[str]:

@@ -10,9 +10,9 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Final
 
-from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.key_file import key_digest, key_in, load_keys
 from headrace_common.config import ServiceConfig
 from headrace_common.http.bounds import HttpBounds
@@ -131,7 +131,7 @@ async def _served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]
         _MetricsApp(metrics, keys),
         config.metrics_listen,
         setting="metrics_listen",
-        tls=TlsFiles(config.tls_certificate_file, config.tls_key_file, ""),
+        tls=replace(config.tls, tls_authority_file=""),
         bounds=HttpBounds(CONNECTIONS_MAX),
     )
     server.start()
