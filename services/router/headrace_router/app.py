@@ -44,7 +44,7 @@ from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.rpc_services import RouterServices
 from headrace_router.service import InferenceService, ModelCatalog, PromiseKeeper
 from headrace_router.status.app import StatusApp
-from headrace_router.status.reader import StatusParts, StatusReader
+from headrace_router.status.reader import StatusReader
 from headrace_router.tracing.attempt_record import WorkerClocks, regret_of
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.workers.dials import Dials
@@ -166,15 +166,13 @@ class Router:
             deadline_s=min(_PICK_S, config.default_deadline_s),
         )
         status = StatusReader(
-            StatusParts(
-                workers=self.workers,
-                queue=self.queue,
-                admission=self.admission,
-                policy=policy,
-                traces=self.traces,
-                traffic=self.metrics.traffic,
-            ),
-            config.router_id or config.listen,
+            workers=self.workers,
+            queue=self.queue,
+            admission=self.admission,
+            policy=policy,
+            traces=self.traces,
+            traffic=self.metrics.traffic,
+            router_id=config.router_id or config.listen,
         )
         self.status: StatusApp | None = None
         """None without the setting status_listen."""
