@@ -44,9 +44,7 @@ class DecisionEntry:
     def text(self) -> str:
         """The decision with its reasons, for logs."""
         current, target = self.decision.current, self.decision.target
-        line = f"{current.prefill} P, {current.decode} D"
-        if self.decision.is_change:
-            line += f" -> {target.prefill} P, {target.decode} D"
+        line = f"{current} -> {target}" if self.decision.is_change else str(current)
         sentences = [reason.sentence for reason in self.decision.reasons]
         return " ".join([f"{line} ({self.outcome})", *filter(None, [self.detail]), *sentences])
 
