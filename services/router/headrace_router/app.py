@@ -112,7 +112,7 @@ class Router:
             keep=PromiseKeeper(self.workers).keep,
             policy=policy,
             prefix_hash_key=prefix_hash_key,
-            count_refused=self._count_refused,
+            count_refused=lambda refusal, count: self.metrics.count_refused(count, refusal),
             find_conversation=others.find,
         )
         self.admission = self.parts.admission
@@ -226,9 +226,6 @@ class Router:
             self.traces.end_request(record)
             if kept:
                 self.traces.keep(record.trace_id)
-
-    def _count_refused(self, refusal: str, count: int) -> None:
-        self.metrics.count_refused(refusal, count)
 
     def _open_channel(self, endpoint: str) -> grpc.aio.Channel:
         return open_channel(endpoint, self._config)
