@@ -109,7 +109,7 @@ class ClientAccessConfig(ServiceConfig):
         Empty means plaintext.
         """
         authority = self.tls_authority_file if self.client_certificates else ""
-        return replace(self.tls, tls_authority_file=authority)
+        return replace(TlsFiles.from_config(self), tls_authority_file=authority)
 
     def unguarded_problems(self, *settings: str) -> list[str]:
         """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -24,7 +23,6 @@ from pydantic import (
 )
 
 from headrace_common import ports
-from headrace_common.access.credentials import TlsFiles
 from headrace_common.identity import is_worker_id
 from headrace_common.ports import is_loopback
 
@@ -222,11 +220,6 @@ class ServiceConfig(BaseModel):
     )
 
     @property
-    def tls(self) -> TlsFiles:
-        """The files of this process. Empty means plaintext."""
-        return TlsFiles(self.tls_certificate_file, self.tls_key_file, self.tls_authority_file)
-
-    @property
     def serves_metrics(self) -> bool:
         """Whether callers may read the metrics over HTTP."""
         return bool(self.metrics_listen)
@@ -234,7 +227,7 @@ class ServiceConfig(BaseModel):
     @model_validator(mode="after")
     def _check_together(self) -> ServiceConfig:
         problems: list[str] = []
-        tls = astuple(self.tls)
+        tls = (self.tls_certificate_file, self.tls_key_file, self.tls_authority_file)
         if any(tls) and not all(tls):
             problems.append(
                 "set tls_certificate_file, tls_key_file and tls_authority_file together, or none"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
-from headrace_common.access.credentials import audience_of
+from headrace_common.access.credentials import TlsFiles, audience_of
 from headrace_common.access.roles import (
     ANONYMOUS,
     PROOF_KEY,
@@ -202,7 +202,9 @@ class Authorizer:
             keys=keys,
             reads_certificates=bool(config.tls_certificate_file),
             trust_domain=config.tls_trust_domain,
-            identity=tls_identity(config.tls) if config.tls_authority_file else None,
+            identity=tls_identity(TlsFiles.from_config(config))
+            if config.tls_authority_file
+            else None,
             audiences=audiences,
         )
 

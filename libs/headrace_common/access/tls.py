@@ -52,7 +52,7 @@ def _read(files: TlsFiles) -> TlsIdentity:
 
 
 def check_files(files: TlsFiles, prefix: str = "") -> None:
-    """Raises ConfigError when gRPC could make no connection with the files, whose settings begin with `prefix`."""
+    """Raises ConfigError when gRPC could make no connection with the files. Their settings begin with `prefix`."""
     names = ["tls_authority_file"]
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

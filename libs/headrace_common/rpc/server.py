@@ -16,6 +16,7 @@ from typing import Any, Final
 import grpc.aio
 
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.table import Listener
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.client_config import (
@@ -124,7 +125,7 @@ class GrpcServer:
                 *common,
                 BoundsInterceptor(),
             ],
-            tls=config.tls,
+            tls=TlsFiles.from_config(config),
             message_bytes_max=message_bytes_max,
             options=internal_options(_internal_connections(config), times.connection_age_s),
         )

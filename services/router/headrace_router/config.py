@@ -118,7 +118,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
     def status_tls(self) -> TlsFiles:
         """The files of status_listen. Browsers need no certificate where tokens are verified."""
         authority = "" if self.token_keys_file else self.tls_authority_file
-        return replace(self.tls, tls_authority_file=authority)
+        return replace(TlsFiles.from_config(self), tls_authority_file=authority)
 
     @property
     def model_names(self) -> Collection[str]:

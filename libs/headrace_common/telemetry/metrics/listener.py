@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Final
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.key_file import key_digest, key_in, load_keys
 from headrace_common.config import ServiceConfig
 from headrace_common.http.bounds import HttpBounds
@@ -131,7 +132,7 @@ async def _served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]
         _MetricsApp(metrics, keys),
         config.metrics_listen,
         setting="metrics_listen",
-        tls=replace(config.tls, tls_authority_file=""),
+        tls=replace(TlsFiles.from_config(config), tls_authority_file=""),
         bounds=HttpBounds(CONNECTIONS_MAX),
     )
     server.start()
