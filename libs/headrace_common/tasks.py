@@ -1,4 +1,4 @@
-"""Tasks and threads that run beside others, bounded queues between them, and waits for silent peers."""
+"""Tasks and threads that run beside others, bounded queues and mappings, and waits for silent peers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -86,6 +87,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         _log.critical("%s ended because of a bug", task.get_name(), exc_info=task.exception())
 
 
+Key = TypeVar("Key")
 T = TypeVar("T")
 
 
@@ -105,6 +107,20 @@ class BoundedQueue(asyncio.Queue[T]):
                 f"queue {self._name} is full with {self.maxsize} items",
                 metadata={"queue": self._name, "maxsize": str(self.maxsize)},
             ) from None
+
+
+class Recent(OrderedDict[Key, T]):
+    """Keeps the `count` entries that were set last, the oldest first."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def __setitem__(self, key: Key, value: T) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._count:
+            self.popitem(last=False)
 
 
 def call_when_done(future: Future[_Result], callback: Callable[[Future[_Result]], None]) -> None:

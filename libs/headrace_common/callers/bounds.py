@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Rechecked
 from headrace_common.errors import QueueFull, Unauthenticated
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 
 # Addresses of which the host is remembered. Clients keep connections, so each has many requests.
 _HOSTS_MAX: Final = 4_096

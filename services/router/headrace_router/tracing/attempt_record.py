@@ -21,7 +21,7 @@ from headrace_common.latency.steps import (
     decode_steps,
     prefill_steps,
 )
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import decode_intervals
 from headrace_common.telemetry.later import SpanMaker
