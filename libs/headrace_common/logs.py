@@ -43,7 +43,7 @@ class TraceNames:
     """The traces of the last requests and transfers, by their ids. One thread adds, all may find."""
 
     def __init__(self) -> None:
-        self._spans = Recent[str, trace.SpanContext | str](NAMES_MAX)
+        self._spans: Recent[str, trace.SpanContext | str] = Recent(NAMES_MAX)
 
     def add(self, name: str, span: trace.SpanContext | str) -> None:
         """Lines about this request or transfer belong to the trace of a span, or of a traceparent.
@@ -77,7 +77,7 @@ class CauseLog:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._seen = Recent[str, tuple[float, int]](_CAUSES_MAX)
+        self._seen: Recent[str, tuple[float, int]] = Recent(_CAUSES_MAX)
 
     def warn(self, cause: str, message: str, *arguments: object) -> None:
         """Logs the message. The next warning of the same cause states how many repeats were left out."""
@@ -116,7 +116,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._monotonic_s = monotonic_s
         # Since when records may be logged, at the rate of the bound. And the records that were left out.
-        self._kinds = Recent[tuple[str, int, str], tuple[float, int]](_CAUSES_MAX)
+        self._kinds: Recent[tuple[str, int, str], tuple[float, int]] = Recent(_CAUSES_MAX)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the record, unless it is one too many."""
@@ -143,7 +143,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
     def _left_out(self, key: tuple[str, int, str], per_s: float, at_once: float) -> int:
         """The records of a key that were left out before this one. -1 when this one is too many, too."""
         now_s = self._monotonic_s()
-        since_s, count = self._kinds.pop(key, (0.0, 0))
+        since_s, count = self._kinds.get(key, (0.0, 0))
         since_s = max(since_s, now_s - at_once / per_s)
         fits = since_s + 1 / per_s <= now_s + 1e-6
         self._kinds[key] = (since_s + 1 / per_s, 0) if fits else (since_s, count + 1)

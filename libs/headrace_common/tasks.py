@@ -1,4 +1,4 @@
-"""Tasks and threads that run beside others, bounded queues and mappings, and waits for silent peers."""
+"""Tasks and threads that run beside others, bounded queues and dictionaries, and waits for silent peers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         _log.critical("%s ended because of a bug", task.get_name(), exc_info=task.exception())
 
 
-Key = TypeVar("Key")
 T = TypeVar("T")
 
 
@@ -107,20 +106,6 @@ class BoundedQueue(asyncio.Queue[T]):
                 f"queue {self._name} is full with {self.maxsize} items",
                 metadata={"queue": self._name, "maxsize": str(self.maxsize)},
             ) from None
-
-
-class Recent(OrderedDict[Key, T]):
-    """Keeps the `count` entries that were set last, the oldest first."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self._count = count
-
-    def __setitem__(self, key: Key, value: T) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self._count:
-            self.popitem(last=False)
 
 
 def call_when_done(future: Future[_Result], callback: Callable[[Future[_Result]], None]) -> None:
@@ -159,3 +144,21 @@ async def wait_silent(silent_since_s: Callable[[], float | None], limit_s: float
             wait_s = _AGAIN_S
         else:
             return now_s - since_s
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Recent(OrderedDict[_Key, _Value]):
+    """The entries that were set last, at most `limit`. Setting one anew makes it the newest."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._limit:
+            self.popitem(last=False)

@@ -97,7 +97,7 @@ class HeldToken:
     def __init__(self, token: str, key: Ed25519PrivateKey | None) -> None:
         self.token = token
         self._key = key
-        self._signed = Recent[tuple[str, str, int], str](_CACHE_MAX)
+        self._signed: Recent[tuple[str, str, int], str] = Recent(_CACHE_MAX)
 
     @classmethod
     def create(
@@ -178,7 +178,7 @@ class _ProofOrder:
     """Refuses a proof after a newer one of the same run."""
 
     def __init__(self) -> None:
-        self._newest = Recent[str, tuple[int, float]](_CACHE_MAX)
+        self._newest: Recent[str, tuple[int, float]] = Recent(_CACHE_MAX)
 
     def check(self, run: str, number: int) -> None:
         """Raises Unauthenticated."""
@@ -200,7 +200,7 @@ class TokenVerifier:
 
     def __init__(self, public_keys: Sequence[Ed25519PublicKey]) -> None:
         self._public_keys = tuple(public_keys)
-        self._verified = Recent[str, _Verified](_CACHE_MAX)
+        self._verified: Recent[str, _Verified] = Recent(_CACHE_MAX)
         self._order = _ProofOrder()
 
     @classmethod

@@ -62,7 +62,7 @@ class RateByCaller:
         self._per_s = per_s
         self._burst = burst
         self._clock = clock
-        self._debts = Recent[str, tuple[float, float]](CALLERS_MAX)
+        self._debts: Recent[str, tuple[float, float]] = Recent(CALLERS_MAX)
         """Events that no time has paid for yet, and when they were counted."""
 
     def count(self, caller: str, weight: float = 1.0) -> None:

@@ -42,7 +42,7 @@ class DescriptorCache:
 
     def __init__(self, registry: grpc.aio.Channel) -> None:
         self._link = RegistryLink(registry, "KV descriptors")
-        self._descriptors = Recent[_Key, layout_pb2.KvDescriptor](_DESCRIPTORS_MAX)
+        self._descriptors: Recent[_Key, layout_pb2.KvDescriptor] = Recent(_DESCRIPTORS_MAX)
         self._fetches: dict[_Key, asyncio.Task[layout_pb2.KvDescriptor]] = {}
         # Attempts left for each incarnation to be prefetched, in order.
         self._prefetch_attempts: dict[_Key, int] = {}

@@ -234,7 +234,7 @@ class HandoverLearner:
 
     def __init__(self) -> None:
         self._all = _handover_fit()
-        self._links = Recent[str, OnlineFit](_LINKS_MAX)
+        self._links: Recent[str, OnlineFit] = Recent(_LINKS_MAX)
 
     def observe(self, payload_bytes: int, seconds: float, link: str = "") -> None:
         """A hand-over has ended so long after the end of computing."""

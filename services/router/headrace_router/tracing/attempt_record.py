@@ -43,7 +43,7 @@ class WorkerClocks:
     """
 
     def __init__(self) -> None:
-        self._clocks = Recent[str, ClockOffset](_WORKERS_MAX)
+        self._clocks: Recent[str, ClockOffset] = Recent(_WORKERS_MAX)
 
     def clock(self, worker_id: str) -> ClockOffset:
         """The clock of a worker, to add exchanges to."""
