@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from dataclasses import replace
 from typing import Final
 
 from pydantic import Field, model_validator
@@ -108,7 +109,7 @@ class ClientAccessConfig(ServiceConfig):
         Empty means plaintext.
         """
         authority = self.tls_authority_file if self.client_certificates else ""
-        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
+        return replace(TlsFiles.from_config(self), tls_authority_file=authority)
 
     def unguarded_problems(self, *settings: str) -> list[str]:
         """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential."""

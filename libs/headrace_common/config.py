@@ -127,6 +127,8 @@ class ServiceConfig(BaseModel):
     audiences: ClassVar[tuple[str, ...]] = ()
     """Names of this receiver in proofs, beside its address."""
 
+    internal_addresses: ClassVar[tuple[str, ...]] = ("internal_listen", "internal_advertise")
+    """Settings with an address of which callers prove a role."""
     dashed_values: ClassVar[frozenset[str]] = frozenset()
     """Settings with values that may begin with a dash."""
 
@@ -242,9 +244,7 @@ class ServiceConfig(BaseModel):
             problems += [
                 f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ "
                 "files or token_keys_file, or set insecure, which lets every caller make every RPC"
-                for name, address in reachable_addresses(
-                    self, "internal_listen", "internal_advertise"
-                )
+                for name, address in reachable_addresses(self, *self.internal_addresses)
             ]
         return checked(self, problems)
 

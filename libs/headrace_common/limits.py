@@ -98,8 +98,6 @@ DRAIN_GRACE_MAX_S: Final = 3_600
 
 CLOCK_OFFSET_NOTED_S: Final = 2.0
 """A wall clock that is this far from another host's is reported."""
-START_AHEAD_MAX_S: Final = 60.0
-"""How far in the future the start of a member may lie, by the registry's clock."""
 
 LEASE_TTL_MIN_S: Final = 1
 LEASE_TTL_MAX_S: Final = 300

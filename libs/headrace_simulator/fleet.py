@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from headrace_kv.layout import WorkerRef
@@ -21,7 +21,7 @@ from headrace_planner.observation import (
 from headrace_planner.planner import PlannerState, plan
 from headrace_planner.settings import PlannerSettings, WorkerProfile
 from headrace_router.workers.table import Worker
-from headrace_simulator.job import RequestOutcome
+from headrace_simulator.job import ChangeRow, RequestOutcome
 from headrace_simulator.router import MODEL, SimulatedRouter
 from headrace_simulator.settings import ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import BLOCK_TOKENS
@@ -159,15 +159,6 @@ Decide = Callable[[Interval], WorkerCounts]
 """The numbers of workers that should run after an interval."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A decision that changed the numbers of workers. `time_s` is from the start of the trace."""
-
-    time_s: float
-    before: WorkerCounts
-    after: WorkerCounts
-
-
 class PlannerDecisions:
     """The decisions of the planner, with its state."""
 
@@ -188,7 +179,7 @@ class Autoscaler:
     def __init__(
         self, settings: ScalingSettings, fleet: Fleet, router: SimulatedRouter, decide: Decide
     ) -> None:
-        self.changes: list[Change] = []
+        self.changes: list[ChangeRow] = []
         self._settings = settings
         self._fleet = fleet
         self._router = router
@@ -221,12 +212,11 @@ class Autoscaler:
 
     def _apply(self, interval: Interval) -> None:
         target = self._decide(interval)
-        before = self._fleet.serving
-        if target == before or self._fleet.is_starting:
+        if target == self._fleet.serving or self._fleet.is_starting:
             return
         self._fleet.set_target(target)
         time_s = interval.start_unix_s + interval.duration_s
-        self.changes.append(Change(time_s, before, target))
+        self.changes.append(ChangeRow(time_s, target.prefill, target.decode, target.both))
 
     def _sample(self) -> LoadSample:
         counts, generating = self._fleet.serving, self._fleet.generating

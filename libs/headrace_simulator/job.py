@@ -110,7 +110,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRow:
-    """A change of the numbers of workers."""
+    """A decision that changed the numbers of workers. `time_s` is from the start of the trace."""
 
     time_s: float
     prefill_workers: int

@@ -12,7 +12,6 @@ from headrace_planner.settings import WorkerProfile
 from headrace_router.placement import Placement
 from headrace_simulator.fleet import Autoscaler, Decide, Fleet, PlannerDecisions
 from headrace_simulator.job import (
-    ChangeRow,
     RequestOutcome,
     SimulationResult,
     attainment,
@@ -106,7 +105,6 @@ class _Replay:
         settings = self._settings
         ttft_s, itl_s = settings.ttft_s, settings.itl_s
         met = attainment(outcomes, ttft_s, itl_s)
-        changes = self._autoscaler.changes if self._autoscaler is not None else []
         prompt_tokens = sum(one.request.prompt_tokens for one in complete)
         return SimulationResult(
             way=settings.way,
@@ -125,11 +123,6 @@ class _Replay:
             prefill_worker_hours=self._fleet.worker_s(PlannedRole.PREFILL) / 3_600.0,
             decode_worker_hours=self._fleet.worker_s(PlannedRole.DECODE) / 3_600.0,
             both_worker_hours=self._fleet.worker_s(PlannedRole.BOTH) / 3_600.0,
-            changes=[
-                ChangeRow(
-                    change.time_s, change.after.prefill, change.after.decode, change.after.both
-                )
-                for change in changes
-            ],
+            changes=self._autoscaler.changes if self._autoscaler is not None else [],
             classes=classes_of(outcomes, ttft_s, itl_s, duration_s),
         )

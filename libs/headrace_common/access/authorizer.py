@@ -198,14 +198,13 @@ class Authorizer:
             keys = None
         else:
             keys = _local_verifier()
-        files = TlsFiles(
-            config.tls_certificate_file, config.tls_key_file, config.tls_authority_file
-        )
         return cls(
             keys=keys,
             reads_certificates=bool(config.tls_certificate_file),
             trust_domain=config.tls_trust_domain,
-            identity=tls_identity(files) if config.tls_authority_file else None,
+            identity=tls_identity(TlsFiles.from_config(config))
+            if config.tls_authority_file
+            else None,
             audiences=audiences,
         )
 

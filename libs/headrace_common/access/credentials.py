@@ -49,6 +49,11 @@ class TlsFiles:
         return bool(self.tls_authority_file)
 
     @classmethod
+    def from_config(cls, config: ServiceConfig) -> TlsFiles:
+        """The files that the settings of a service name."""
+        return cls(config.tls_certificate_file, config.tls_key_file, config.tls_authority_file)
+
+    @classmethod
     def from_environment(cls) -> TlsFiles:
         """The files that HEADRACE_TLS_CERTIFICATE_FILE, _KEY_FILE and _AUTHORITY_FILE name.
 
@@ -81,11 +86,8 @@ class Credentials:
     @classmethod
     def from_config(cls, config: ServiceConfig) -> Credentials:
         """The credentials that the settings of a service name."""
-        files = TlsFiles(
-            config.tls_certificate_file, config.tls_key_file, config.tls_authority_file
-        )
         role = Role(config.role) if config.role and not config.insecure else None
-        return cls(files, config.token_file, role)
+        return cls(TlsFiles.from_config(config), config.token_file, role)
 
     @classmethod
     def from_environment(cls, role: Role | None) -> Credentials:

@@ -47,45 +47,12 @@ def _read(files: TlsFiles) -> TlsIdentity:
     if problems:
         detail = "; ".join(f"{field}: {problem}" for field, problem in problems.items())
         raise ConfigError(f"{detail}; name files that this user can read", metadata=problems)
-    identity = TlsIdentity(*contents)
-    _check(files, identity)
-    return identity
+    check_files(files)
+    return TlsIdentity(*contents)
 
 
-def _check(files: TlsFiles, identity: TlsIdentity) -> None:
-    """Raises ConfigError when gRPC could make no connection with the identity."""
-    # Programs without TLS do without these modules, and clients are installed without them.
-    try:
-        from cryptography import x509
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    except ModuleNotFoundError:
-        check_files(files)
-        return
-
-    field = "tls_authority_file"
-    try:
-        if files.tls_authority_file:
-            x509.load_pem_x509_certificates(identity.authority)
-        if not files.tls_certificate_file:
-            return
-        field = "tls_certificate_file"
-        certificate = x509.load_pem_x509_certificates(identity.certificate)[0]
-        field = "tls_key_file"
-        key = load_pem_private_key(identity.key, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError(
-            f"{field} {getattr(files, field)} is not valid: {error}; it must be PEM, a key without a password"
-        ) from error
-    if key.public_key() != certificate.public_key():
-        raise ConfigError(
-            f"tls_key_file {files.tls_key_file} is not the key of tls_certificate_file {files.tls_certificate_file}; "
-            "replace both files"
-        )
-
-
-def check_files(files: TlsFiles) -> None:
-    """As the check of an identity, by the standard library alone, which reads the files again. Raises ConfigError."""
+def check_files(files: TlsFiles, prefix: str = "") -> None:
+    """Raises ConfigError when gRPC could make no connection with the files. Their settings begin with `prefix`."""
     names = ["tls_authority_file"]
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -96,7 +63,7 @@ def check_files(files: TlsFiles) -> None:
             # A password, although keys have none: without one, OpenSSL would ask the terminal.
             context.load_cert_chain(files.tls_certificate_file, files.tls_key_file, password="")
     except (OSError, ValueError) as error:
-        stated = " and ".join(f"{name} {getattr(files, name)}" for name in names)
+        stated = " and ".join(f"{prefix}{name} {getattr(files, name)}" for name in names)
         raise ConfigError(
             f"{stated}: not valid ({error}); write PEM, a key without a password that belongs to its certificate"
         ) from error

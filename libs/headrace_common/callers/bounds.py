@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Rechecked
 from headrace_common.errors import QueueFull, Unauthenticated
+from headrace_common.tasks import Recent
 
 # Addresses of which the host is remembered. Clients keep connections, so each has many requests.
 _HOSTS_MAX: Final = 4_096
@@ -61,7 +62,7 @@ class RateByCaller:
         self._per_s = per_s
         self._burst = burst
         self._clock = clock
-        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._debts: Recent[str, tuple[float, float]] = Recent(CALLERS_MAX)
         """Events that no time has paid for yet, and when they were counted."""
 
     def count(self, caller: str, weight: float = 1.0) -> None:
@@ -69,9 +70,6 @@ class RateByCaller:
         # What exceeds the burst by far would outlast its cause.
         debt = min(self._debt(caller) + weight, 2.0 * self._burst)
         self._debts[caller] = (debt, self._clock())
-        self._debts.move_to_end(caller)
-        if len(self._debts) > CALLERS_MAX:
-            self._debts.popitem(last=False)
 
     def excess_s(self, caller: str) -> float:
         """Seconds until the caller is within the rate again. 0 while it is."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -49,7 +49,13 @@ class ClientAccess(WrappingInterceptor):
         return await super().intercept_service(continuation, handler_call_details)
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        return guarded(handler, lambda _: _calling(ANONYMOUS))
+        return guarded(handler, _anonymous)
+
+
+@asynccontextmanager
+async def _anonymous(context: Context) -> AsyncIterator[None]:
+    set_current_caller(ANONYMOUS)
+    yield
 
 
 class InternalAccess(grpc.aio.ServerInterceptor):
@@ -66,7 +72,7 @@ class InternalAccess(grpc.aio.ServerInterceptor):
         *,
         check_s: float = CREDENTIAL_CHECK_S,
     ) -> None:
-        """The token or certificate of an open stream is checked again every `check_s`."""
+        """The token or certificate of an open call is checked again every `check_s`."""
         self._listener = listener
         self._authorizer = authorizer
         self._check_s = check_s
@@ -87,52 +93,32 @@ class InternalAccess(grpc.aio.ServerInterceptor):
         except HeadraceError as error:
             return rejecting(handler, error)
         if caller is not None:
-            if not (handler.request_streaming or handler.response_streaming):
-                return guarded(handler, lambda _: _calling(caller))
             metadata = tuple(handler_call_details.invocation_metadata or ())
-            return guarded(handler, lambda _: self._calling(caller, method, metadata))
-        return self._guarded_by_certificate(handler, method)
-
-    @asynccontextmanager
-    async def _calling(
-        self, caller: Caller, method: str, metadata: Sequence[tuple[str, Any]]
-    ) -> AsyncIterator[None]:
-        set_current_caller(caller)
-        check = partial(self._authorizer.caller_of_metadata, method, metadata, again=True)
-        with Rechecked(check, self._check_s):
-            yield
-
-    def _guarded_by_certificate(self, handler: Handler, method: str) -> Handler:
-        @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[None]:
-            caller = self._authorizer.caller_of_certificate(method, context.auth_context())
-            set_current_caller(caller)
-            yield
-
-        @asynccontextmanager
-        async def guard_stream(context: Context) -> AsyncIterator[None]:
-            check = partial(
-                self._authorizer.caller_of_valid_certificate, method, context.auth_context()
-            )
-            set_current_caller(check())
-            with Rechecked(check, self._check_s):
-                yield
-
+            check = partial(self._authorizer.caller_of_metadata, method, metadata, again=True)
+            return guarded(handler, lambda _: self._calling(caller, check))
+        guard = partial(self._certified, method)
         if handler.request_streaming:
-            return guarded(handler, guard_stream)
-        chosen = guard_stream if handler.response_streaming else guard
+            return guarded(handler, guard)
         parse = parser(handler.request_deserializer or bytes, method)
 
         async def read(context: Context) -> Any:
             return parse(await read_request(context))
 
-        return reading_inside(handler, chosen, read)
+        return reading_inside(handler, guard, read)
 
+    def _certified(self, method: str, context: Context) -> AbstractAsyncContextManager[None]:
+        check = partial(
+            self._authorizer.caller_of_valid_certificate, method, context.auth_context()
+        )
+        return self._calling(check(), check)
 
-@asynccontextmanager
-async def _calling(caller: Caller) -> AsyncIterator[None]:
-    set_current_caller(caller)
-    yield
+    @asynccontextmanager
+    async def _calling(
+        self, caller: Caller, check: Callable[[], Caller | None]
+    ) -> AsyncIterator[None]:
+        set_current_caller(caller)
+        with Rechecked(check, self._check_s):
+            yield
 
 
 TenantOf: TypeAlias = Callable[[Iterable[tuple[str, Any]]], str]

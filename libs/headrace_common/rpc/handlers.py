@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -26,8 +27,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Guard: TypeAlias = Callable[["Context"], AbstractAsyncContextManager[None]]
 """Makes the context manager in which one RPC runs, from the RPC's context."""
-Prepare: TypeAlias = Callable[[Any], Any]
-"""Checks a request, or an iterator of requests, before the handler gets it."""
+Parse: TypeAlias = Callable[[bytes], Any]
+"""Makes a request of its bytes. It may raise a HeadraceError."""
 
 
 class WrappingInterceptor(grpc.aio.ServerInterceptor):
@@ -67,22 +68,23 @@ def rejecting(handler: Handler, error: Exception) -> Handler:
     return _unread(handler, reject)
 
 
-def guarded(
-    handler: Handler,
-    guard: Guard,
-    prepare: Prepare | None = None,
-    deserializer: Prepare | None = None,
-) -> Handler:
-    """The same handler, run inside `guard(context)`.
+def guarded(handler: Handler, guard: Guard, parse: Parse | None = None) -> Handler:
+    """The same handler, run inside `guard(context)`. Handlers must be coroutine functions or asynchronous generators.
 
-    `prepare` runs inside the guard too. `deserializer` replaces the handler's own. Handlers must
-    be coroutine functions or asynchronous generators.
+    `parse` makes the requests of their bytes inside the guard too, in place of the handler's deserializer.
     """
     behaviour = behaviour_of(handler)
     wrap = _wrap_generator if inspect.isasyncgenfunction(behaviour) else _wrap_coroutine
-    wrapped = wrap(behaviour, guard, prepare or _unchanged)
-    make = _maker(handler)
-    return make(wrapped, deserializer or handler.request_deserializer, handler.response_serializer)
+    if parse is None:
+        wrapped = wrap(behaviour, guard, lambda request: request)
+        return _replaced(handler, wrapped, handler.request_deserializer)
+    prepare = partial(_parsed, parse) if handler.request_streaming else parse
+    return _replaced(handler, wrap(behaviour, guard, prepare), None)
+
+
+async def _parsed(parse: Parse, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for data in requests:
+        yield parse(data)
 
 
 def reading_inside(
@@ -115,11 +117,7 @@ async def read_request(context: Context) -> bytes:
 
 def _unread(handler: Handler, behaviour: Callable[..., Any]) -> Handler:
     """A handler of a stream, which gRPC calls before a message has come, for responses as those of `handler`."""
-    make = (
-        grpc.stream_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.stream_unary_rpc_method_handler
-    )
+    make = _MAKERS[True, handler.response_streaming]
     return make(behaviour, None, handler.response_serializer)
 
 
@@ -130,26 +128,23 @@ def behaviour_of(handler: Handler) -> Any:
     )
 
 
-def _maker(handler: Handler) -> Callable[..., Handler]:
-    if handler.request_streaming:
-        return (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-    return (
-        grpc.unary_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
+_MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., Handler]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether requests are streamed, and whether responses are."""
 
 
-def _unchanged(request: Any) -> Any:
-    return request
+def _replaced(handler: Handler, behaviour: Callable[..., Any], parse: Parse | None) -> Handler:
+    """A handler of the same shape."""
+    make = _MAKERS[handler.request_streaming, handler.response_streaming]
+    return make(behaviour, parse, handler.response_serializer)
 
 
 def _wrap_generator(
-    behaviour: Callable[..., Any], guard: Guard, prepare: Prepare
+    behaviour: Callable[..., Any], guard: Guard, prepare: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
         async with guard(context):
@@ -160,7 +155,7 @@ def _wrap_generator(
 
 
 def _wrap_coroutine(
-    behaviour: Callable[..., Any], guard: Guard, prepare: Prepare
+    behaviour: Callable[..., Any], guard: Guard, prepare: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     async def wrapped(request: Any, context: Context) -> Any:
         async with guard(context):
@@ -172,7 +167,7 @@ def _wrap_coroutine(
 Metadata: TypeAlias = Iterable[tuple[str, Any]]
 
 
-class GateInterceptor(grpc.aio.ServerInterceptor):
+class GateInterceptor(WrappingInterceptor):
     """Rejects an RPC before gRPC receives its request, or before protobuf parses it.
 
     It runs inside the interceptor that converts errors.
@@ -190,21 +185,24 @@ class GateInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         """The handler that `continuation` finds, or one that only rejects."""
-        handler = await continuation(handler_call_details)
+        handler = await super().intercept_service(continuation, handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
+        metadata = handler_call_details.invocation_metadata or ()
         try:
-            self.check_call(method, handler_call_details.invocation_metadata or ())
+            self.check_call(handler_call_details.method, metadata)
         except HeadraceError as error:
             return rejecting(handler, error)
+        return handler
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
         deserialize = handler.request_deserializer or bytes
 
         def parse(data: bytes) -> Any:
             self.check_request(method, data)
             return deserialize(data)
 
-        return _maker(handler)(behaviour_of(handler), parse, handler.response_serializer)
+        return _replaced(handler, behaviour_of(handler), parse)
 
 
 class BoundsInterceptor(WrappingInterceptor):
@@ -214,7 +212,7 @@ class BoundsInterceptor(WrappingInterceptor):
         if not method.startswith("/headrace.") or handler.request_deserializer is None:
             return handler
         parse = bounded(handler.request_deserializer)
-        return _maker(handler)(behaviour_of(handler), parse, handler.response_serializer)
+        return _replaced(handler, behaviour_of(handler), parse)
 
 
 # Streams that last until one end stops. Waiting for them would always use up the grace.
@@ -251,7 +249,8 @@ class InFlightInterceptor(WrappingInterceptor):
         return len(self._answering)
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        return guarded(handler, self._track_stream if method in _ENDLESS else self._track_answer)
+        tasks = self._streams if method in _ENDLESS else self._answering
+        return guarded(handler, lambda _: self._track(tasks))
 
     async def wait_answered(self, deadline: Deadline) -> bool:
         """Waits until `answer_count` is 0. False when the deadline passes first."""
@@ -269,30 +268,12 @@ class InFlightInterceptor(WrappingInterceptor):
             task.cancel()
 
     @asynccontextmanager
-    async def _track_answer(self, context: Context) -> AsyncIterator[None]:
-        task = _current_task()
-        self._answering.add(task)
-        self._idle.clear()
-        try:
-            with self._as_draining(task):
-                yield
-        finally:
-            self._answering.discard(task)
-            if not self._answering:
-                self._idle.set()
-
-    @asynccontextmanager
-    async def _track_stream(self, context: Context) -> AsyncIterator[None]:
-        task = _current_task()
-        self._streams.add(task)
-        try:
-            with self._as_draining(task):
-                yield
-        finally:
-            self._streams.discard(task)
-
-    @contextmanager
-    def _as_draining(self, task: asyncio.Task[Any]) -> Iterator[None]:
+    async def _track(self, tasks: set[asyncio.Task[Any]]) -> AsyncIterator[None]:
+        task = asyncio.current_task()
+        assert task is not None, "grpc.aio runs every handler in a task"
+        tasks.add(task)
+        if self._answering:
+            self._idle.clear()
         try:
             yield
         except asyncio.CancelledError:
@@ -300,6 +281,10 @@ class InFlightInterceptor(WrappingInterceptor):
                 raise
             task.uncancel()
             raise Draining("the process is shutting down") from None
+        finally:
+            tasks.discard(task)
+            if not self._answering:
+                self._idle.set()
 
 
 class EndlessStreams(WrappingInterceptor):
@@ -322,9 +307,3 @@ class EndlessStreams(WrappingInterceptor):
                 f"a stream without end lasts {self._age_s:g} s here; open another",
                 metadata={"waited_for": "the end of the stream"},
             ) from None
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None, "grpc.aio runs every handler in a task"
-    return task

@@ -17,7 +17,7 @@ import grpc.aio
 
 from headrace.incident.v1.incident_pb2_grpc import add_IncidentServiceServicer_to_server
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer
-from headrace_common.access.credentials import Credentials
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.table import Listener
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.client_config import (
@@ -127,7 +127,7 @@ class GrpcServer:
                 *common,
                 BoundsInterceptor(),
             ],
-            tls=Credentials.from_config(config).tls,
+            tls=TlsFiles.from_config(config),
             message_bytes_max=message_bytes_max,
             options=internal_options(_internal_connections(config), times.connection_age_s),
         )

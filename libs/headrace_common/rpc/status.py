@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -175,12 +174,8 @@ class ErrorInterceptor(WrappingInterceptor):
 
     def wrap(self, handler: Handler, method: str) -> Handler:
         deserialize = handler.request_deserializer
-        return guarded(
-            handler,
-            lambda context: _Reporting(method, context),
-            _checked_stream if handler.request_streaming else _checked,
-            _parse_or_malformed(deserialize, method) if deserialize is not None else None,
-        )
+        parse = parser(deserialize, method) if deserialize is not None else None
+        return guarded(handler, lambda context: _Reporting(method, context), parse)
 
 
 class _Reporting:
@@ -243,13 +238,6 @@ def _status_to_send(error: HeadraceError) -> tuple[grpc.StatusCode, str, Any]:
     return error.code, status.details, trailers
 
 
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Replaces a request that cannot be parsed or is rejected unparsed. For either gRPC would send INTERNAL."""
-
-    error: InvalidRequest
-
-
 def parser(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
     """As `deserialize`, but it raises InvalidRequest for data that protobuf cannot parse."""
 
@@ -260,18 +248,6 @@ def parser(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes]
             raise _violations_of(data, method, error) from error
 
     return parse
-
-
-def _parse_or_malformed(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
-    parse = parser(deserialize, method)
-
-    def parse_or_malformed(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except InvalidRequest as error:
-            return _Malformed(error)
-
-    return parse_or_malformed
 
 
 def _violations_of(data: bytes, method: str, error: DecodeError) -> InvalidRequest:
@@ -291,17 +267,6 @@ def _request_type(method: str) -> Descriptor | None:
     except KeyError:
         return None
     return methods[name].input_type if name in methods else None
-
-
-def _checked(request: Any) -> Any:
-    if isinstance(request, _Malformed):
-        raise request.error
-    return request
-
-
-async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _checked(request)
 
 
 def _parts_of(exc: grpc.RpcError) -> tuple[grpc.StatusCode, str, Any]:

@@ -7,22 +7,12 @@ a prompt are beside their message until it is sent. Between two messages they ar
 from __future__ import annotations
 
 from array import array
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.internal.containers import RepeatedScalarFieldContainer
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from headrace.inference.v1 import inference_pb2
-
-
-class HasTokenIds(Protocol):
-    """A message with tokens."""
-
-    @property
-    def token_ids(self) -> RepeatedScalarFieldContainer[int]:
-        """The tokens."""
-        ...
 
 
 def _words_class() -> Any:
@@ -45,11 +35,4 @@ def token_ids_message(words: array[int]) -> inference_pb2.TokenIds:
     found.ids.MergeFrom(
         _WORDS.FromString(BytesValue(value=words.tobytes()).SerializeToString()).ids
     )
-    return found
-
-
-def detach_token_ids(message: HasTokenIds) -> inference_pb2.TokenIds:
-    """Moves the tokens out of a message."""
-    found = inference_pb2.TokenIds(ids=message.token_ids)
-    del message.token_ids[:]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from headrace_common.latency.breakdown import Breakdown
@@ -14,20 +14,8 @@ from headrace_common.telemetry import schema
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
-PART_ATTRIBUTES: Final = {
-    TimePart.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,
-    TimePart.TOKENIZE: schema.ATTRIBUTE_LATENCY_TOKENIZE_US,
-    TimePart.ROUTE: schema.ATTRIBUTE_LATENCY_ROUTE_US,
-    TimePart.RETRY: schema.ATTRIBUTE_LATENCY_RETRY_US,
-    TimePart.RESERVE: schema.ATTRIBUTE_LATENCY_RESERVE_US,
-    TimePart.QUEUE: schema.ATTRIBUTE_LATENCY_QUEUE_US,
-    TimePart.BATCH_WAIT: schema.ATTRIBUTE_LATENCY_BATCH_WAIT_US,
-    TimePart.PREFILL: schema.ATTRIBUTE_LATENCY_PREFILL_US,
-    TimePart.TRANSFER_EXPOSED: schema.ATTRIBUTE_LATENCY_TRANSFER_EXPOSED_US,
-    TimePart.DECODE_WAIT: schema.ATTRIBUTE_LATENCY_DECODE_WAIT_US,
-    TimePart.FIRST_STEP: schema.ATTRIBUTE_LATENCY_FIRST_STEP_US,
-    TimePart.NETWORK: schema.ATTRIBUTE_LATENCY_NETWORK_US,
-    TimePart.UNACCOUNTED: schema.ATTRIBUTE_LATENCY_UNACCOUNTED_US,
+PART_ATTRIBUTES: Final[Mapping[TimePart, str]] = {
+    part: getattr(schema, f"ATTRIBUTE_LATENCY_{part.name}_US") for part in TimePart
 }
 """The attribute of each part."""
 _QUEUE_PARTS: Final = (

@@ -61,8 +61,6 @@ SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # From the first token to the last token, on the decode worker.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
-# A decision of the planner, over the interval that it is made from. It is a trace of its own.
-SPAN_PLANNER_DECISION: Final = "headrace.planner.decision"
 
 # A transfer entered a state.
 EVENT_TRANSFER_STATE: Final = "headrace.transfer.state_entered"
@@ -292,20 +290,6 @@ ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
 ATTRIBUTE_MEMBER_ROLE: Final = "headrace.registry.role"
 # What became of a decision when it was made: "keep", "changing", "incomplete", "advised" or "published".
 ATTRIBUTE_PLANNER_OUTCOME: Final = "headrace.planner.outcome"
-# Prefill workers at the end of the interval.
-ATTRIBUTE_PLANNER_PREFILL: Final = "headrace.planner.prefill"
-# Decode workers at the end of the interval.
-ATTRIBUTE_PLANNER_DECODE: Final = "headrace.planner.decode"
-# Workers of both roles at the end of the interval.
-ATTRIBUTE_PLANNER_BOTH: Final = "headrace.planner.both"
-# Prefill workers that should run.
-ATTRIBUTE_PLANNER_PREFILL_TARGET: Final = "headrace.planner.prefill_target"
-# Decode workers that should run.
-ATTRIBUTE_PLANNER_DECODE_TARGET: Final = "headrace.planner.decode_target"
-# Workers of both roles that should run.
-ATTRIBUTE_PLANNER_BOTH_TARGET: Final = "headrace.planner.both_target"
-# A sentence for each rule that applied.
-ATTRIBUTE_PLANNER_REASONS: Final = "headrace.planner.reasons"
 # Class of a request: "high", "normal" or "low".
 ATTRIBUTE_PRIORITY: Final = "headrace.priority"
 # Predicted time from the arrival to the first token. Absent for a request without a bound on it.

@@ -32,8 +32,8 @@ from headrace_frontend.openai.messages import (
     Tools,
 )
 from headrace_frontend.promises import ttl_s
-from headrace_frontend.request.enforceable import enforceable
 from headrace_frontend.request.json_text import JsonRejected, parse_object
+from headrace_frontend.request.schema import enforceable
 
 PROMPTS_MAX = 128
 _CHOICES_MAX = 1_024

@@ -19,10 +19,9 @@ from headrace_common.limits import (
     SCHEMA_BYTES_MAX,
     TEMPLATE_KWARGS_BYTES_MAX,
 )
-from headrace_frontend.request.enforceable import enforceable
 from headrace_frontend.request.images import has_image, image_violations, part_violations
 from headrace_frontend.request.json_text import NO_TEXT, JsonRejected, is_text, parse_object
-from headrace_frontend.request.schema import moved_schema, schema_problem
+from headrace_frontend.request.schema import enforceable, moved_schema, schema_problem
 from headrace_text.codec import RESERVED_NAMES, ChatMessage, ToolCall
 
 _MODE = tools_pb2.ToolChoice.Mode

@@ -19,10 +19,9 @@ from opentelemetry.util.types import AttributeValue
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.alignment import alignment_of
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.clocks import ClockDifference
-from headrace_common.latency.steps import MAKERS, AttemptSteps, RequestSteps
+from headrace_common.latency.steps import MAKERS, AttemptSteps, RequestSteps, alignment_of
 from headrace_common.rpc.trace_context import ServedCall
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import (

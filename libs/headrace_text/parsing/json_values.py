@@ -1,4 +1,4 @@
-"""Finds the end of JSON values in text that arrives in parts."""
+"""Finds the end of JSON values and of calls in text that arrives in parts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from headrace_text.parsing.buffered import CallArguments, CallStart, Piece
 
 _SPACE = " \t\r\n"
 _SIGNS = re.compile(r'["{}\[\]]')
-_STRING_SIGNS = re.compile(r'["\\]')
+_CALL_SIGNS = re.compile(r"[\"'()\[\]{}]")
+_STRING_SIGNS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _SCALAR_ENDS = re.compile(r"[,}\] \t\r\n]")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 # A text that begins with another key is an answer in JSON, not a call.
 _OTHER_KEYS = ("type", "id", "index")
 
 
-class JsonValueScanner:
-    """Finds the end of one JSON value. It checks brackets and strings only."""
+class ValueScanner:
+    """Finds the end of one JSON value, or of a call in Python. It checks brackets and strings only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_call: bool = False) -> None:
+        """`is_call`: the text begins with a name and a bracket."""
         self.done = False
-        self._kind = ""
+        self._signs = _CALL_SIGNS if is_call else _SIGNS
+        self._kind = "call" if is_call else ""
         self._depth = 0
-        self._in_string = False
+        self._quote = ""
+        """That of the string that is open."""
         self._escaped = False
 
     def scan(self, text: str) -> int:
@@ -41,17 +45,17 @@ class JsonValueScanner:
             return len(text) if match is None else match.start()
         while position < len(text) and not self.done:
             position = (
-                self._skip_string(text, position) if self._in_string else self._next(text, position)
+                self._skip_string(text, position) if self._quote else self._next(text, position)
             )
         return position
 
     def _next(self, text: str, position: int) -> int:
-        match = _SIGNS.search(text, position)
+        match = self._signs.search(text, position)
         if match is None:
             return len(text)
-        if match[0] == '"':
-            self._in_string = True
-        elif match[0] in "{[":
+        if match[0] in _STRING_SIGNS:
+            self._quote = match[0]
+        elif match[0] in "{[(":
             self._depth += 1
         else:
             self._depth -= 1
@@ -62,13 +66,13 @@ class JsonValueScanner:
         if self._escaped:
             self._escaped = False
             return position + 1
-        match = _STRING_SIGNS.search(text, position)
+        match = _STRING_SIGNS[self._quote].search(text, position)
         if match is None:
             return len(text)
         if match[0] == "\\":
             self._escaped = True
         else:
-            self._in_string = False
+            self._quote = ""
             self.done = not self._depth
         return match.end()
 
@@ -94,7 +98,7 @@ class CallObject:
         self.raw = ""
         """The text that was taken, until the name is known."""
         self._at = _At.OPENING
-        self._scanner = JsonValueScanner()
+        self._scanner = ValueScanner()
         self._key = ""
         self._value = ""
         self._name = ""
@@ -151,7 +155,7 @@ class CallObject:
 
     def _begin_value(self, sign: str) -> None:
         self._at = _At.VALUE
-        self._scanner = JsonValueScanner()
+        self._scanner = ValueScanner()
         self._value = ""
         self._streaming = bool(self._name) and self._key in _ARGUMENT_KEYS and sign == "{"
         self._has_arguments |= self._streaming

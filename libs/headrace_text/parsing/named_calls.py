@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from dataclasses import dataclass
 
-from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart
+from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart, State
 from headrace_text.parsing.json_calls import ListedCalls
-from headrace_text.parsing.json_values import JsonValueScanner
+from headrace_text.parsing.json_values import ValueScanner
 
 _KIMI_ID = re.compile(r"(?:functions\.)?([^:\s]+)(?::\d+)?")
 
@@ -55,14 +56,36 @@ KIMI_K2 = CallSigns(
 )
 
 
-class NamedCalls(BufferedParser):
+class _ArgumentsParser(BufferedParser):
+    """Reads the arguments of a call as they arrive. `_after_arguments` follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scanner = ValueScanner()
+
+    def _begin_arguments(self, name: str, call_id: str, state: State) -> None:
+        self._pieces.append(CallStart(name, call_id))
+        self._scanner = ValueScanner()
+        self._state = state
+
+    def _read_arguments(self) -> bool:
+        size = self._scanner.scan(self._text)
+        if size:
+            self._pieces.append(CallArguments(self._take(size)))
+        if self._scanner.done:
+            self._state = self._after_arguments
+        return self._scanner.done
+
+    @abstractmethod
+    def _after_arguments(self) -> bool: ...
+
+
+class NamedCalls(_ArgumentsParser):
     """Calls with these signs."""
 
     def __init__(self, signs: CallSigns) -> None:
         super().__init__()
         self._signs = signs
-        self._scanner = JsonValueScanner()
-        self._scanner_started = False
 
     def _start(self) -> bool:
         signs = self._signs
@@ -91,9 +114,7 @@ class NamedCalls(BufferedParser):
             self._add_content(self._signs.call + header)
             self._state = self._start
             return True
-        self._pieces.append(CallStart(name, call_id))
-        self._scanner = JsonValueScanner()
-        self._state = self._read_arguments
+        self._begin_arguments(name, call_id, self._open_arguments)
         return True
 
     def _header_size(self) -> int | None:
@@ -107,23 +128,14 @@ class NamedCalls(BufferedParser):
             return None if fence < 0 else fence
         return end
 
-    def _read_arguments(self) -> bool:
-        if not self._scanner_started:
-            text = self._text.removeprefix("\n```json\n").lstrip()
-            if not text:
-                return False
+    def _open_arguments(self) -> bool:
+        text = self._text.removeprefix("\n```json\n").lstrip()
+        if text:
             self._text = text
-        size = self._scanner.scan(self._text)
-        self._scanner_started = True
-        if size:
-            self._pieces.append(CallArguments(self._take(size)))
-        if not self._scanner.done:
-            return False
-        self._scanner_started = False
-        self._state = self._close_call
-        return True
+            self._state = self._read_arguments
+        return bool(text)
 
-    def _close_call(self) -> bool:
+    def _after_arguments(self) -> bool:
         """Drops all up to the end of the call."""
         _, tag = self._take_before([self._signs.call_end])
         if tag:
@@ -131,7 +143,7 @@ class NamedCalls(BufferedParser):
         return bool(tag)
 
 
-class MistralCalls(ListedCalls):
+class MistralCalls(ListedCalls, _ArgumentsParser):
     """A JSON array of calls after the tag [TOOL_CALLS], or NAME{...} after each tag, as newer models write."""
 
     _TAG = "[TOOL_CALLS]"
@@ -142,7 +154,6 @@ class MistralCalls(ListedCalls):
         self._name = ""
         self._call_id = ""
         self._sign = ""
-        self._scanner = JsonValueScanner()
 
     def _open_other(self) -> bool:
         self._name = self._call_id = self._sign = ""
@@ -168,20 +179,10 @@ class MistralCalls(ListedCalls):
             self._add_content(self._TAG)
             self._state = self._pass_on
             return True
-        self._pieces.append(CallStart(self._name.strip(), self._call_id.strip()))
-        self._scanner = JsonValueScanner()
-        self._state = self._read_arguments
+        self._begin_arguments(self._name.strip(), self._call_id.strip(), self._read_arguments)
         return True
 
-    def _read_arguments(self) -> bool:
-        size = self._scanner.scan(self._text)
-        if size:
-            self._pieces.append(CallArguments(self._take(size)))
-        if self._scanner.done:
-            self._state = self._after_named_call
-        return self._scanner.done
-
-    def _after_named_call(self) -> bool:
+    def _after_arguments(self) -> bool:
         self._skip_space()
         if not self._text:
             return False

@@ -7,8 +7,8 @@ import json
 import re
 
 from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart
+from headrace_text.parsing.json_values import ValueScanner
 
-_SIGNS = re.compile(r"[\"'()\[\]{}]")
 _NAME = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 _NAME_BEGINNING = re.compile(r"\s*([A-Za-z_][\w.]*\s*)?")
 
@@ -25,9 +25,7 @@ class PythonicCalls(BufferedParser):
         self._taken = ""
         """The text of a list without a call so far."""
         self._scanned = 0
-        self._quote = ""
-        self._escaped = False
-        self._depth = 0
+        self._scanner = ValueScanner(is_call=True)
 
     def _start(self) -> bool:
         text = self._text.lstrip()
@@ -62,8 +60,7 @@ class PythonicCalls(BufferedParser):
         elif _NAME.match(text):
             self._taken += self._take(len(self._text) - len(text)) if self._taken else ""
             self._text = text
-            self._scanned = self._depth = 0
-            self._quote = ""
+            self._scanned, self._scanner = 0, ValueScanner(is_call=True)
             self._state = self._read_call
         elif _NAME_BEGINNING.fullmatch(text) and not self._ended:
             return False
@@ -72,33 +69,10 @@ class PythonicCalls(BufferedParser):
         return True
 
     def _read_call(self) -> bool:
-        while self._scanned < len(self._text):
-            self._scan()
-            if not self._depth and not self._quote and self._text[self._scanned - 1] == ")":
-                return self._return_call()
+        self._scanned += self._scanner.scan(self._text[self._scanned :])
+        if self._scanner.done:
+            return self._return_call()
         return self._pass_on() if self._ended and self._taken else False
-
-    def _scan(self) -> None:
-        """Goes on to the next sign."""
-        if self._quote:
-            sign = self._text[self._scanned]
-            self._scanned += 1
-            if self._escaped:
-                self._escaped = False
-            elif sign == "\\":
-                self._escaped = True
-            elif sign == self._quote:
-                self._quote = ""
-            return
-        match = _SIGNS.search(self._text, self._scanned)
-        if match is None:
-            self._scanned = len(self._text)
-            return
-        self._scanned = match.end()
-        if match[0] in "\"'":
-            self._quote = match[0]
-        else:
-            self._depth += 1 if match[0] in "([{" else -1
 
     def _return_call(self) -> bool:
         source = self._text[: self._scanned]

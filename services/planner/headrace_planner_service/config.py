@@ -14,7 +14,6 @@ from headrace_common.config import (
     HostPort,
     PositiveSeconds,
     ServiceConfig,
-    TracesSampler,
     WorkerId,
     checked_by,
 )
@@ -85,12 +84,7 @@ class PlannerConfig(ServiceConfig):
     model: Annotated[str, Field(min_length=1, max_length=255)] = Field(
         description="Name of the model to plan for, as clients use it. Each model needs a planner of its own."
     )
-    traces_sampler: TracesSampler = Field(
-        "parentbased_always_on",
-        description="Decisions that get a span, by the names of OpenTelemetry's standard. The variable "
-        "OTEL_TRACES_SAMPLER sets it too.",
-    )
-    planner_id: WorkerId = Field("planner-0", description="Name of the planner in logs and spans.")
+    planner_id: WorkerId = Field("planner-0", description="Name of the planner in logs.")
     mode: Mode = Field(
         "advise",
         description="advise: decisions are explained, and nothing else happens. publish: decisions are published as "

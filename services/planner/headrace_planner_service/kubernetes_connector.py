@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from headrace_common.errors import (
     ConfigError,
@@ -21,34 +21,27 @@ from headrace_planner.observation import PlannedRole, WorkerCounts, own_target
 from headrace_planner_service.config import PlannerConfig, Workload, WorkloadState, parse_workload
 from headrace_planner_service.steering import TargetBoard
 
+if TYPE_CHECKING:
+    from headrace_planner_service.kubernetes_client import KubernetesApi
+
 _LOG: Final = logging.getLogger(__name__)
-
-
-class WorkloadApi(Protocol):
-    """What the scaler needs of the Kubernetes API. Calls end by themselves and raise HeadraceError."""
-
-    async def read(self, workload: Workload) -> WorkloadState: ...
-
-    async def scale(self, workload: Workload, count: int, expected: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleLimits:
-    """`timeout_s` bounds each step: the drain of removed workers, and the start of added ones."""
-
-    poll_s: float
-    timeout_s: float
 
 
 class WorkloadScaler:
     """Scales the workloads of both roles. It has no state: the Kubernetes API has the numbers."""
 
     def __init__(
-        self, api: WorkloadApi, workloads: Mapping[PlannedRole, Workload], limits: ScaleLimits
+        self,
+        api: KubernetesApi,
+        workloads: Mapping[PlannedRole, Workload],
+        *,
+        poll_s: float,
+        timeout_s: float,
     ) -> None:
+        """`timeout_s` bounds each step: the drain of removed workers, and the start of added ones."""
         self._api = api
         self._workloads = workloads
-        self._limits = limits
+        self._poll_s, self._timeout_s = poll_s, timeout_s
 
     async def apply(self, current: WorkerCounts, wanted: WorkerCounts) -> None:
         """Returns when the wanted workers serve and all removed ones have ended.
@@ -87,21 +80,19 @@ class WorkloadScaler:
     ) -> None:
         """Returns when `done` holds for all roles. Raises DeadlineExceeded."""
         texts: dict[PlannedRole, str] = {}
-        limit = asyncio.timeout(self._limits.timeout_s)
+        limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
                 for role in roles:
                     while (text := await self._problem(role, done)) != "":
                         texts[role] = text
-                        await asyncio.sleep(self._limits.poll_s)
+                        await asyncio.sleep(self._poll_s)
                     texts.pop(role, None)
         except TimeoutError:
             if not limit.expired():
                 raise
             detail = "; ".join(texts.values())
-            raise DeadlineExceeded(
-                f"{failure} within {self._limits.timeout_s:g} s: {detail}"
-            ) from None
+            raise DeadlineExceeded(f"{failure} within {self._timeout_s:g} s: {detail}") from None
 
     async def _problem(self, role: PlannedRole, done: Callable[[WorkloadState], bool]) -> str:
         """What is missing; empty when `done` holds. An API that does not answer may do so later."""
@@ -154,7 +145,6 @@ async def open_scaler(config: PlannerConfig) -> AsyncIterator[WorkloadScaler]:
         PlannedRole.PREFILL: parse_workload(config.kubernetes_prefill),
         PlannedRole.DECODE: parse_workload(config.kubernetes_decode),
     }
-    limits = ScaleLimits(config.kubernetes_poll_s, config.change_timeout_s)
     api = KubernetesApi(config.kubeconfig, config.kubernetes_namespace)
     try:
         for workload in workloads.values():
@@ -165,6 +155,8 @@ async def open_scaler(config: PlannerConfig) -> AsyncIterator[WorkloadScaler]:
                     f"{error.detail}; kubernetes_prefill and kubernetes_decode name workloads that this planner may "
                     "scale"
                 ) from error
-        yield WorkloadScaler(api, workloads, limits)
+        yield WorkloadScaler(
+            api, workloads, poll_s=config.kubernetes_poll_s, timeout_s=config.change_timeout_s
+        )
     finally:
         await api.close()

@@ -81,7 +81,7 @@ async def serve() -> None:
             connector = KubernetesConnector(board, scaler, steering.acknowledge)
             tasks.append(run_forever(connector.run(), "kubernetes"))
             stack.push_async_callback(end_task, tasks[-1])
-        metrics = PlannerMetrics(telemetry)
+        metrics = PlannerMetrics(telemetry.metrics.store)
         loop = PlanningLoop(config, observer, steering, metrics.count_decision, metrics.count_miss)
         server = GrpcServer(config, [SERVICE])
         planner_pb2_grpc.add_PlannerServiceServicer_to_server(

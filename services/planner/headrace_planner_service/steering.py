@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from headrace_common.errors import ConfigError, Draining, NotFound
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.setup import Telemetry
+from headrace_common.telemetry.metrics.instruments import MetricStore
 from headrace_planner.observation import Interval, ScalingDecision, WorkerCounts
 from headrace_planner.planner import PlannerState, plan, record_interval
 from headrace_planner.settings import PlannerSettings
@@ -44,9 +44,7 @@ class DecisionEntry:
     def text(self) -> str:
         """The decision with its reasons, for logs."""
         current, target = self.decision.current, self.decision.target
-        line = f"{current.prefill} P, {current.decode} D"
-        if self.decision.is_change:
-            line += f" -> {target.prefill} P, {target.decode} D"
+        line = f"{current} -> {target}" if self.decision.is_change else str(current)
         sentences = [reason.sentence for reason in self.decision.reasons]
         return " ".join([f"{line} ({self.outcome})", *filter(None, [self.detail]), *sentences])
 
@@ -91,15 +89,10 @@ class DecisionLog:
         return found[:count]
 
 
-_NS_PER_S = 1_000_000_000
-
-
 class PlannerMetrics:
     """Counts decisions as they are made."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
-        store = telemetry.metrics.store
-        self._telemetry = telemetry
+    def __init__(self, store: MetricStore) -> None:
         self._current = store.gauge(schema.METRIC_PLANNER_CURRENT)
         self._target = store.gauge(schema.METRIC_PLANNER_TARGET)
         self._decisions = store.counter(schema.METRIC_PLANNER_DECISIONS)
@@ -110,29 +103,12 @@ class PlannerMetrics:
         self._missed.add(1)
 
     def count_decision(self, entry: DecisionEntry) -> None:
-        """Counts a decision, shows its numbers, and records its span."""
+        """Counts a decision, and shows its numbers."""
         self._decisions.add(1, entry.outcome)
         decision = entry.decision
         if entry.outcome is not Outcome.INCOMPLETE:
             self._current.replace(_by_role(decision.current))
             self._target.replace(_by_role(decision.target))
-        start_unix_ns = round(entry.start_unix_s * _NS_PER_S)
-        self._telemetry.record_span(
-            schema.SPAN_PLANNER_DECISION,
-            None,
-            start_unix_ns,
-            start_unix_ns + round(entry.duration_s * _NS_PER_S),
-            {
-                schema.ATTRIBUTE_PLANNER_OUTCOME: entry.outcome.value,
-                schema.ATTRIBUTE_PLANNER_PREFILL: decision.current.prefill,
-                schema.ATTRIBUTE_PLANNER_DECODE: decision.current.decode,
-                schema.ATTRIBUTE_PLANNER_PREFILL_TARGET: decision.target.prefill,
-                schema.ATTRIBUTE_PLANNER_DECODE_TARGET: decision.target.decode,
-                schema.ATTRIBUTE_PLANNER_BOTH: decision.current.both,
-                schema.ATTRIBUTE_PLANNER_BOTH_TARGET: decision.target.both,
-                schema.ATTRIBUTE_PLANNER_REASONS: [reason.sentence for reason in decision.reasons],
-            },
-        )
 
 
 def _by_role(counts: WorkerCounts) -> dict[str, float]:

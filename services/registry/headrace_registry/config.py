@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -149,7 +148,11 @@ class RegistryConfig(ServiceConfig):
             )
         if bool(user) != bool(password):
             problems.append("set store_user and store_password_file together")
-        elif user and not authority and not all(map(_is_loopback, self.etcd_endpoints)):
+        elif (
+            user
+            and not authority
+            and not all(ports.is_loopback(f"{host}:{port}") for host, port in self.etcd_endpoints)
+        ):
             problems.append(
                 "store_user needs store_tls_authority_file: else its password would cross the network in clear"
             )
@@ -186,11 +189,3 @@ class RegistryConfig(ServiceConfig):
     def etcd_endpoints(self) -> tuple[tuple[str, int], ...]:
         """Host and port of each endpoint that `store` names. None for the store in memory."""
         return _etcd_endpoints(self.store)
-
-
-def _is_loopback(endpoint: tuple[str, int]) -> bool:
-    host = endpoint[0].strip("[]")
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

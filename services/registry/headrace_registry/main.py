@@ -12,6 +12,7 @@ from typing import NoReturn
 from opentelemetry.sdk.resources import Resource
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
@@ -69,9 +70,11 @@ def open_store(config: RegistryConfig) -> Store:
         EtcdAccess(
             endpoints=config.etcd_endpoints,
             timeout_s=config.store_timeout_s,
-            authority_file=config.store_tls_authority_file,
-            certificate_file=config.store_tls_certificate_file,
-            key_file=config.store_tls_key_file,
+            tls=TlsFiles(
+                config.store_tls_certificate_file,
+                config.store_tls_key_file,
+                config.store_tls_authority_file,
+            ),
             user=config.store_user,
             password_file=config.store_password_file,
         ),

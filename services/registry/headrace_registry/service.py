@@ -104,7 +104,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             {
                 **validation.member_violations(request.member, "member"),
                 **validation.ttl_violations(request.ttl, "ttl"),
-                **validation.start_violations(request, time.time_ns(), "member.start_unix_ns"),
             }
         )
         _require_own_identity(request.member)
@@ -116,8 +115,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             request.prefix_hash_key
         )
         self._note_offset(request)
-        member = validation.by_own_clock(request, time.time_ns())
-        registration = await self._store.register(member, ttl_s)
+        registration = await self._store.register(request.member, ttl_s)
         return registry_pb2.RegisterResponse(
             lease_id=registration.lease_id,
             ttl=duration_from_seconds(registration.ttl_s),
@@ -171,8 +169,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     def _note_offset(self, request: registry_pb2.RegisterRequest) -> None:
         """Warns of a clock that is far from this registry's."""
-        offset_s = validation.offset_ns(request, time.time_ns()) / 1e9
-        if abs(offset_s) >= CLOCK_OFFSET_NOTED_S:
+        offset_s = (request.sent_unix_ns - time.time_ns()) / 1e9
+        if request.sent_unix_ns and abs(offset_s) >= CLOCK_OFFSET_NOTED_S:
             _LOG.warning(
                 "the clock of %s is %.1f s %s this registry's. It is admitted, but times in traces and logs are wrong: "
                 "set the clocks of both hosts",

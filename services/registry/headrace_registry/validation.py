@@ -15,7 +15,6 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
 from headrace_common.identity import is_incarnation, is_worker_id
 from headrace_common.limits import (
-    CLOCK_OFFSET_NOTED_S,
     DESCRIPTOR_BYTES_MAX,
     LEASE_TTL_MAX_S,
     LEASE_TTL_MIN_S,
@@ -26,7 +25,6 @@ from headrace_common.limits import (
     POLICY_RETRY_BUDGET_MAX,
     POLICY_TEMPERATURE_MAX,
     POLICY_TENANT_WEIGHT_MAX,
-    START_AHEAD_MAX_S,
     TOKEN_TARGET_MAX_S,
     TRANSPORT_CHARACTERS_MAX,
     VERSION_CHARACTERS_MAX,
@@ -85,35 +83,6 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
         violations.update(_worker_violations(member, path))
     violations.update(place_violations(member.place, f"{path}.place"))
     return violations
-
-
-def offset_ns(request: registry_pb2.RegisterRequest, now_unix_ns: int) -> int:
-    """How far the member's clock is ahead of `now_unix_ns`. 0 when the member did not send its time."""
-    return request.sent_unix_ns - now_unix_ns if request.sent_unix_ns else 0
-
-
-def start_violations(
-    request: registry_pb2.RegisterRequest, now_unix_ns: int, path: str
-) -> dict[str, str]:
-    """A start that lies in the future, beyond the difference of the two clocks."""
-    ahead_s = (request.member.start_unix_ns - offset_ns(request, now_unix_ns) - now_unix_ns) / 1e9
-    if ahead_s <= START_AHEAD_MAX_S:
-        return {}
-    return {
-        path: f"lies {ahead_s:.1f} s in the future, more than {START_AHEAD_MAX_S:g} s: set the clock of the member's "
-        "host, or that of the registry's host, and start the member again"
-    }
-
-
-def by_own_clock(request: registry_pb2.RegisterRequest, now_unix_ns: int) -> registry_pb2.Member:
-    """The member, with its start by the registry's clock if the member's clock is far from that."""
-    offset = offset_ns(request, now_unix_ns)
-    if abs(offset) < CLOCK_OFFSET_NOTED_S * 1e9:
-        return request.member
-    member = registry_pb2.Member()
-    member.CopyFrom(request.member)
-    member.start_unix_ns = max(1, member.start_unix_ns - offset)
-    return member
 
 
 def watch_violations(request: registry_pb2.WatchRequest) -> dict[str, str]:

@@ -45,7 +45,7 @@ from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.rpc_services import RouterServices
 from headrace_router.service import InferenceService, ModelCatalog, PromiseKeeper
 from headrace_router.status.app import StatusApp
-from headrace_router.status.reader import StatusParts, StatusReader
+from headrace_router.status.reader import StatusReader
 from headrace_router.store import OtherRouters
 from headrace_router.tracing.attempt_record import WorkerClocks, regret_of
 from headrace_router.tracing.store import TraceLimits, TraceStore
@@ -114,7 +114,7 @@ class Router:
             keep=PromiseKeeper(self.workers).keep,
             policy=policy,
             prefix_hash_key=prefix_hash_key,
-            count_refused=self._count_refused,
+            count_refused=lambda refusal, count: self.metrics.count_refused(count, refusal),
             ask_elsewhere=others.ask,
             watched=recorder.pool,
         )
@@ -169,15 +169,13 @@ class Router:
             deadline_s=min(_PICK_S, config.default_deadline_s),
         )
         status = StatusReader(
-            StatusParts(
-                workers=self.workers,
-                queue=self.queue,
-                admission=self.admission,
-                policy=policy,
-                traces=self.traces,
-                traffic=self.metrics.traffic,
-            ),
-            config.router_id or config.listen,
+            workers=self.workers,
+            queue=self.queue,
+            admission=self.admission,
+            policy=policy,
+            traces=self.traces,
+            traffic=self.metrics.traffic,
+            router_id=config.router_id or config.listen,
         )
         self.status: StatusApp | None = None
         """None without the setting status_listen."""
@@ -239,9 +237,6 @@ class Router:
             self.traces.end_request(record)
             if kept:
                 self.traces.keep(record.trace_id)
-
-    def _count_refused(self, refusal: str, count: int) -> None:
-        self.metrics.count_refused(refusal, count)
 
     def _open_channel(self, endpoint: str) -> grpc.aio.Channel:
         return open_channel(endpoint, self._config)

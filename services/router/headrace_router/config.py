@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,9 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     OptionalWorkerId,
+    ServiceConfig,
     TextList,
-    checked,
     checked_by,
-    reachable_addresses,
     require_order,
 )
 from headrace_frontend.config import FrontendConfig
@@ -54,6 +54,11 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
     """Headrace's router: places requests on workers and streams the responses."""
 
     role = Role.ROUTER
+    internal_addresses = (
+        *ServiceConfig.internal_addresses,
+        "status_listen",
+        "endpoint_picker_listen",
+    )
 
     model: ModelList = Field(
         description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name), "
@@ -101,19 +106,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
             ("admission_wait_s", "default_deadline_s"),
             ("worker_wait_s", "default_deadline_s"),
         )
-        problems = self._status_problems()
-        return checked(self, problems)
-
-    def _status_problems(self) -> list[str]:
-        guarded = self.insecure or self.tls_certificate_file or self.token_keys_file
-        return [
-            f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ files "
-            "or token_keys_file, or set insecure, which serves every caller"
-            for name, address in reachable_addresses(
-                self, "status_listen", "endpoint_picker_listen"
-            )
-            if not guarded
-        ]
+        return self
 
     @property
     def client_listeners(self) -> int:
@@ -125,7 +118,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
     def status_tls(self) -> TlsFiles:
         """The files of status_listen. Browsers need no certificate where tokens are verified."""
         authority = "" if self.token_keys_file else self.tls_authority_file
-        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
+        return replace(TlsFiles.from_config(self), tls_authority_file=authority)
 
     @property
     def model_names(self) -> Collection[str]:

@@ -126,7 +126,8 @@ class RouterMetrics(RequestCounter):
         """Counts a response that has started and needs another attempt, by the error's reason."""
         self.count_dropped_spans = store.counter(schema.METRIC_TRACE_SPANS_DROPPED).add
         """Counts spans that the trace store dropped, by the bound. Any thread may call it."""
-        self._callers_refused = store.counter(schema.METRIC_CALLERS_REFUSED)
+        self.count_refused = store.counter(schema.METRIC_CALLERS_REFUSED).add
+        """Counts calls or connections of clients beyond the bounds on each caller, by the refusal."""
         self.count_early_refusal = store.counter(schema.METRIC_EARLY_REFUSALS).count
         """Counts a request of a model that was refused by its prediction, by the name of the bound."""
         self.count_pick = store.counter(schema.METRIC_PICKS).count
@@ -249,10 +250,6 @@ class RouterMetrics(RequestCounter):
         """Counts a request with an estimate. It has no regret when the other decision would have been no better."""
         model = regret.other.worker.model
         self._regrets.record(max(0.0, regret.gained_s), model, regret.other.kind)
-
-    def count_refused(self, refusal: str, count: int) -> None:
-        """Counts calls or connections of clients beyond the bounds on each caller."""
-        self._callers_refused.add(count, refusal)
 
     def sample(self) -> None:
         """Sets every gauge to its current value."""

@@ -71,6 +71,7 @@ class ClientGate(GateInterceptor):
     """Guards the InferenceService."""
 
     def __init__(self, parts: ClientParts) -> None:
+        super().__init__()
         self._parts = parts
 
     def check_call(self, method: str, metadata: Metadata) -> None:

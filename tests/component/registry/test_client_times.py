@@ -18,18 +18,9 @@ from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import LeaseRenewals, Membership
 from headrace_common.registry.view import RegistryView
 from headrace_registry.store.base import MemoryStore
-from tests.component.registry import harness
-from tests.component.registry.harness import kv_descriptor
+from tests.component.registry.harness import kv_descriptor, worker
 from tests.component.registry.local_registry import LocalRegistry, local_registry
 from tests.virtually import stand_still, virtually
-
-
-def worker(worker_id: str = "decode-0", generation: int = 1) -> registry_pb2.Member:
-    """The record of one incarnation, which started before the virtual clock."""
-    member = harness.worker(worker_id, generation)
-    member.start_unix_ns = 500 * 10**9
-    return member
-
 
 REF = (worker().worker_id, worker().incarnation)
 UNKNOWN = ("decode-9", "f" * 16)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +21,6 @@ from headrace_planner.observation import PlannedRole, WorkerCounts
 from headrace_planner_service.config import Workload, WorkloadState
 from headrace_planner_service.kubernetes_connector import (
     KubernetesConnector,
-    ScaleLimits,
     WorkloadScaler,
 )
 from headrace_planner_service.steering import TargetBoard
@@ -66,7 +65,7 @@ def api(prefill: int, decode: int) -> FakeApi:
 
 def scaler(fake: FakeApi, timeout_s: float = LIMIT_S) -> WorkloadScaler:
     workloads = {PlannedRole.PREFILL: P, PlannedRole.DECODE: D}
-    return WorkloadScaler(fake, workloads, ScaleLimits(0.001, timeout_s))
+    return WorkloadScaler(cast("Any", fake), workloads, poll_s=0.001, timeout_s=timeout_s)
 
 
 @asynccontextmanager

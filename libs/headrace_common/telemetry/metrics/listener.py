@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Final
 
 from headrace_common.access.credentials import TlsFiles
@@ -131,7 +132,7 @@ async def _served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]
         _MetricsApp(metrics, keys),
         config.metrics_listen,
         setting="metrics_listen",
-        tls=TlsFiles(config.tls_certificate_file, config.tls_key_file, ""),
+        tls=replace(TlsFiles.from_config(config), tls_authority_file=""),
         bounds=HttpBounds(CONNECTIONS_MAX),
     )
     server.start()

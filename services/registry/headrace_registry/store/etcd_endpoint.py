@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import grpc
 
+from headrace_common.access.credentials import TlsFiles
+from headrace_common.access.tls import check_files
 from headrace_common.errors import ConfigError
 from headrace_common.reloading import ReloadedFiles
 
@@ -61,31 +62,9 @@ class EtcdAccess:
 
     endpoints: tuple[tuple[str, int], ...]
     timeout_s: float
-    authority_file: str = ""
-    certificate_file: str = ""
-    key_file: str = ""
+    tls: TlsFiles
     user: str = ""
     password_file: str = ""
-
-    @property
-    def tls_files(self) -> tuple[str, ...]:
-        """The TLS files that are set."""
-        files = (self.authority_file, self.certificate_file, self.key_file)
-        return tuple(path for path in files if path)
-
-    def check_tls_files(self) -> None:
-        """Raises ConfigError when gRPC could make no connection with the TLS files."""
-        try:
-            context = ssl.create_default_context(cafile=self.authority_file or None)
-            if self.certificate_file:
-                context.load_cert_chain(self.certificate_file, self.key_file, "")
-        except (OSError, ValueError) as error:
-            named = ", ".join(self.tls_files)
-            raise ConfigError(
-                f"store: the TLS files of etcd cannot be used: {error} ({named}); name PEM files that this user can "
-                "read, and the key of the certificate",
-                metadata={"files": named},
-            ) from error
 
     def password(self) -> str:
         """Reads the password's file, so that a changed password needs no restart. Raises ConfigError."""
@@ -126,7 +105,7 @@ class EtcdEndpoint:
         """The client in use last. Before it, the one that it replaced."""
         if access.user:
             access.password()
-        self._client = ReloadedFiles(access.tls_files, self._connect)
+        self._client = ReloadedFiles([path for path in astuple(access.tls) if path], self._connect)
 
     @property
     def client(self) -> Any:
@@ -169,15 +148,16 @@ class EtcdEndpoint:
 
     def _connect(self) -> Any:
         """A client with the files of now. Raises ConfigError."""
-        self._access.check_tls_files()
+        tls = self._access.tls
+        check_files(tls, "store_")
         client: Any = self._etcd3.client(
             host=self._host,
             port=self._port,
             timeout=self._access.timeout_s,
             grpc_options=_CHANNEL_OPTIONS,
-            ca_cert=self._access.authority_file or None,
-            cert_cert=self._access.certificate_file or None,
-            cert_key=self._access.key_file or None,
+            ca_cert=tls.tls_authority_file or None,
+            cert_cert=tls.tls_certificate_file or None,
+            cert_key=tls.tls_key_file or None,
         )
         self._present_token(client)
         *closed, replaced = self._clients or [None]

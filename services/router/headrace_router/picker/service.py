@@ -11,7 +11,7 @@ import grpc.aio
 
 from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
 from headrace_common.access.authorizer import Authorizer
-from headrace_common.access.credentials import Credentials
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.table import PICKER_METHOD, Listener
 from headrace_common.errors import HeadraceError, ProtocolViolation
 from headrace_common.http.bounds import BODY_WAIT_S
@@ -226,7 +226,7 @@ class PickerServer:
                 ErrorInterceptor(),
                 InternalAccess(self._authorizer, Listener.PICKER),
             ],
-            tls=Credentials.from_config(config).tls,
+            tls=TlsFiles.from_config(config),
             options=internal_options(config.connections_max()),
             further_health=_HEALTH_NAMES,
         )

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
 from headrace_common.registry.adapters import Adapter
-from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_frontend.request.images import PromptImages
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import KvLayout, WorkerRef
@@ -86,7 +86,8 @@ class QueuedTask:
         self.task = task
         self.decode = WorkerRef(task.decode_worker_id, task.decode_incarnation)
         self.group_key = group_key
-        self._token_ids = detach_token_ids(task)
+        self._token_ids = inference_pb2.TokenIds(ids=task.token_ids)
+        del task.token_ids[:]
         self._images = terms.images
         self.tokens = len(self._token_ids.ids)
         self.missing_tokens = terms.missing_tokens(self.tokens)

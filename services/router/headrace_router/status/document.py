@@ -12,7 +12,7 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import NotFound
 from headrace_common.trace_view.model import Link, TraceView
 from headrace_common.trace_view.reading import read_trace
-from headrace_common.trace_view.verdict import verdict
+from headrace_common.trace_view.verdict import SLOW_LINK, verdict
 from headrace_router.tracing.store import TraceStore
 
 REQUESTS_MAX: Final = 50
@@ -99,8 +99,6 @@ WORKERS_MAX: Final = 1_000
 LINKS_MAX: Final = 64
 """Links that the document lists, slowest first."""
 NAME_CHARACTERS_MAX: Final = 128
-SLOW_SHARE: Final = 0.5
-"""A link below this part of the median speed is slow."""
 SLOW_BYTES_MIN: Final = 16_000_000
 """Bytes before a link can count as slow: of fewer, a hand-over's fixed times are the larger part."""
 
@@ -204,7 +202,7 @@ def _worker(row: WorkerRow) -> dict[str, Any]:
 
 
 def _link(link: Link, median_gb_s: float) -> dict[str, Any]:
-    is_slow = 0 < link.gb_s < SLOW_SHARE * median_gb_s and link.moving_ns > 0
+    is_slow = 0 < link.gb_s < SLOW_LINK * median_gb_s and link.moving_ns > 0
     return {
         "name": link.name,
         "source": link.source,

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
@@ -42,26 +41,24 @@ REFRESH_S: Final = 1.0
 _ENTRIES_MAX: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class StatusParts:
-    """The parts of the router that the page shows."""
-
-    workers: WorkerDirectory
-    queue: PrefillQueue
-    admission: Admission
-    policy: PolicySource
-    traces: TraceStore
-    traffic: Callable[[], TrafficCounts]
-
-
 class StatusReader:
     """Makes the document, at most once in REFRESH_S. One event loop owns it."""
 
-    def __init__(self, parts: StatusParts, router_id: str) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        workers: WorkerDirectory,
+        queue: PrefillQueue,
+        admission: Admission,
+        policy: PolicySource,
+        traces: TraceStore,
+        traffic: Callable[[], TrafficCounts],
+        router_id: str,
+    ) -> None:
+        self._decode, self._queue, self._admission = workers, queue, admission
+        self._policy = policy
         self._router_id = router_id
-        self._digests = TraceDigests(parts.traces)
-        self._traffic = Traffic(parts.traffic)
+        self._digests = TraceDigests(traces)
+        self._traffic = Traffic(traffic)
         self._members: Collection[registry_pb2.Member] = ()
         self._reading = asyncio.Lock()
         self._document = b""
@@ -81,7 +78,7 @@ class StatusReader:
             return self._document
 
     def _state(self, requests: Sequence[RequestDigest]) -> DeploymentState:
-        queue, admission = self._parts.queue, self._parts.admission
+        queue, admission = self._queue, self._admission
         return DeploymentState(
             unix_ns=time.time_ns(),
             router_id=self._router_id,
@@ -103,15 +100,15 @@ class StatusReader:
                 "queued_tokens": admission.tokens.pool.used,
                 "max_queued_tokens": admission.tokens.pool.capacity,
             },
-            policy=policy_object(self._parts.policy()),
+            policy=policy_object(self._policy()),
             traffic=self._traffic.sample(),
             requests=requests,
             links=sum_links(requests),
         )
 
     def _workers(self) -> list[WorkerRow]:
-        decode = self._parts.workers.loads()
-        prefill = self._parts.queue.workers.loads()
+        decode = self._decode.loads()
+        prefill = self._queue.workers.loads()
         rows: list[WorkerRow] = []
         for member in self._members:
             ref = WorkerRef(member.worker_id, member.incarnation)

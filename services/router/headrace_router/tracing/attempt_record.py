@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -22,6 +21,7 @@ from headrace_common.latency.steps import (
     decode_steps,
     prefill_steps,
 )
+from headrace_common.tasks import Recent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import decode_intervals
 from headrace_common.telemetry.later import SpanMaker
@@ -43,17 +43,11 @@ class WorkerClocks:
     """
 
     def __init__(self) -> None:
-        self._clocks: OrderedDict[str, ClockOffset] = OrderedDict()
+        self._clocks: Recent[str, ClockOffset] = Recent(_WORKERS_MAX)
 
     def clock(self, worker_id: str) -> ClockOffset:
         """The clock of a worker, to add exchanges to."""
-        found = self._clocks.get(worker_id)
-        if found is not None:
-            self._clocks.move_to_end(worker_id)
-            return found
-        while len(self._clocks) >= _WORKERS_MAX:
-            self._clocks.popitem(last=False)
-        clock = self._clocks[worker_id] = ClockOffset()
+        clock = self._clocks[worker_id] = self._clocks.get(worker_id) or ClockOffset()
         return clock
 
 

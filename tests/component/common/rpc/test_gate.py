@@ -24,6 +24,7 @@ _BYTES_MAX = 1024 * 1024
 
 class _Gate(GateInterceptor):
     def __init__(self) -> None:
+        super().__init__()
         self.received_bytes: list[int] = []
 
     def check_call(self, method: str, metadata: Metadata) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from headrace_common.latency.alignment import alignment_of
 from headrace_common.latency.breakdown import break_down
 from headrace_common.latency.steps import (
     AttemptSteps,
@@ -14,6 +13,7 @@ from headrace_common.latency.steps import (
     FirstTokenBy,
     PrefillSteps,
     RequestSteps,
+    alignment_of,
 )
 
 TRUE = AttemptSteps(

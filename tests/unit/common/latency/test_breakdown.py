@@ -7,7 +7,6 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_common.latency.alignment import alignment_of
 from headrace_common.latency.breakdown import break_down
 from headrace_common.latency.parts import Sum
 from headrace_common.latency.steps import (
@@ -16,6 +15,7 @@ from headrace_common.latency.steps import (
     FirstTokenBy,
     PrefillSteps,
     RequestSteps,
+    alignment_of,
 )
 
 DECODE = DecodeSteps(60, reserved=65, kv_arrived=400, step_start=430, first_token=450)

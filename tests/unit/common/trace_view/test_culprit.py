@@ -9,7 +9,6 @@ from statistics import median_low
 
 import pytest
 
-from headrace_common.latency.alignment import alignment_of
 from headrace_common.latency.breakdown import break_down
 from headrace_common.latency.steps import (
     AttemptSteps,
@@ -17,9 +16,10 @@ from headrace_common.latency.steps import (
     FirstTokenBy,
     PrefillSteps,
     RequestSteps,
+    alignment_of,
 )
-from headrace_common.trace_view.culprit import Culprit, culprit_of
 from headrace_common.trace_view.model import Link, TraceView
+from headrace_common.trace_view.verdict import Culprit, culprit_of
 
 US = 1_000
 STAGES_US = {

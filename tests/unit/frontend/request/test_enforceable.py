@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 
 from headrace_engine.vllm.service.constraint_compiler import _Bytes
-from headrace_frontend.request.enforceable import enforceable
-from headrace_frontend.request.schema import schema_problem
+from headrace_frontend.request.schema import enforceable, schema_problem
 from headrace_text.constraints import closed_schema
 from tests.kit.openai_app import LocalApp
 

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import RegistryUnavailable
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
@@ -41,7 +42,9 @@ grpc.Call.register(Refusal)
     ],
 )
 async def test_the_remedy_fits_the_cause(code: str, details: str, remedy: str) -> None:
-    connection = EtcdConnection(EtcdAccess((("127.0.0.1", free_port()),), timeout_s=1.0))
+    connection = EtcdConnection(
+        EtcdAccess((("127.0.0.1", free_port()),), timeout_s=1.0, tls=TlsFiles())
+    )
 
     def call(client: Any) -> None:
         raise Refusal(grpc.StatusCode[code], details)
