@@ -22,6 +22,7 @@ from headrace_common.errors import (
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.connector.pool_planner import PoolUse
+from headrace_engine.connector.sender_reports import SenderReports
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.interface import (
@@ -46,7 +47,6 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import HIDDEN_FORMAT, check
 from headrace_engine.sim.model.settings import plan_shape
-from headrace_engine.sim.outgoing import SenderReports
 from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence

@@ -236,7 +236,7 @@ class VllmEngine(Engine):
                 del self._prefills[transfer_id]
                 if work.prefix is not None:
                     del self._fetching[work.prefix.transfer_id]
-                for report in request.reports:
+                for report in request.sending.reports:
                     if on_report is not None:
                         on_report(report)
 
@@ -390,7 +390,7 @@ class VllmEngine(Engine):
             case "report":
                 report = report_from_proto(message.report)
                 if report.transfer_id in self._prefills:
-                    self._prefills[report.transfer_id].transfer_quiet(report)
+                    self._prefills[report.transfer_id].sending.rank_quiet(report)
             case "step_started":
                 started = message.step_started
                 if started.transfer_id in self._decodes:
@@ -431,7 +431,7 @@ class VllmEngine(Engine):
         error = InternalError(f"vLLM has ended: {why}")
         self._failure = self._failure or error
         for prefill in self._prefills.values():
-            prefill.engine_lost(error)
+            prefill.sending.ranks_lost(error)
         for decode in self._decodes.values():
             decode.fail(error)
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)
