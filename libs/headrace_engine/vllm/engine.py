@@ -66,8 +66,7 @@ from headrace_engine.vllm.service.rank_group import RankGroup
 from headrace_engine.vllm.settings import WATCH_METHOD
 from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport, reservation_from_proto
-from headrace_kv.prefix.events import Tier
-from headrace_kv.tiers.load_times import LoadTimes, TierLoad
+from headrace_kv.tiers.load_times import LoadTimes
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.mapped_memory import MappedMemory
 
@@ -115,9 +114,9 @@ class VllmEngine(Engine):
         self._takers: dict[str, AnswerSink] = {}
         # Those that may fetch a prefix, by the transfer that brings it.
         self._fetching: dict[str, PrefillRequest] = {}
-        self.tier_loads: LoadTimes = LoadTimes()
+        self.tier_loads = LoadTimes()
         self.load = EngineLoad()
-        self.steps: StepWatch = StepWatch(config.step_stall_s, reports_regularly=True)
+        self.steps = StepWatch(config.step_stall_s, reports_regularly=True)
 
     async def start(self) -> None:
         with interruptible():
@@ -166,11 +165,7 @@ class VllmEngine(Engine):
         self.prefix_events = PrefixEventPublisher(
             self._config.ref,
             self.descriptor.layout.block_tokens,
-            tiers=(
-                Tier.DEVICE,
-                *self._config.tiers.names,
-                *((Tier.REMOTE,) if self._config.tiers.pooled else ()),
-            ),
+            tiers=self._config.tiers.announced,
         )
         if self._config.tiers.pooled:
             layout = self.descriptor.layout
@@ -408,7 +403,7 @@ class VllmEngine(Engine):
             case "blocks_compared":
                 self._comparisons.reported(message.blocks_compared)
             case "tier_loaded":
-                self._tier_loaded(rank, tier_load_from_proto(message.tier_loaded))
+                self.tier_loaded(tier_load_from_proto(message.tier_loaded), rank)
             case other:
                 log.error("rank %d of the engine has sent %s", rank, other)
 
@@ -420,12 +415,6 @@ class VllmEngine(Engine):
         elif self._link is not None and reservation.start_token < reservation.end_token:
             # The request was closed before its reservation arrived, so it cannot release the blocks itself.
             self._link.transfer_event(Released(reservation.transfer_id))
-
-    def _tier_loaded(self, rank: int, load: TierLoad) -> None:
-        self.tier_loads.record(load, rank)
-        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
-        if self.prefix_events is not None and seconds_per_block is not None:
-            self.prefix_events.load_measured(load.tier, seconds_per_block)
 
     def _engine_lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")

@@ -87,7 +87,7 @@ class DecodeServer(RoleServer):
         self.descriptor = engine.descriptor
         self._engine = engine
         self.ticket_keys = keys = TicketKeys()
-        self.status_signal: StatusSignal = StatusSignal()
+        self.status_signal = StatusSignal()
         signal = self.status_signal
         self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s

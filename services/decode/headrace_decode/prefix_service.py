@@ -50,8 +50,7 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
         """See prefix.proto."""
         work = self._checked_work(request, Deadline.from_context(context, _TIMEOUT_S))
         # It shares the blocks of its request, but for those that this one still loads from lower tiers.
-        events = self._engine.prefix_events
-        shares = events is None or len(events.tiers) == 1
+        shares = len(self._engine.prefix_events.tiers) == 1
         self._attempts.admit_sending(work.target.transfer_id, 1 if shares else request.end_token)
         outcome = await self._engine.prefill(work)
         return prefix_pb2.SendPrefixResponse(
