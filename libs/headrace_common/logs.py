@@ -6,11 +6,12 @@ import json
 import logging
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TextIO
 
 from opentelemetry import trace
+
+from headrace_common.recent import Recent
 
 NAMES_MAX: Final = 8_192
 """Requests and transfers of which the process remembers the trace, for its log."""
@@ -42,19 +43,15 @@ class TraceNames:
     """The traces of the last requests and transfers, by their ids. One thread adds, all may find."""
 
     def __init__(self) -> None:
-        self._spans: OrderedDict[str, trace.SpanContext | str] = OrderedDict()
+        self._spans: Recent[str, trace.SpanContext | str] = Recent(NAMES_MAX)
 
     def add(self, name: str, span: trace.SpanContext | str) -> None:
         """Lines about this request or transfer belong to the trace of a span, or of a traceparent.
 
         An empty name, which an invalid message can have, is ignored.
         """
-        if not name:
-            return
-        self._spans.pop(name, None)
-        self._spans[name] = span
-        if len(self._spans) > NAMES_MAX:
-            self._spans.popitem(last=False)
+        if name:
+            self._spans[name] = span
 
     def find(self, record: logging.LogRecord) -> tuple[str, str]:
         """The trace id and the span id of a record: of the current span, or of a name among its arguments."""
@@ -121,7 +118,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._monotonic_s = monotonic_s
         # Since when records may be logged, at the rate of the bound. And the records that were left out.
-        self._kinds: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
+        self._kinds: Recent[tuple[str, int, str], tuple[float, int]] = Recent(_CAUSES_MAX)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the record, unless it is one too many."""
@@ -148,12 +145,10 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
     def _left_out(self, key: tuple[str, int, str], per_s: float, at_once: float) -> int:
         """The records of a key that were left out before this one. -1 when this one is too many, too."""
         now_s = self._monotonic_s()
-        since_s, count = self._kinds.pop(key, (0.0, 0))
+        since_s, count = self._kinds.get(key, (0.0, 0))
         since_s = max(since_s, now_s - at_once / per_s)
         fits = since_s + 1 / per_s <= now_s + 1e-6
         self._kinds[key] = (since_s + 1 / per_s, 0) if fits else (since_s, count + 1)
-        if len(self._kinds) > _CAUSES_MAX:
-            self._kinds.popitem(last=False)
         return count if fits else -1
 
 

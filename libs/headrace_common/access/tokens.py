@@ -14,7 +14,6 @@ import os
 import secrets
 import stat
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from headrace_common.access.roles import Caller, Role, caller_with
 from headrace_common.errors import ConfigError, Unauthenticated
 from headrace_common.identity import is_worker_id
+from headrace_common.recent import Recent
 
 _ALGORITHM: Final = "EdDSA"
 _ISSUER: Final = "headrace"
@@ -97,7 +97,7 @@ class HeldToken:
     def __init__(self, token: str, key: Ed25519PrivateKey | None) -> None:
         self.token = token
         self._key = key
-        self._signed: OrderedDict[tuple[str, str, int], str] = OrderedDict()
+        self._signed: Recent[tuple[str, str, int], str] = Recent(_CACHE_MAX)
 
     @classmethod
     def create(
@@ -131,8 +131,6 @@ class HeldToken:
             claims = {"aud": audience, "exp": expires_s, "run": run, "number": number}
             kept = jwt.encode(claims, self._key, algorithm=_ALGORITHM)
             self._signed[audience, run, number] = kept
-            if len(self._signed) > _CACHE_MAX:
-                self._signed.popitem(last=False)
         return kept
 
 
@@ -146,15 +144,13 @@ class _Verified:
     caller: Caller
     until_s: float
     holder: Ed25519PublicKey | None
-    _proofs: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
+    _proofs: Recent[str, dict[str, Any]] = field(default_factory=lambda: Recent(_PROOFS_MAX))
 
     def proof_claims(self, proof: str) -> dict[str, Any]:
         """The claims of a proof. Raises Unauthenticated unless the holder of the token has signed it."""
         claims = self._proofs.get(proof)
         if claims is None or time.time() >= claims["exp"] + _CLOCK_TOLERANCE_S:
             claims = self._proofs[proof] = self._read(proof)
-            if len(self._proofs) > _PROOFS_MAX:
-                self._proofs.popitem(last=False)
         return claims
 
     def _read(self, proof: str) -> dict[str, Any]:
@@ -182,7 +178,7 @@ class _ProofOrder:
     """Refuses a proof after a newer one of the same run."""
 
     def __init__(self) -> None:
-        self._newest: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._newest: Recent[str, tuple[int, float]] = Recent(_CACHE_MAX)
 
     def check(self, run: str, number: int) -> None:
         """Raises Unauthenticated."""
@@ -190,9 +186,6 @@ class _ProofOrder:
         newest, since_s = self._newest.get(run, (number - 1, now_s))
         if number > newest:
             self._newest[run] = number, now_s
-            self._newest.move_to_end(run)
-            if len(self._newest) > _CACHE_MAX:
-                self._newest.popitem(last=False)
         elif number < newest and (
             # By the clock of the process that signs, or by that of this one.
             (newest - number) * PROOF_PERIOD_S > PROOF_KEPT_S or now_s > since_s + PROOF_KEPT_S
@@ -207,7 +200,7 @@ class TokenVerifier:
 
     def __init__(self, public_keys: Sequence[Ed25519PublicKey]) -> None:
         self._public_keys = tuple(public_keys)
-        self._verified: OrderedDict[str, _Verified] = OrderedDict()
+        self._verified: Recent[str, _Verified] = Recent(_CACHE_MAX)
         self._order = _ProofOrder()
 
     @classmethod
@@ -230,8 +223,6 @@ class TokenVerifier:
             claims = self._claims_of(token)
             until_s = float(claims["exp"]) + _CLOCK_TOLERANCE_S
             known = self._verified[token] = _Verified(_caller_of(claims), until_s, _holder(claims))
-            if len(self._verified) > _CACHE_MAX:
-                self._verified.popitem(last=False)
         if known.holder is not None and not again:
             claims = known.proof_claims(proof)
             if claims["aud"] not in audiences:

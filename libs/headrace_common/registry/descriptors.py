@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
 from typing import Final, TypeAlias
@@ -24,6 +23,7 @@ from headrace_common.errors import (
     RegistryUnavailable,
     StaleIncarnation,
 )
+from headrace_common.recent import Recent
 from headrace_common.registry.link import BACKOFF_MIN_S, CALL_TIMEOUT_S, RegistryLink
 from headrace_common.tasks import end_task
 
@@ -43,7 +43,7 @@ class DescriptorCache:
 
     def __init__(self, registry: grpc.aio.Channel) -> None:
         self._link = RegistryLink(registry, "KV descriptors")
-        self._descriptors: OrderedDict[_Key, layout_pb2.KvDescriptor] = OrderedDict()
+        self._descriptors: Recent[_Key, layout_pb2.KvDescriptor] = Recent(_DESCRIPTORS_MAX)
         self._fetches: dict[_Key, asyncio.Task[layout_pb2.KvDescriptor]] = {}
         # Attempts left for each incarnation to be prefetched, in order.
         self._prefetch_attempts: dict[_Key, int] = {}
@@ -135,6 +135,4 @@ class DescriptorCache:
         with self._link.converted_errors():
             response = await self._link.stub.GetKvDescriptor(request, timeout=CALL_TIMEOUT_S)
         self._descriptors[key] = response.descriptor
-        if len(self._descriptors) > _DESCRIPTORS_MAX:
-            self._descriptors.popitem(last=False)
         return response.descriptor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
@@ -12,6 +11,7 @@ from statistics import median_low
 from typing import Final, TypeVar
 
 from headrace.worker.v1 import time_model_pb2
+from headrace_common.recent import Recent
 from headrace_common.time_model.fit import OnlineFit
 
 _LOG = logging.getLogger(__name__)
@@ -234,16 +234,13 @@ class HandoverLearner:
 
     def __init__(self) -> None:
         self._all = _handover_fit()
-        self._links: OrderedDict[str, OnlineFit] = OrderedDict()
+        self._links: Recent[str, OnlineFit] = Recent(_LINKS_MAX)
 
     def observe(self, payload_bytes: int, seconds: float, link: str = "") -> None:
         """A hand-over has ended so long after the end of computing."""
         if payload_bytes <= 0:
             return
-        own = self._links.pop(link, None) or _handover_fit()
-        self._links[link] = own
-        if len(self._links) > _LINKS_MAX:
-            self._links.popitem(last=False)
+        own = self._links[link] = self._links.get(link) or _handover_fit()
         for fit in (self._all, own):
             fit.observe((1.0, float(payload_bytes)), seconds)
 

@@ -15,6 +15,7 @@ import grpc.aio
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
+from headrace_common.recent import Recent
 from headrace_common.rpc.channel import open_channel
 from headrace_common.tasks import BackgroundTasks
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
@@ -62,7 +63,9 @@ class FetchRule:
     clock_s: Callable[[], float] = time.monotonic
     _fetches: HandoverLearner = field(default_factory=HandoverLearner, init=False)
     _token_bytes: float = field(default=0.0, init=False)
-    _retry_s: dict[WorkerRef, float] = field(default_factory=dict, init=False)
+    _retry_s: Recent[WorkerRef, float] = field(
+        default_factory=lambda: Recent(_LINKS_MAX), init=False
+    )
 
     def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
         """Whether so many tokens of this decode worker may be worth it."""
@@ -96,8 +99,6 @@ class FetchRule:
     def failed(self, decode: WorkerRef) -> None:
         """A fetch from a decode worker has failed, or would take too long."""
         self._retry_s[decode] = self.clock_s() + _PAUSE_S
-        if len(self._retry_s) > _LINKS_MAX:
-            del self._retry_s[next(iter(self._retry_s))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from headrace_common.errors import (
     TransferTimeout,
     from_reason,
 )
+from headrace_common.recent import Recent
 from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 from headrace_kv.messages import SendReport, TransferTarget
 
@@ -45,10 +45,9 @@ class PendingFetches:
 
     def __init__(self, limit: int = 1024, remembered: int = 4096) -> None:
         self._limit = limit
-        self._remembered = remembered
         self._lock = threading.Lock()
         self._pending: dict[str, PendingFetch] = {}
-        self._closed: OrderedDict[str, str] = OrderedDict()
+        self._closed: Recent[str, str] = Recent(remembered)
 
     def add(self, fetch: PendingFetch) -> None:
         """Raises NotFound when the transfer is closed, DuplicateTransfer when it is pending, or QueueFull."""
@@ -73,14 +72,14 @@ class PendingFetches:
         with self._lock:
             fetch = self._pending.pop(transfer_id, None)
             if fetch is not None:
-                self._remember(transfer_id, "it has been fetched")
+                self._closed.setdefault(transfer_id, "it has been fetched")
             return fetch
 
     def close(self, transfer_id: str, why: str) -> None:
         """From now on, no fetch and no prompt match under this id."""
         with self._lock:
             self._pending.pop(transfer_id, None)
-            self._remember(transfer_id, why)
+            self._closed.setdefault(transfer_id, why)
 
     def close_reason(self, transfer_id: str) -> str:
         """Why a transfer is closed. Empty when it is not."""
@@ -93,11 +92,6 @@ class PendingFetches:
             self.close(transfer_id, "its deadline has passed")
         return self.close_reason(transfer_id)
 
-    def _remember(self, transfer_id: str, why: str) -> None:
-        self._closed.setdefault(transfer_id, why)
-        while len(self._closed) > self._remembered:
-            self._closed.popitem(last=False)
-
 
 log = logging.getLogger(__name__)
 
@@ -108,15 +102,11 @@ class DecodeMemories:
     """The memory descriptors of the decode engines that have fetched last, at most DESCRIPTORS_MAX."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[WorkerRef, KvDescriptor] = OrderedDict()
+        self._found: Recent[WorkerRef, KvDescriptor] = Recent(DESCRIPTORS_MAX)
 
     def add(self, ref: WorkerRef, descriptor: layout_pb2.KvDescriptor) -> None:
         """The memory of an engine, which stays the same for its incarnation."""
-        if ref not in self._found:
-            self._found[ref] = descriptor_from_proto(descriptor)
-        self._found.move_to_end(ref)
-        while len(self._found) > DESCRIPTORS_MAX:
-            self._found.popitem(last=False)
+        self._found[ref] = self._found.get(ref) or descriptor_from_proto(descriptor)
 
     async def find(self, ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
         """Raises StaleIncarnation for an engine that is not among them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from headrace_common.errors import (
     ProtocolViolation,
 )
 from headrace_common.identity import new_transfer_id
+from headrace_common.recent import Recent
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import PrefillTimes
@@ -88,7 +88,7 @@ class PairScheduler(Peers):
         self._pending = node.pending_fetches
         self._timeout_s = timeout_s
         self._kv_hold_timeout_s = kv_hold_timeout_s
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen: Recent[str, None] = Recent(SEEN_MAX)
         self._fetching: dict[str, tuple[ConsumerParams, Prompt]] = {}
         # By request: the kv_transfer_params of its last output.
         self._receiving: dict[str, dict[str, Any]] = {}
@@ -193,8 +193,6 @@ class PairScheduler(Peers):
         if transfer_id in self._seen:
             raise InvalidRequest({"transfer_id": f"{transfer_id} was used before"})
         self._seen[transfer_id] = None
-        while len(self._seen) > SEEN_MAX:
-            self._seen.popitem(last=False)
 
     def _require_same_prompt(self, prompt: Prompt, fetch: PendingFetch) -> None:
         """Raises ProtocolViolation, and fails the Fetch, when decode has another prompt."""
