@@ -12,7 +12,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_common.tasks import end_task
 from headrace_engine.connector.sender_reports import SenderReports
-from headrace_engine.connector.transfers import PrefillTimes, PrefixParams
+from headrace_engine.connector.transfers import PrefillTimes, PrefixParams, SendParams
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
@@ -21,7 +21,7 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
-from headrace_engine.vllm.settings import read_times, send_params
+from headrace_engine.vllm.settings import find_params, params_with
 from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class PrefillRequest:
         sampling = GREEDY_ONE_TOKEN
         if self.work.sampling is not None:
             sampling = replace(self.work.sampling, max_tokens=1)
-        ours = send_params(target, prefix, cached_only=self.work.cached_only)
+        ours = params_with(SendParams(target, prefix, self.work.cached_only))
         params = sampling_params(
             sampling,
             ours,
@@ -134,7 +134,7 @@ class PrefillRequest:
             raise rejected(exc, sampling, "token_ids") from exc
         except Exception as exc:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
-        return read_times(last.kv_transfer_params if last is not None else None)
+        return None if last is None else find_params(last.kv_transfer_params, PrefillTimes)
 
     def _prefix_params(self) -> PrefixParams | None:
         prefix = self.work.prefix
