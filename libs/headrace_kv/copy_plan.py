@@ -24,7 +24,7 @@ from headrace_kv.runs import (
 )
 from headrace_kv.shard_map import Edge
 
-__all__ = ["BlockSpan", "CopyPlanner", "Int64Array", "Runs", "plan_runs"]
+__all__ = ["BlockSpan", "CopyPlanner", "Int64Array", "Runs"]
 
 _PLAN_CACHE_SIZE = 64
 
@@ -124,13 +124,6 @@ class _Plan:
             self._runs.destination_addresses + destination_move,
             self._runs.lengths,
         )
-
-
-def plan_runs(
-    source: RankMemory, destination: RankMemory, edge: Edge, layer: int, span: BlockSpan
-) -> Runs:
-    """CopyPlanner.plan for a single use."""
-    return CopyPlanner(source, destination).plan(edge, layer, span)
 
 
 def _pair_regions(source: RankMemory, destination: RankMemory) -> dict[int, _Layer]:
