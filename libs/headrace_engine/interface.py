@@ -353,6 +353,8 @@ class Engine(ABC):
     """The LoRA adapters that requests may name; set by `start`. Several may have one name."""
     steps: StepWatch
     """Whether it steps."""
+    landed_memories: Mapping[int, Memory] = MappingProxyType({})
+    """This process's access to the KV memory of ranks of `descriptor`, to read it. Set by `start`; `close` ends it."""
     landed_sums: Mapping[int, WordSums] = MappingProxyType({})
     """Sums of the KV memory of each rank, set by `start`. Not for the thread of the event loop."""
     compares_blocks: bool = False
@@ -395,13 +397,6 @@ class Engine(ABC):
     @abstractmethod
     def transfer_event(self, event: TransferEvent) -> None:
         """Ignored for a transfer that the engine does not have, or for which the event comes too late."""
-
-    def landed_memory(self, rank: int) -> Memory | None:
-        """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.
-
-        Call it after `start`. `close` ends it.
-        """
-        return None
 
     async def compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
         """Computes a received block again, after the blocks before it, and returns how the received one differs.

@@ -64,7 +64,7 @@ from headrace_kv.tiers.pool import BlockLookup, PoolKeys, PoolOpener, pool_opene
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.tiers.tiers import LowerTiers
 from headrace_kv.transport.factory import TransportUse, open_transport
-from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
@@ -137,6 +137,7 @@ class SimEngine(Engine):
             )
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
+        self.landed_memories = {one.rank: HOST_MEMORY for one in ranks}
         self._open_cache()
         if config.role == "prefill":
             self._host_memories = [copier.host_memory for copier in self._copiers]
@@ -369,9 +370,6 @@ class SimEngine(Engine):
             return False
         self.prefix_events.cleared()
         return True
-
-    def landed_memory(self, rank: int) -> Memory:
-        return HOST_MEMORY
 
     async def close(self) -> None:
         if self._scheduler is not None:

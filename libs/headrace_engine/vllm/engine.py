@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,6 @@ from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport, reservation_from_proto
 from headrace_kv.tiers.load_times import LoadTimes
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
-from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -78,7 +77,6 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.service.kv_events import KvEventReader
     from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.guard import Networks
-    from headrace_kv.transport.memory import Memory
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +104,6 @@ class VllmEngine(Engine):
         self._constraints = ConstraintCheck()
         self._comparisons = BlockComparisons(config.rank_count)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        # By rank: KV memory that this process maps.
-        self._rank_memories: Mapping[int, MappedMemory] = {}
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
         # Those with tokens from KV, by vLLM's id.
@@ -152,11 +148,12 @@ class VllmEngine(Engine):
         await self._link.start()
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
         self.compares_blocks = can_compare(self.descriptor.layout)
-        self._rank_memories = self._link.shared_memories()
+        mapped = self._link.shared_memories()
+        self.landed_memories = mapped
         ranks = (one.rank for one in self.descriptor.ranks)
         self.landed_sums = {rank: RankSums(self._link, rank) for rank in ranks}
         if self._config.role == "decode" and self._config.local_broadcast:
-            self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._rank_memories)
+            self.descriptor, self.broadcast = open_broadcast(self.descriptor, mapped)
         pass_tokens(self._llm, self._takers)
         await self._adapters.start(self._llm)
         self.adapters = self._adapters.identities
@@ -285,9 +282,6 @@ class VllmEngine(Engine):
             request.transfer_failed()
         self._require_started()[1].transfer_event(event)
 
-    def landed_memory(self, rank: int) -> Memory | None:
-        return self._rank_memories.get(rank)
-
     async def compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
         llm, _ = self._require_started()
         assert self._adapters is not None
@@ -360,7 +354,7 @@ class VllmEngine(Engine):
         if self._link is not None:
             await self._link.close()
             self._link = None
-        self._rank_memories = {}
+        self.landed_memories = {}
         if self._folder is not None:
             self._folder.cleanup()
         if self._failure is not None:

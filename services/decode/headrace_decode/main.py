@@ -210,11 +210,9 @@ class DecodeServer(RoleServer):
 def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
     if config.digest == "off":
         return None
-    memories = {rank.rank: engine.landed_memory(rank.rank) for rank in engine.descriptor.ranks}
-    readable = {rank: memory for rank, memory in memories.items() if memory is not None}
     checks = partial(DigestChecks, engine.descriptor, config.digest)
-    if len(readable) == len(memories):
-        return checks(memory_of=readable.__getitem__)
+    if len(engine.landed_memories) == len(engine.descriptor.ranks):
+        return checks(memory_of=engine.landed_memories.__getitem__)
     sums = engine.landed_sums
     parts = [part for group in engine.descriptor.layout.groups for part in group.parts]
     if not sums or any(part.unit_bytes % WORD_BYTES for part in parts):
