@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from headrace_common.errors import (
     QueueFull,
     StaleIncarnation,
     TransferTimeout,
-    from_reason,
 )
 from headrace_common.recent import Recent
+from headrace_engine.connector.sender_reports import SenderReports
 from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 from headrace_kv.messages import SendReport, TransferTarget
 
@@ -116,29 +115,6 @@ class DecodeMemories:
         return found
 
 
-class _Fetch:
-    """One Fetch call. `ended` has the bytes once every rank has reported, or the first failure."""
-
-    def __init__(self, rank_count: int) -> None:
-        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.missing = set(range(rank_count))
-        self._payload_bytes = 0
-
-    def add_report(self, report: SendReport) -> None:
-        self.missing.discard(report.rank)
-        self._payload_bytes += report.payload_bytes
-        if report.reason:
-            self.fail(from_reason(report.reason, f"rank {report.rank}: {report.detail}"))
-        elif not self.missing and not self.ended.done():
-            self.ended.set_result(self._payload_bytes)
-
-    def fail(self, error: HeadraceError) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(error)
-            # The call may have been cancelled.
-            self.ended.exception()
-
-
 class FetchService(pair_pb2_grpc.PairServiceServicer):
     """`stop` ends a transfer on every rank. The ranks' reports come to `transfer_quiet`."""
 
@@ -158,13 +134,13 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         self._memories = memories
         self._stop = stop
         self._timeout_s = timeout_s
-        self._fetches: dict[str, _Fetch] = {}
+        self._fetches: dict[str, SenderReports] = {}
 
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of a transfer under way any more."""
         fetch = self._fetches.get(report.transfer_id)
         if fetch is not None:
-            fetch.add_report(report)
+            fetch.rank_quiet(report)
 
     def fail(self, transfer_id: str, error: HeadraceError) -> None:
         """The prompt is not going to be sent."""
@@ -190,27 +166,28 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
             return pair_pb2.FetchResponse()
         self._memories.add(target.decode, request.descriptor)
         self._pending.add(pending)
-        fetch = self._fetches[target.transfer_id] = _Fetch(self._rank_count)
+        fetch = SenderReports(target, self._rank_count, self._stop_ranks)
+        self._fetches[target.transfer_id] = fetch
         try:
-            async with asyncio.timeout(max(0.0, Deadline(target.deadline_s).remaining_s())):
-                return pair_pb2.FetchResponse(payload_bytes=await fetch.ended)
-        except TimeoutError:
+            await fetch.wait()
+        except TransferTimeout as error:
             raise TransferTimeout(
-                f"transfer {target.transfer_id} was not sent in time: "
-                "the prompt did not arrive, or took too long",
+                f"transfer {target.transfer_id} was not sent in time: the prompt did not arrive, or took too long "
+                f"({error.detail})",
                 metadata={"transfer_id": target.transfer_id},
-            ) from None
+            ) from error
         finally:
             del self._fetches[target.transfer_id]
-            if fetch.missing:
-                # The ranks keep the transfer's blocks until they are quiet.
-                self._pending.close(target.transfer_id, "decode cancelled it")
-                self._stop(target.transfer_id)
+        return pair_pb2.FetchResponse(payload_bytes=sum(one.payload_bytes for one in fetch.reports))
+
+    def _stop_ranks(self, transfer_id: str) -> None:
+        self._pending.close(transfer_id, "decode cancelled it")
+        self._stop(transfer_id)
 
     def close(self) -> None:
         """Ends every Fetch."""
         for fetch in self._fetches.values():
-            fetch.fail(Cancelled("the prefill engine is shutting down"))
+            fetch.ranks_lost(Cancelled("the prefill engine is shutting down"))
 
     @staticmethod
     def _read(request: pair_pb2.FetchRequest, deadline: Deadline) -> PendingFetch:
