@@ -11,7 +11,7 @@ from typing import Any, Final, TextIO
 
 from opentelemetry import trace
 
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 
 NAMES_MAX: Final = 8_192
 """Requests and transfers of which the process remembers the trace, for its log."""

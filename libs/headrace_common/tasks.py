@@ -1,4 +1,4 @@
-"""Tasks and threads that run beside others, bounded queues between them, and waits for silent peers."""
+"""Tasks and threads that run beside others, bounded queues and dictionaries, and waits for silent peers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -143,3 +144,21 @@ async def wait_silent(silent_since_s: Callable[[], float | None], limit_s: float
             wait_s = _AGAIN_S
         else:
             return now_s - since_s
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Recent(OrderedDict[_Key, _Value]):
+    """The entries that were set last, at most `limit`. Setting one anew makes it the newest."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._limit:
+            self.popitem(last=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_kv.layout import RankMemory, Region
 from headrace_kv.runs import (
     Axis,

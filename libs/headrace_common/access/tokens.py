@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from headrace_common.access.roles import Caller, Role, caller_with
 from headrace_common.errors import ConfigError, Unauthenticated
 from headrace_common.identity import is_worker_id
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 
 _ALGORITHM: Final = "EdDSA"
 _ISSUER: Final = "headrace"

@@ -23,9 +23,8 @@ from headrace_common.errors import (
     RegistryUnavailable,
     StaleIncarnation,
 )
-from headrace_common.recent import Recent
 from headrace_common.registry.link import BACKOFF_MIN_S, CALL_TIMEOUT_S, RegistryLink
-from headrace_common.tasks import end_task
+from headrace_common.tasks import Recent, end_task
 
 _log = logging.getLogger(__name__)
 

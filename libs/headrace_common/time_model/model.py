@@ -11,7 +11,7 @@ from statistics import median_low
 from typing import Final, TypeVar
 
 from headrace.worker.v1 import time_model_pb2
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_common.time_model.fit import OnlineFit
 
 _LOG = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import Cancelled, HeadraceError, NotFound, TransferFailed
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_engine.connector.step_plan import (
     HostSend,
     StepPlan,

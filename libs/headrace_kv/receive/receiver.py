@@ -32,7 +32,7 @@ from headrace_common.errors import (
     class_of,
 )
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_common.tickets import TicketKey
 from headrace_kv.compatibility import require_compatible
 from headrace_kv.hidden_state import HiddenFormat, format_of

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, ProtocolViolation, TransferTimeout
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_kv.leases import QuarantinePolicy, TimerHandle, Timers, running_timers
 from headrace_kv.receive.local_broadcast import LocalCopies
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferState

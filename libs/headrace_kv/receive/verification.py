@@ -23,8 +23,7 @@ from headrace_common.errors import (
     ProtocolViolation,
     TransferFailed,
 )
-from headrace_common.recent import Recent
-from headrace_common.tasks import call_when_done
+from headrace_common.tasks import Recent, call_when_done
 from headrace_kv.checksum import (
     DigestMode,
     destination_digest,

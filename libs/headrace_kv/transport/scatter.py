@@ -22,7 +22,7 @@ import numpy as np
 from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_common.limits import write_quiet_s
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_kv.runs import Runs
 from headrace_kv.transport.base import host_of
 from headrace_kv.transport.guard import Networks, restrict_ports

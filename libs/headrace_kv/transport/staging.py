@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_kv.runs import Int64Array, Runs
 from headrace_kv.transport.base import (
     LANDING_ONLY,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_kv.layout import CacheGroup
 
 HINT_S_MIN: Final = 0.2

@@ -15,9 +15,8 @@ import grpc.aio
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
-from headrace_common.recent import Recent
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tasks import BackgroundTasks
+from headrace_common.tasks import BackgroundTasks, Recent
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
 from headrace_engine.interface import Arrived, Engine, Recompute
 from headrace_engine.kv_fetch import fetch_kv

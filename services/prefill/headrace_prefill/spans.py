@@ -11,8 +11,8 @@ from opentelemetry.trace import Span, Status, StatusCode
 from headrace.engine.v1.link_pb2 import SentLink
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
-from headrace_common.recent import Recent
 from headrace_common.rpc.trace_context import context_from_traceparent
+from headrace_common.tasks import Recent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import LastWrite, last_write
 from headrace_common.telemetry.setup import Telemetry

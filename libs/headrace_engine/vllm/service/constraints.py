@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from headrace_common.callers.bounds import FewEach
 from headrace_common.errors import DecodeFull, InvalidRequest
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_engine.interface import StructuredOutputs
 from headrace_text.constraints import closed_schema
 

@@ -22,7 +22,7 @@ from headrace_common.errors import (
     StaleIncarnation,
     TransferTimeout,
 )
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_engine.connector.sender_reports import SenderReports
 from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 from headrace_kv.messages import SendReport, TransferTarget

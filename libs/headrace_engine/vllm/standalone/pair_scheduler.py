@@ -16,7 +16,7 @@ from headrace_common.errors import (
     ProtocolViolation,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_common.recent import Recent
+from headrace_common.tasks import Recent
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import PrefillTimes, ReceiveParams, SendParams
