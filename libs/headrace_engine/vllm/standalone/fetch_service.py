@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -115,26 +115,17 @@ class DecodeMemories:
         return found
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class FetchService(pair_pb2_grpc.PairServiceServicer):
     """`stop` ends a transfer on every rank. The ranks' reports come to `transfer_quiet`."""
 
-    def __init__(
-        self,
-        *,
-        ref: WorkerRef,
-        rank_count: int,
-        pending: PendingFetches,
-        memories: DecodeMemories,
-        stop: Callable[[str], None],
-        timeout_s: float,
-    ) -> None:
-        self._ref = ref
-        self._rank_count = rank_count
-        self._pending = pending
-        self._memories = memories
-        self._stop = stop
-        self._timeout_s = timeout_s
-        self._fetches: dict[str, SenderReports] = {}
+    ref: WorkerRef
+    rank_count: int
+    pending: PendingFetches
+    memories: DecodeMemories
+    stop: Callable[[str], None]
+    timeout_s: float
+    _fetches: dict[str, SenderReports] = field(default_factory=dict, init=False)
 
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of a transfer under way any more."""
@@ -154,19 +145,19 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pair_pb2.FetchResponse:
         """See pair.proto."""
-        if request.source_incarnation not in ("", self._ref.incarnation):
+        if request.source_incarnation not in ("", self.ref.incarnation):
             raise StaleIncarnation(
-                f"the prompt was computed by {request.source_incarnation}, this is {self._ref}",
-                metadata={"meant": request.source_incarnation, "actual": self._ref.incarnation},
+                f"the prompt was computed by {request.source_incarnation}, this is {self.ref}",
+                metadata={"meant": request.source_incarnation, "actual": self.ref.incarnation},
             )
-        pending = self._read(request, Deadline.from_context(context, self._timeout_s))
+        pending = self._read(request, Deadline.from_context(context, self.timeout_s))
         target = pending.target
         if target.start_token == target.end_token:
-            self._pending.close(target.transfer_id, "decode needs nothing of it")
+            self.pending.close(target.transfer_id, "decode needs nothing of it")
             return pair_pb2.FetchResponse()
-        self._memories.add(target.decode, request.descriptor)
-        self._pending.add(pending)
-        fetch = SenderReports(target, self._rank_count, self._stop_ranks)
+        self.memories.add(target.decode, request.descriptor)
+        self.pending.add(pending)
+        fetch = SenderReports(target, self.rank_count, self._stop_ranks)
         self._fetches[target.transfer_id] = fetch
         try:
             await fetch.wait()
@@ -181,8 +172,8 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         return pair_pb2.FetchResponse(payload_bytes=sum(one.payload_bytes for one in fetch.reports))
 
     def _stop_ranks(self, transfer_id: str) -> None:
-        self._pending.close(transfer_id, "decode cancelled it")
-        self._stop(transfer_id)
+        self.pending.close(transfer_id, "decode cancelled it")
+        self.stop(transfer_id)
 
     def close(self) -> None:
         """Ends every Fetch."""
