@@ -45,8 +45,8 @@ class MeasuredEngine(VllmEngine):
 
     loads: list[TierLoad]
 
-    def _tier_loaded(self, rank: int, load: TierLoad) -> None:
-        super()._tier_loaded(rank, load)
+    def tier_loaded(self, load: TierLoad, rank: int = 0) -> None:
+        super().tier_loaded(load, rank)
         self.loads.append(load)
 
 
@@ -158,7 +158,6 @@ async def engines(
         async with AsyncExitStack() as stack:
             child = await stack.enter_async_context(engine(plain, folder / "vllm.log"))
             await ours.attach()
-            assert ours.prefix_events is not None
             ours.prefix_events.set_hash_key(1, model.name)
             await loaded(child)
             peers = [

@@ -21,7 +21,7 @@ from headrace_kv.layout import KvDescriptor
 from headrace_kv.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.tiers.load_times import LoadTimes
+from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 from headrace_kv.tiers.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.transport.guard import Networks
 from headrace_kv.transport.memory import Memory, WordSums
@@ -345,14 +345,16 @@ class Engine(ABC):
     """Copies between the ranks of a layout with a broadcast_width; set by `start`, ended by `close`."""
     hidden_format: HiddenFormat | None = None
     """The form of its hidden states, set by `start`; None for an engine that cannot send them or sample from them."""
-    prefix_events: PrefixEventPublisher | None = None
-    """Publishes the cached prefixes; set by `start`. None for an engine that does not report them."""
-    tier_loads: LoadTimes | None = None
-    """Loads from the tiers below KV memory; set by `start`. Of an engine without such tiers it is None or empty."""
+    prefix_events: PrefixEventPublisher
+    """Publishes the cached prefixes; set by `start`."""
+    tier_loads: LoadTimes
+    """Loads from the tiers below KV memory. Empty without such tiers."""
     adapters: tuple[Adapter, ...] = ()
     """The LoRA adapters that requests may name; set by `start`. Several may have one name."""
-    steps: StepWatch | None = None
-    """Whether it steps. None for an engine that does not report its steps."""
+    steps: StepWatch
+    """Whether it steps."""
+    landed_memories: Mapping[int, Memory] = MappingProxyType({})
+    """This process's access to the KV memory of ranks of `descriptor`, to read it. Set by `start`; `close` ends it."""
     landed_sums: Mapping[int, WordSums] = MappingProxyType({})
     """Sums of the KV memory of each rank, set by `start`. Not for the thread of the event loop."""
     compares_blocks: bool = False
@@ -396,13 +398,6 @@ class Engine(ABC):
     def transfer_event(self, event: TransferEvent) -> None:
         """Ignored for a transfer that the engine does not have, or for which the event comes too late."""
 
-    def landed_memory(self, rank: int) -> Memory | None:
-        """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.
-
-        Call it after `start`. `close` ends it.
-        """
-        return None
-
     async def compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
         """Computes a received block again, after the blocks before it, and returns how the received one differs.
 
@@ -416,6 +411,13 @@ class Engine(ABC):
 
         Returns when that is so for every rank. Raises as KvTransport.admit does, or InternalError.
         """
+
+    def tier_loaded(self, load: TierLoad, rank: int = 0) -> None:
+        """A rank has loaded blocks from a lower tier, or could not load them. Routers learn what that takes."""
+        self.tier_loads.record(load, rank)
+        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
+        if seconds_per_block is not None:
+            self.prefix_events.load_measured(load.tier, seconds_per_block)
 
     @abstractmethod
     def usage(self) -> EngineUsage:

@@ -5,12 +5,12 @@ Runs are as long as both memories allow.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
+from headrace_common.tasks import Recent
 from headrace_kv.layout import RankMemory, Region
 from headrace_kv.runs import (
     Axis,
@@ -24,7 +24,7 @@ from headrace_kv.runs import (
 )
 from headrace_kv.shard_map import Edge
 
-__all__ = ["BlockSpan", "CopyPlanner", "Int64Array", "Runs", "plan_runs"]
+__all__ = ["BlockSpan", "CopyPlanner", "Int64Array", "Runs"]
 
 _PLAN_CACHE_SIZE = 64
 
@@ -72,7 +72,7 @@ class CopyPlanner:
         self._source = source
         self._destination = destination
         self._layers = _pair_regions(source, destination)
-        self._cached_plans: OrderedDict[tuple[Edge, int, int], _Plan] = OrderedDict()
+        self._cached_plans: Recent[tuple[Edge, int, int], _Plan] = Recent(_PLAN_CACHE_SIZE)
 
     def plan(self, edge: Edge, layer: int, span: BlockSpan) -> Runs:
         """Runs that copy the edge's heads of the span's tokens in every part of a layer.
@@ -93,8 +93,6 @@ class CopyPlanner:
             bases = (self._source.base_address, self._destination.base_address)
             plan = _Plan(found, span, _plan_layer(found, bases, edge, span))
             self._cached_plans[key] = plan
-            if len(self._cached_plans) > _PLAN_CACHE_SIZE:
-                self._cached_plans.popitem(last=False)
         return plan.moved_to(found)
 
 
@@ -126,13 +124,6 @@ class _Plan:
             self._runs.destination_addresses + destination_move,
             self._runs.lengths,
         )
-
-
-def plan_runs(
-    source: RankMemory, destination: RankMemory, edge: Edge, layer: int, span: BlockSpan
-) -> Runs:
-    """CopyPlanner.plan for a single use."""
-    return CopyPlanner(source, destination).plan(edge, layer, span)
 
 
 def _pair_regions(source: RankMemory, destination: RankMemory) -> dict[int, _Layer]:

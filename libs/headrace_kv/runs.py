@@ -119,14 +119,6 @@ def concatenate(parts: Sequence[Runs]) -> Runs:
     )
 
 
-def interleave(parts: Sequence[Runs]) -> Runs:
-    """The first runs of all parts, then the second ones, and so on. Parts of unequal sizes are concatenated."""
-    every = concatenate(parts)
-    if len({len(part) for part in parts}) > 1:
-        return every
-    return every.select(np.arange(len(every)).reshape(len(parts), -1).T.ravel())
-
-
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Segments of tokens: the start on either side, as (block, token in the block), and the token count.

@@ -53,7 +53,6 @@ async def measure(
             "tiers": tiers,
         }
         async with running_pair(prefill=changes, decode=changes) as pair:
-            assert pair.decode.prefix_events is not None
             pair.decode.prefix_events.set_hash_key(1, "m")
             prompts = [prompt_of(PROMPT_TOKENS, seed) for seed in range(PROMPT_COUNT)]
             for prompt in prompts:

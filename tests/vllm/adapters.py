@@ -45,7 +45,6 @@ async def measure(model: str) -> AdapterResult:
     async with running_pair(prefill=dict(changes), decode=dict(changes)) as pair:
         for engine in (pair.prefill, pair.decode):
             result.digests.append({one.name: one.digest for one in engine.adapters})
-        assert pair.decode.prefix_events is not None
         pair.decode.prefix_events.set_hash_key(1, "m")
         prompts = [prompt_of(length) for length in LENGTHS]
         for name in NAMES:
@@ -106,7 +105,6 @@ async def _split(pair: Pair, name: str, prompt: list[int]) -> Answer:
 
 def _announced(pair: Pair) -> int:
     """Blocks that decode announces to routers."""
-    assert pair.decode.prefix_events is not None
     counts = {
         Tier(event.tier): event.announced_count for event in pair.decode.prefix_events.heartbeats()
     }

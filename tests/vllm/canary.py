@@ -376,9 +376,7 @@ class _Head:
         self, pair: Pair, reservation: Reservation, layer: int, number: int, head: int
     ) -> None:
         descriptor = pair.decode.descriptor
-        memory = pair.decode.landed_memory(0)
-        assert memory is not None
-        self._memory = memory
+        self._memory = pair.decode.landed_memories[0]
         start = number * BLOCK_TOKENS
         span = reserved_span(descriptor.layout, reservation, 0, start, start + BLOCK_TOKENS)
         planner = CopyPlanner(descriptor.ranks[0], descriptor.ranks[0])

@@ -355,9 +355,8 @@ async def running_pair(
         await decode.attach()
         await prefill.attach()
         if digests is True:
-            memories = [decode.landed_memory(rank.rank) for rank in decode.descriptor.ranks]
-            found = [memory for memory in memories if memory is not None]
-            checks = DigestChecks(decode.descriptor, "on", memory_of=found.__getitem__)
+            memory_of = decode.landed_memories.__getitem__
+            checks = DigestChecks(decode.descriptor, "on", memory_of=memory_of)
         elif digests:
             checks = DigestChecks(
                 decode.descriptor,

@@ -86,7 +86,6 @@ async def _shared(pair: Pair, store: Store) -> Result:
     prompts = [prompt_of(PROMPT_TOKENS, seed) for seed in range(PROMPT_COUNT)]
     result = Result()
     for engine in (pair.prefill, pair.decode):
-        assert engine.prefix_events is not None
         engine.prefix_events.set_hash_key(HASH_KEY, "m")
     await until(partial(_are_shared, pair, prompts, result), SHARED_S)
     foreign = await pair.plain(prompts[0], cache_salt="another tenant")

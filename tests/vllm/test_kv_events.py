@@ -19,7 +19,6 @@ pytestmark = ON_PAIR
 
 
 async def announced(engine: VllmEngine) -> set[int]:
-    assert engine.prefix_events is not None
     found: set[int] = set()
     with engine.prefix_events.subscribe(0) as subscription:
         async for message in subscription.messages(1.0):

@@ -93,7 +93,6 @@ async def conversations(
 async def _conversations(pair: Pair) -> Result:
     prompts = [prompt_of(PROMPT_TOKENS, seed) for seed in range(PROMPT_COUNT)]
     result = Result()
-    assert pair.decode.prefix_events is not None
     pair.decode.prefix_events.set_hash_key(1, "m")
     for prompt in prompts:
         result.first.append((await pair.plain(prompt)).token_ids)
@@ -204,7 +203,6 @@ def _cached(answer: Answer) -> int:
 
 def tier_blocks(engine: VllmEngine) -> dict[str, int]:
     """Blocks that the engine announces, by tier and all faster ones."""
-    assert engine.prefix_events is not None
     counts = {
         Tier(event.tier): event.announced_count for event in engine.prefix_events.heartbeats()
     }
@@ -213,7 +211,6 @@ def tier_blocks(engine: VllmEngine) -> dict[str, int]:
 
 def load_times(engine: VllmEngine) -> dict[str, float]:
     """Seconds to load a block, as the engine announces them, by tier."""
-    assert engine.prefix_events is not None
     times = {
         Tier(event.tier).name: load_time_from_proto(event)
         for event in engine.prefix_events.heartbeats()

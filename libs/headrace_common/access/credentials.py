@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headrace_common.access.roles import PROOF_KEY, STATUS_AUDIENCE, TOKEN_KEY, Role
 from headrace_common.errors import ConfigError
@@ -93,16 +92,6 @@ class Credentials:
     def from_environment(cls, role: Role | None) -> Credentials:
         """As TlsFiles.from_environment, with the token that HEADRACE_TOKEN_FILE names."""
         return cls(TlsFiles.from_environment(), os.environ.get("HEADRACE_TOKEN_FILE", ""), role)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Credentials:
-        """The inverse of dataclasses.asdict, after a transport as JSON. Missing values are the defaults."""
-        role = values.get("role")
-        return cls(
-            TlsFiles(**values.get("tls", {})),
-            values.get("token_file", ""),
-            None if role is None else Role(role),
-        )
 
     def metadata_for(self, endpoint: str, receiver: str = "") -> Metadata:
         """What calls to an endpoint send: a token, and a proof for this receiver only. Empty when there is none.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import Cancelled, HeadraceError, NotFound, TransferFailed
+from headrace_common.tasks import Recent
 from headrace_engine.connector.step_plan import (
     HostSend,
     StepPlan,
@@ -59,7 +59,7 @@ class StepExecutor:
         self._layers: Mapping[int, LayerKind] = {}
         self._changed = threading.Condition()
         self._active: set[str] = set()
-        self._known_ids: OrderedDict[str, None] = OrderedDict()
+        self._known_ids: Recent[str, None] = Recent(KNOWN_TRANSFERS_MAX)
         self._finishing: dict[str, str] = {}
         self._plan = StepPlan()
         # Of the step until the next one begins, and the layers that were sent.
@@ -102,16 +102,11 @@ class StepExecutor:
         with self._changed:
             opened = transfer_id in self._active
             unknown = transfer_id not in self._known_ids
-            self._remember(transfer_id)
+            self._known_ids[transfer_id] = None
         if opened and self._sender is not None:
             self._sender.stop(transfer_id, reason, detail)
         elif unknown:
             self._on_report(SendReport(transfer_id, self._rank, reason, detail, ()))
-
-    def _remember(self, transfer_id: str) -> None:
-        self._known_ids[transfer_id] = None
-        while len(self._known_ids) > KNOWN_TRANSFERS_MAX:
-            self._known_ids.popitem(last=False)
 
     def preempt(self, plan: StepPlan) -> None:
         """Before a step that overwrites the blocks of preempted transfers. Waits until nothing reads them."""
@@ -149,7 +144,7 @@ class StepExecutor:
             # Under the lock, so that a stop finds the transfer either unknown or open.
             with self._changed:
                 if target.transfer_id not in self._known_ids:
-                    self._remember(target.transfer_id)
+                    self._known_ids[target.transfer_id] = None
                     self._open(self._sender, target)
         self._stop_and_wait(plan.overrun, "prefill computed tokens beyond the state to be sent")
         if plan.ready:
@@ -164,7 +159,7 @@ class StepExecutor:
         with self._changed:
             if transfer_id in self._known_ids:
                 return
-            self._remember(transfer_id)
+            self._known_ids[transfer_id] = None
         self._on_report(SendReport(transfer_id, self._rank, reason, detail))
 
     def _open(self, sender: RankSender, target: TransferTarget) -> None:

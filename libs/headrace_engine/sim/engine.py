@@ -22,6 +22,7 @@ from headrace_common.errors import (
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.connector.pool_planner import PoolUse
+from headrace_engine.connector.sender_reports import SenderReports
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import PrefillTimes
 from headrace_engine.interface import (
@@ -46,7 +47,6 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import HIDDEN_FORMAT, check
 from headrace_engine.sim.model.settings import plan_shape
-from headrace_engine.sim.outgoing import SenderReports
 from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence
@@ -59,12 +59,12 @@ from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.sender import RankSender
 from headrace_kv.send.stream import SenderContext
 from headrace_kv.tiers.copier import TierCopier, block_bytes_of
-from headrace_kv.tiers.load_times import LoadTimes, TierLoad
+from headrace_kv.tiers.load_times import LoadTimes
 from headrace_kv.tiers.pool import BlockLookup, PoolKeys, PoolOpener, pool_opener, pool_secret
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.tiers.tiers import LowerTiers
 from headrace_kv.transport.factory import TransportUse, open_transport
-from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
@@ -113,7 +113,8 @@ class SimEngine(Engine):
         self.hidden_format = HIDDEN_FORMAT
         self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
-        self.steps: StepWatch = StepWatch(config.step_stall_s)
+        self.steps = StepWatch(config.step_stall_s)
+        self.tier_loads = LoadTimes()
         self._transports: list[TransportUse] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
@@ -136,6 +137,7 @@ class SimEngine(Engine):
             )
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
+        self.landed_memories = {one.rank: HOST_MEMORY for one in ranks}
         self._open_cache()
         if config.role == "prefill":
             self._host_memories = [copier.host_memory for copier in self._copiers]
@@ -146,7 +148,7 @@ class SimEngine(Engine):
         loop = asyncio.get_running_loop()
         self._ranks = Ranks(layout, lambda report: _call_soon(loop, self._rank_quiet, report))
         self._ranks.open_tiers(
-            self._copiers, lambda load: _call_soon(loop, self._loaded, load), self._waker()
+            self._copiers, lambda load: _call_soon(loop, self.tier_loaded, load), self._waker()
         )
         self._stepper = Stepper(
             self.model, self._memory, self._pools, self._ranks, shape.settings, self._clock
@@ -172,7 +174,6 @@ class SimEngine(Engine):
         counts: Mapping[Tier, int] = {}
         if tiers.names:
             counts = tiers.block_counts(block_bytes_of(layout, 0, pooled=tiers.pooled))
-            self.tier_loads = LoadTimes()
             self._copiers = [
                 TierCopier(layout, memory, counts, tiers.disk_folder, pooled=tiers.pooled)
                 for memory in self.descriptor.ranks
@@ -183,9 +184,8 @@ class SimEngine(Engine):
             PoolUse(layout.rank_count, tiers.publishes, tiers.pool_timeout_s),
             sends_from_host=self._config.role == "prefill",
         )
-        remote = (Tier.REMOTE,) if tiers.pooled else ()
         self.prefix_events = PrefixEventPublisher(
-            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *planner.names, *remote)
+            self._config.ref, layout.block_tokens, tiers=tiers.announced
         )
         self._pools = CachePools(
             layout.groups,
@@ -196,14 +196,6 @@ class SimEngine(Engine):
         )
         if counts and tiers.pooled:
             self.prefix_events.on_hash_key(self._open_pool)
-
-    def _loaded(self, load: TierLoad) -> None:
-        assert self.tier_loads is not None
-        assert self.prefix_events is not None
-        self.tier_loads.record(load)
-        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
-        if seconds_per_block is not None:
-            self.prefix_events.load_measured(load.tier, seconds_per_block)
 
     def _open_pool(self, prefix_hash_key: int) -> None:
         """The pool's names and seals need the deployment's key."""
@@ -376,12 +368,8 @@ class SimEngine(Engine):
     async def reset_prefix_cache(self) -> bool:
         if not self._pools.reset_cache():
             return False
-        if self.prefix_events is not None:
-            self.prefix_events.cleared()
+        self.prefix_events.cleared()
         return True
-
-    def landed_memory(self, rank: int) -> Memory:
-        return HOST_MEMORY
 
     async def close(self) -> None:
         if self._scheduler is not None:

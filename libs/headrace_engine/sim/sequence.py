@@ -10,6 +10,7 @@ from enum import Enum, auto
 import numpy as np
 
 from headrace_common.errors import HeadraceError
+from headrace_engine.connector.sender_reports import SenderReports
 from headrace_engine.connector.transfers import (
     PrefillTimes,
     PrefixParams,
@@ -29,7 +30,6 @@ from headrace_engine.sim.block_names import BlockNames
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
-from headrace_engine.sim.outgoing import SenderReports
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.images import hashed_token_ids

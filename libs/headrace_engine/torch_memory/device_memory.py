@@ -17,6 +17,7 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_engine.torch_memory.stream_order import DeviceOrder, open_copy_stream, open_order
 from headrace_kv.runs import Int64Array
+from headrace_kv.tiers.copier import ADDRESSED_MEMORY, DeviceMemory
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.guard import Networks
@@ -429,13 +430,13 @@ def _open_direct(
     return transport, order
 
 
-def open_tier_memory(tensor: Tensor) -> TorchMemory | None:
-    """The memory of a device for copies to lower tiers, with streams of its own, so that no transfer waits for them.
+def open_tier_memory(tensor: Tensor) -> DeviceMemory:
+    """For copies to lower tiers. A device has streams of its own for them, so that no transfer waits for them.
 
-    None for KV memory that this process reads by address. Raises ConfigError as TorchMemory.hold does.
+    Raises ConfigError as TorchMemory.hold does.
     """
     if tensor.device.type == "cpu":
-        return None
+        return ADDRESSED_MEMORY
     memory = TorchMemory(tensor.device)
     memory.hold(tensor)
     return memory

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -66,10 +66,8 @@ from headrace_engine.vllm.service.rank_group import RankGroup
 from headrace_engine.vllm.settings import WATCH_METHOD
 from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport, reservation_from_proto
-from headrace_kv.prefix.events import Tier
-from headrace_kv.tiers.load_times import LoadTimes, TierLoad
+from headrace_kv.tiers.load_times import LoadTimes
 from headrace_kv.tiers.promises import KeepTerms, Kept, PromiseCounts
-from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig
@@ -80,7 +78,6 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.service.kv_events import KvEventReader
     from headrace_kv.send.stream import DescriptorSource
     from headrace_kv.transport.guard import Networks
-    from headrace_kv.transport.memory import Memory
 
 log = logging.getLogger(__name__)
 
@@ -109,17 +106,15 @@ class VllmEngine(Engine):
         self._constraints = ConstraintCheck()
         self._comparisons = BlockComparisons(config.rank_count)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        # By rank: KV memory that this process maps.
-        self._rank_memories: Mapping[int, MappedMemory] = {}
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
         # Those with tokens from KV, by vLLM's id.
         self._takers: dict[str, AnswerSink] = {}
         # Those that may fetch a prefix, by the transfer that brings it.
         self._fetching: dict[str, PrefillRequest] = {}
-        self.tier_loads: LoadTimes = LoadTimes()
+        self.tier_loads = LoadTimes()
         self.load = EngineLoad()
-        self.steps: StepWatch = StepWatch(config.step_stall_s, reports_regularly=True)
+        self.steps = StepWatch(config.step_stall_s, reports_regularly=True)
 
     async def start(self) -> None:
         with interruptible():
@@ -156,11 +151,12 @@ class VllmEngine(Engine):
         await self._link.start()
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
         self.compares_blocks = can_compare(self.descriptor.layout)
-        self._rank_memories = self._link.shared_memories()
+        mapped = self._link.shared_memories()
+        self.landed_memories = mapped
         ranks = (one.rank for one in self.descriptor.ranks)
         self.landed_sums = {rank: RankSums(self._link, rank) for rank in ranks}
         if self._config.role == "decode" and self._config.local_broadcast:
-            self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._rank_memories)
+            self.descriptor, self.broadcast = open_broadcast(self.descriptor, mapped)
         pass_tokens(self._llm, self._takers)
         await self._adapters.start(self._llm)
         self.adapters = self._adapters.identities
@@ -169,11 +165,7 @@ class VllmEngine(Engine):
         self.prefix_events = PrefixEventPublisher(
             self._config.ref,
             self.descriptor.layout.block_tokens,
-            tiers=(
-                Tier.DEVICE,
-                *self._config.tiers.names,
-                *((Tier.REMOTE,) if self._config.tiers.pooled else ()),
-            ),
+            tiers=self._config.tiers.announced,
         )
         if self._config.tiers.pooled:
             layout = self.descriptor.layout
@@ -239,7 +231,7 @@ class VllmEngine(Engine):
                 del self._prefills[transfer_id]
                 if work.prefix is not None:
                     del self._fetching[work.prefix.transfer_id]
-                for report in request.reports:
+                for report in request.sending.reports:
                     if on_report is not None:
                         on_report(report)
 
@@ -292,9 +284,6 @@ class VllmEngine(Engine):
         if isinstance(event, Released) and request is not None:
             request.transfer_failed()
         self._require_started()[1].transfer_event(event)
-
-    def landed_memory(self, rank: int) -> Memory | None:
-        return self._rank_memories.get(rank)
 
     async def compare_block(self, block: ReceivedBlock) -> BlockErrors | None:
         llm, _ = self._require_started()
@@ -368,7 +357,7 @@ class VllmEngine(Engine):
         if self._link is not None:
             await self._link.close()
             self._link = None
-        self._rank_memories = {}
+        self.landed_memories = {}
         if self._folder is not None:
             self._folder.cleanup()
         if self._failure is not None:
@@ -393,7 +382,7 @@ class VllmEngine(Engine):
             case "report":
                 report = report_from_proto(message.report)
                 if report.transfer_id in self._prefills:
-                    self._prefills[report.transfer_id].transfer_quiet(report)
+                    self._prefills[report.transfer_id].sending.rank_quiet(report)
             case "step_started":
                 started = message.step_started
                 if started.transfer_id in self._decodes:
@@ -411,7 +400,7 @@ class VllmEngine(Engine):
             case "blocks_compared":
                 self._comparisons.reported(message.blocks_compared)
             case "tier_loaded":
-                self._tier_loaded(rank, tier_load_from_proto(message.tier_loaded))
+                self.tier_loaded(tier_load_from_proto(message.tier_loaded), rank)
             case other:
                 log.error("rank %d of the engine has sent %s", rank, other)
 
@@ -424,17 +413,11 @@ class VllmEngine(Engine):
             # The request was closed before its reservation arrived, so it cannot release the blocks itself.
             self._link.transfer_event(Released(reservation.transfer_id))
 
-    def _tier_loaded(self, rank: int, load: TierLoad) -> None:
-        self.tier_loads.record(load, rank)
-        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
-        if self.prefix_events is not None and seconds_per_block is not None:
-            self.prefix_events.load_measured(load.tier, seconds_per_block)
-
     def _engine_lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")
         self._failure = self._failure or error
         for prefill in self._prefills.values():
-            prefill.engine_lost(error)
+            prefill.sending.ranks_lost(error)
         for decode in self._decodes.values():
             decode.fail(error)
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
 from headrace_engine.connector.transfers import (
     PrefillTimes,
-    PrefixParams,
     ReceiveParams,
     SendParams,
 )
 from headrace_kv.layout import WorkerRef
-from headrace_kv.messages import TransferTarget
-from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.pool import PoolOpener, pool_opener
 from headrace_kv.tiers.promises import KeepTerms, Kept
 from headrace_kv.tiers.tiers import TierSettings
@@ -43,7 +42,6 @@ TENANT_KEY = "headrace_tenant"
 COMPARISON_KEY = "headrace_comparison"
 """In SamplingParams.extra_args: id of the comparison and the received block that the request's last block is compared
 with."""
-_NESTED = ("credentials", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,65 +85,40 @@ class ConnectorSettings:
 
     def to_extra_config(self) -> dict[str, Any]:
         """For vLLM's kv_connector_extra_config."""
-        return asdict(self)
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
         """From vLLM's kv_connector_extra_config."""
-        given = {
-            one.name: values[one.name]
-            for one in fields(cls)
-            if one.name in values and one.name not in _NESTED
-        }
-        return cls(
-            **given,
-            credentials=Credentials.from_dict(values.get("credentials", {})),
-            tiers=TierSettings(**values.get("tiers", {})),
-        )
+        return msgspec.convert(values, cls)
 
 
-def receive_params(transfer_id: str, awaits_first_token: bool = False) -> dict[str, Any]:
-    """kv_transfer_params of a decode request that waits for its KV."""
-    return {PARAMS_KEY: {"incoming": [transfer_id, awaits_first_token]}}
+_Value = TypeVar("_Value", ReceiveParams, SendParams, Kept, PrefillTimes)
 
 
-def send_params(
-    target: TransferTarget, prefix: PrefixParams | None = None, *, cached_only: bool = False
-) -> dict[str, Any]:
-    """kv_transfer_params of a prefill request. See SendParams."""
-    values = asdict(target)
-    values["decode"] = [target.decode.worker_id, target.decode.incarnation]
-    values["ticket"] = target.ticket.hex()
-    ours: dict[str, Any] = {"outgoing": values}
-    if prefix is not None:
-        ours["prefix"] = [prefix.transfer_id, prefix.end_token, prefix.least_tokens]
-    if cached_only:
-        ours["cached_only"] = True
-    return {PARAMS_KEY: ours}
+def params_with(value: ReceiveParams | SendParams | Kept | PrefillTimes) -> dict[str, Any]:
+    """For the kv_transfer_params of a request, or of its last output."""
+    return {PARAMS_KEY: {type(value).__name__: msgspec.to_builtins(value)}}
+
+
+def find_params(params: Mapping[str, Any] | None, kind: type[_Value]) -> _Value | None:
+    """A value from kv_transfer_params. None when they have none of this kind, or it was consumed."""
+    found = ((params or {}).get(PARAMS_KEY) or {}).get(kind.__name__)
+    return None if found is None else msgspec.convert(found, kind)
 
 
 def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | SendParams | None:
-    """Parses a request's kv_transfer_params. None when they are not ours, or were consumed."""
-    ours = (params or {}).get(PARAMS_KEY)
-    if not ours:
-        return None
-    if "incoming" in ours:
-        return ReceiveParams(*ours["incoming"])
-    values = dict(ours["outgoing"])
-    values["decode"] = WorkerRef(*values["decode"])
-    values["ticket"] = bytes.fromhex(values["ticket"])
-    prefix = ours.get("prefix")
-    return SendParams(
-        TransferTarget(**values),
-        PrefixParams(*prefix) if prefix else None,
-        cached_only="cached_only" in ours,
-    )
+    """What a request shall receive or send. None when its kv_transfer_params are not ours, or were consumed."""
+    return find_params(params, ReceiveParams) or find_params(params, SendParams)
 
 
 def waits_for_kv(params: Mapping[str, Any] | None) -> bool:
     """Whether the request has no blocks yet, and computes one token only: a transfer brings its KV, or it is cached."""
     ours = (params or {}).get(PARAMS_KEY) or {}
-    return "incoming" in ours or "cached_only" in ours
+    return ReceiveParams.__name__ in ours or ours.get(SendParams.__name__, {}).get(
+        "cached_only", False
+    )
 
 
 def consume_params(
@@ -162,25 +135,3 @@ def keep_terms(extra_args: Mapping[str, Any] | None) -> KeepTerms | None:
     """What a request's extra_args ask to be kept."""
     found = (extra_args or {}).get(KEEP_KEY)
     return KeepTerms(*found) if found else None
-
-
-def kept_params(kept: Kept) -> dict[str, Any]:
-    """For the kv_transfer_params of a decode request's last output."""
-    return {PARAMS_KEY: {"kept": [kept.tokens, int(kept.tier), kept.seconds]}}
-
-
-def read_kept(params: Mapping[str, Any] | None) -> Kept | None:
-    """What is promised. None for an output without it."""
-    found = ((params or {}).get(PARAMS_KEY) or {}).get("kept")
-    return Kept(found[0], Tier(found[1]), found[2]) if found else None
-
-
-def times_params(times: PrefillTimes) -> dict[str, Any]:
-    """For the kv_transfer_params of a prefill request's last output."""
-    return {PARAMS_KEY: asdict(times)}
-
-
-def read_times(params: Mapping[str, Any] | None) -> PrefillTimes | None:
-    """None when the request ended without them."""
-    ours = (params or {}).get(PARAMS_KEY)
-    return PrefillTimes(**ours) if ours else None

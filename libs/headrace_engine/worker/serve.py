@@ -51,7 +51,7 @@ class RoleServer(ABC):
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
     ticket_keys: TicketKeys | None = None
-    status_signal: StatusSignal | None = None
+    status_signal: StatusSignal
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
     @abstractmethod
@@ -100,12 +100,12 @@ async def serve_worker(
         WorkerStatusServicer(
             status,
             engine.prefix_events,
+            worker.status_signal,
             engine.reset_prefix_cache,
             server.request_drain,
-            ticket_keys=worker.ticket_keys,
-            signal=worker.status_signal,
-            times=hosted.times,
-            change_adapter=hosted.adapters.change,
+            hosted.adapters.change,
+            hosted.times,
+            worker.ticket_keys,
         ),
         server.server,
     )
@@ -161,15 +161,13 @@ async def _serve(
 
     async def drain(deadline: Deadline) -> None:
         worker.start_drain(deadline)
-        if worker.status_signal is not None:
-            worker.status_signal.notify()
+        worker.status_signal.notify()
         await leave()
         await worker.finish_drain(deadline)
 
     try:
         await membership.start(REGISTRATION_TIMEOUT_S)
-        if engine.prefix_events is not None:
-            engine.prefix_events.set_hash_key(membership.prefix_hash_key, member.model)
+        engine.prefix_events.set_hash_key(membership.prefix_hash_key, member.model)
         await host.follow_routers(worker.on_routers)
         worker.set_prefix_hash_key(membership.prefix_hash_key)
         await hosted.adapters.join(host.registry, member.model, announce)

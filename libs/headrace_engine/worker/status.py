@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -45,7 +46,7 @@ class WatchedStatus:
     """A worker's status with the stall of its engine, if there is one. Logs its start and its end."""
 
     def __init__(
-        self, status: Callable[[], worker_pb2.WatchStatusResponse], steps: StepWatch | None
+        self, status: Callable[[], worker_pb2.WatchStatusResponse], steps: StepWatch
     ) -> None:
         self._status = status
         self._steps = steps
@@ -54,7 +55,7 @@ class WatchedStatus:
     def read(self) -> worker_pb2.WatchStatusResponse:
         """The status now."""
         status = self._status()
-        stall = None if self._steps is None else self._steps.stall()
+        stall = self._steps.stall()
         if stall is not None:
             status.stall.CopyFrom(_stall_to_proto(stall))
             if self._stall is None:
@@ -106,40 +107,28 @@ RESET_WAIT_S = 60.0
 RESPONSE_MARGIN_S = 0.2
 
 
+@dataclass(eq=False)
 class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Streams the results of `snapshot`: at once, on every change, and at least once per interval.
 
     Changes are found by polling every `POLL_S`. So the owners of requests need no list of watchers,
-    and a burst of changes is one message. An idle worker with a `signal` waits for that instead.
+    and a burst of changes is one message. An idle worker waits for `signal` instead.
 
-    An RPC without its part of the worker is UNIMPLEMENTED: SubscribeKvEvents without `prefix_events`,
-    ResetPrefixCache without `reset_prefix_cache`, which is Engine's, ChangeAdapter without `change_adapter`, which is
-    WorkerAdapters', and Drain without `on_drain`. That starts a drain with the given grace in seconds, or with the
-    worker's own for None, and returns its deadline. `ticket_keys` gets the keys of routers while their stream is open;
-    a worker without it ignores them. `times` is what the worker has learned.
+    `reset_prefix_cache` is Engine's, and `change_adapter` WorkerAdapters'. `on_drain` starts a drain with the given
+    grace in seconds, or with the own one for None, and returns its deadline. `ticket_keys` gets the keys of routers
+    while their stream is open; a worker without it ignores them. `times` is what the worker has learned.
     """
 
-    def __init__(
-        self,
-        snapshot: Callable[[], worker_pb2.WatchStatusResponse],
-        prefix_events: PrefixEventPublisher | None = None,
-        reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
-        on_drain: Callable[[float | None], Deadline] | None = None,
-        ticket_keys: TicketKeys | None = None,
-        signal: StatusSignal | None = None,
-        times: Callable[[], TimeModel] = TimeModel,
-        change_adapter: ChangeAdapter | None = None,
-    ) -> None:
-        self._signal = signal
-        self._times = times
-        self._change_adapter = change_adapter
-        self._snapshot = snapshot
-        self._reset_prefix_cache = reset_prefix_cache
-        self._prefix_events = prefix_events
-        self._on_drain = on_drain
-        self._ticket_keys = ticket_keys
-        self._streams: Counter[str] = Counter()
-        """Open streams by caller."""
+    snapshot: Callable[[], worker_pb2.WatchStatusResponse]
+    prefix_events: PrefixEventPublisher
+    signal: StatusSignal
+    reset_prefix_cache: Callable[[], Awaitable[bool]]
+    on_drain: Callable[[float | None], Deadline]
+    change_adapter: ChangeAdapter
+    times: Callable[[], TimeModel] = TimeModel
+    ticket_keys: TicketKeys | None = None
+    _streams: Counter[str] = field(default_factory=Counter, init=False)
+    """Open streams by caller."""
 
     async def WatchStatus(
         self,
@@ -162,8 +151,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             idle = _is_idle(sent)
             send_by = loop.time() + (interval_s if idle else min(interval_s, BUSY_INTERVAL_S))
             while loop.time() < send_by:
-                if idle and self._signal is not None:
-                    await self._signal.wait_until(send_by)
+                if idle:
+                    await self.signal.wait_until(send_by)
                 else:
                     await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
                 if self._status() != sent:
@@ -194,25 +183,25 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
                 "a ticket key is for the role router; watch the status without one",
                 metadata={"field": "ticket_public_key", "allowed_roles": Role.ROUTER},
             )
-        if self._ticket_keys is None:
+        if self.ticket_keys is None:
             return
         try:
-            use = self._ticket_keys.use(public_key)
+            use = self.ticket_keys.use(public_key)
         except ValueError as error:
             raise InvalidRequest({"ticket_public_key": str(error)}) from error
         # gRPC may drop a suspended generator without closing it. The stubs' callback type is a plain class.
         context.add_done_callback(lambda _: use.end())  # type: ignore[arg-type]
 
     def _status(self) -> worker_pb2.WatchStatusResponse:
-        status = self._snapshot()
-        if self._prefix_events is not None and self._prefix_events.hashing is not None:
-            status.kv_hashing.CopyFrom(self._prefix_events.hashing)
+        status = self.snapshot()
+        if self.prefix_events.hashing is not None:
+            status.kv_hashing.CopyFrom(self.prefix_events.hashing)
         return status
 
     def _stamped(self, status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusResponse:
         """The status with the time of sending and the time model, which make no change of the state."""
         stamped = worker_pb2.WatchStatusResponse(
-            sent_unix_ns=time.time_ns(), times=time_model_to_proto(self._times())
+            sent_unix_ns=time.time_ns(), times=time_model_to_proto(self.times())
         )
         stamped.MergeFrom(status)
         return stamped
@@ -224,16 +213,10 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_pb2.SubscribeKvEventsRequest, worker_pb2.SubscribeKvEventsResponse
         ],
     ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
-        events = self._prefix_events
-        if events is None:
-            await context.abort(
-                grpc.StatusCode.UNIMPLEMENTED,
-                "this worker's engine does not report its prefix cache",
-            )
         interval_s = interval_s_of(request)
-        _check_incarnation(request.incarnation, events.ref)
+        _check_incarnation(request.incarnation, self.prefix_events.ref)
         self._count_stream(context)
-        with events.subscribe(request.since_sequence) as subscription:
+        with self.prefix_events.subscribe(request.since_sequence) as subscription:
             async for message in subscription.messages(interval_s):
                 yield message
 
@@ -244,18 +227,15 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_pb2.ResetPrefixCacheRequest, worker_pb2.ResetPrefixCacheResponse
         ],
     ) -> worker_pb2.ResetPrefixCacheResponse:
-        reset = self._reset_prefix_cache
-        if reset is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no prefixes")
-        status = self._snapshot()
+        status = self.snapshot()
         if request.incarnation:
             _check_incarnation(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
         remaining_s = Deadline.from_context(context, RESET_WAIT_S).remaining_s()
         wait_s = min(RESET_WAIT_S, remaining_s - RESPONSE_MARGIN_S)
         retry_until_s = asyncio.get_running_loop().time() + wait_s
-        while not await reset():
+        while not await self.reset_prefix_cache():
             if asyncio.get_running_loop().time() >= retry_until_s:
-                held = self._snapshot().used_blocks
+                held = self.snapshot().used_blocks
                 raise DeadlineExceeded(
                     f"requests still hold {held} KV blocks: try again when the worker has less to do",
                     metadata={"worker_id": status.worker_id, "used_blocks": str(held)},
@@ -271,9 +251,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         ],
     ) -> AsyncIterator[worker_pb2.ChangeAdapterResponse]:
         """See worker.proto."""
-        if self._change_adapter is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker changes no adapters")
-        async with aclosing(self._change_adapter(request_iterator)) as answers:
+        async with aclosing(self.change_adapter(request_iterator)) as answers:
             async for answer in answers:
                 yield answer
 
@@ -283,14 +261,12 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
     ) -> worker_pb2.DrainResponse:
         """See worker.proto."""
-        if self._on_drain is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker cannot be drained")
-        status = self._snapshot()
+        status = self.snapshot()
         _check_incarnation(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
         grace_s: float | None = None
         if request.HasField("grace"):
             grace_s = _bounded_seconds(request.grace, "grace", 0.0, DRAIN_GRACE_MAX_S)
-        deadline = self._on_drain(grace_s)
+        deadline = self.on_drain(grace_s)
         return worker_pb2.DrainResponse(
             remaining=duration_from_seconds(deadline.remaining_s()),
             request_count=status.running_requests + status.waiting_requests,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
@@ -29,7 +31,7 @@ from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.messages import Reservation, reserved_span
 from headrace_kv.receive.ledger import LayerLanded, LocalCopy, LocalLedger
 from headrace_kv.shard_map import Key
-from headrace_kv.transport.memory import copy_runs
+from headrace_kv.transport.memory import gather, scatter
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +57,9 @@ def copy_in_process(
     source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float
 ) -> None:
     """A LocalWrite for ranks in this process."""
-    copy_runs(runs)
+    copied = np.empty(runs.payload_bytes, np.uint8)
+    gather(runs.source_addresses, runs.lengths, copied)
+    scatter(copied, runs.destination_addresses, runs.lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import ChainMap, Counter, OrderedDict
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from headrace_common.errors import (
     class_of,
 )
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
+from headrace_common.tasks import Recent
 from headrace_common.tickets import TicketKey
 from headrace_kv.compatibility import require_compatible
 from headrace_kv.hidden_state import HiddenFormat, format_of
@@ -152,12 +153,12 @@ class Receiver:
             on_released,
             self._policy,
             quiesce_timeout_s=limits.quiesce_timeout_s,
-            remembered_max=limits.remembered,
+            ended=Recent(limits.remembered),
             timers=timers,
         )
         self._peers: set[PrefillPeer] = set()
         # Workers with streams that have ended, and when the lease of the last one has.
-        self._left: OrderedDict[WorkerRef, float] = OrderedDict()
+        self._left: Recent[WorkerRef, float] = Recent(_LEFT_MAX)
         # The ranks that have opened a transfer without blocks yet, with their tickets.
         self._expected: dict[str, dict[PrefillPeer, bytes]] = {}
         self._draining = False
@@ -240,7 +241,7 @@ class Receiver:
         transfer_id = reservation.transfer_id
         if self._draining:
             raise Draining("the decode worker takes no new transfers")
-        ended = self._transfers.ended_detail(transfer_id) is not None
+        ended = transfer_id in self._transfers.ended
         if ended or self._transfers.get(transfer_id):
             raise DuplicateTransfer(
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
@@ -278,7 +279,7 @@ class Receiver:
         if transfer is not None:
             error = _ending_error(reason, detail, f"transfer {transfer_id} was ended")
             self._transfers.fail(transfer, error)
-        elif self._transfers.ended_detail(transfer_id) is None:
+        elif transfer_id not in self._transfers.ended:
             self._transfers.remember_ended(transfer_id, detail or reason)
 
     async def drain(self, timeout_s: float) -> None:
@@ -317,9 +318,6 @@ class Receiver:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
         self._left[peer.ref] = time.monotonic() + self._policy.total_s
-        self._left.move_to_end(peer.ref)
-        if len(self._left) > _LEFT_MAX:
-            self._left.popitem(last=False)
         self._refusals.forget(peer)
         for opened in self._expected.values():
             opened.pop(peer, None)
@@ -369,7 +367,7 @@ class Receiver:
         transfer, opened = self._transfers.get(transfer_id), self._expected.get(transfer_id)
         if transfer is not None:
             self._add_writer(transfer, peer, ticket)
-        elif (ended_detail := self._transfers.ended_detail(transfer_id)) is not None:
+        elif (ended_detail := self._transfers.ended.get(transfer_id)) is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
         elif opened is None:
             self._refusals.add_unknown(peer, transfer_id, self._ref)
@@ -409,7 +407,7 @@ class Receiver:
         self, peer: PrefillPeer, landed: handoff_pb2.LayerDone | handoff_pb2.HiddenState
     ) -> None:
         transfer = self._opened(peer, landed.transfer_id)
-        if transfer is None and self._transfers.ended_detail(landed.transfer_id) is None:
+        if transfer is None and landed.transfer_id not in self._transfers.ended:
             # Not a warning: a rank without a ticket could fill the log.
             _log.debug("%s acknowledged transfer %s unopened", peer, landed.transfer_id)
         if transfer is None or not transfer.active:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, ProtocolViolation, TransferTimeout
 from headrace_common.process.events import EVENTS
+from headrace_common.tasks import Recent
 from headrace_kv.leases import QuarantinePolicy, TimerHandle, Timers, running_timers
 from headrace_kv.receive.local_broadcast import LocalCopies
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferState
@@ -27,17 +27,16 @@ class IncomingTransfers:
     """Advances transfers, fails them, and releases their blocks once nothing writes into them (I1).
 
     `on_released(transfer_id)` is called once for each failed transfer, when its blocks may be reused. Ended transfers
-    are remembered, `remembered_max` of them, so that late messages are recognised.
+    are remembered in `ended` with the reason, so that late messages are recognised.
     """
 
     on_released: Callable[[str], None]
     policy: QuarantinePolicy
     _: KW_ONLY
     quiesce_timeout_s: float
-    remembered_max: int
+    ended: Recent[str, str]
     timers: Timers | None = None
     _transfers: dict[str, IncomingTransfer] = field(default_factory=dict, init=False)
-    _ended: OrderedDict[str, str] = field(default_factory=OrderedDict, init=False)
     _tick_handle: TimerHandle | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -49,10 +48,6 @@ class IncomingTransfers:
     def get(self, transfer_id: str) -> IncomingTransfer | None:
         """A transfer until its blocks are released."""
         return self._transfers.get(transfer_id)
-
-    def ended_detail(self, transfer_id: str) -> str | None:
-        """Why a transfer is over, None for one that is not remembered."""
-        return self._ended.get(transfer_id)
 
     def add(
         self, transfer: IncomingTransfer, copies: LocalCopies | None, checks: RangeChecks | None
@@ -116,9 +111,7 @@ class IncomingTransfers:
 
     def remember_ended(self, transfer_id: str, detail: str) -> None:
         """Records why a transfer is over."""
-        self._ended[transfer_id] = detail
-        while len(self._ended) > self.remembered_max:
-            self._ended.popitem(last=False)
+        self.ended[transfer_id] = detail
 
     async def wait_empty(self, deadline: Deadline) -> None:
         """Returns when the blocks of every transfer are released, or at the deadline."""

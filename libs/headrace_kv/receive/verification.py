@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_common.process.events import EVENTS
-from headrace_common.tasks import call_when_done
+from headrace_common.tasks import Recent, call_when_done
 from headrace_kv.checksum import (
     DigestMode,
     destination_digest,
@@ -93,7 +92,7 @@ class CorruptSenderTracker:
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._records: OrderedDict[WorkerRef, _Record] = OrderedDict()
+        self._records: Recent[WorkerRef, _Record] = Recent(_TRACKED_LIMIT)
 
     @property
     def rejected(self) -> dict[WorkerRef, str]:
@@ -103,14 +102,11 @@ class CorruptSenderTracker:
 
     def record(self, ref: WorkerRef, detail: str) -> None:
         """Counts one corrupt transfer. `detail` is the reason if the worker is rejected for it."""
-        found = self._records.setdefault(ref, _Record())
-        self._records.move_to_end(ref)
+        found = self._records[ref] = self._records.get(ref) or _Record()
         rejected_s = found.add_fault(self._clock(), self._limit, detail)
         if rejected_s:
             _log.error("rejecting KV from %s for %g s: %s", ref, rejected_s, detail)
             EVENTS.alarm(f"no KV of {ref} is accepted: {detail}")
-        if len(self._records) > _TRACKED_LIMIT:
-            self._records.popitem(last=False)
 
     def record_intact(self, ref: WorkerRef) -> None:
         """Counts a check that has found no fault."""

@@ -14,10 +14,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from headrace_common.errors import ConfigError, InternalError, TransferFailed
-from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Int64Array
-from headrace_kv.layout import TOKENS, KvLayout, RankMemory, Region
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.layout import TOKENS, KvLayout, RankMemory
 from headrace_kv.prefix.events import Tier
-from headrace_kv.runs import Runs, interleave
+from headrace_kv.runs import Runs, concatenate
 from headrace_kv.shard_map import WHOLE_BLOCKS, Edge, PlacedRegions, heads_held, place_regions
 from headrace_kv.tiers.pool_process import SEAL_BYTES, PoolMemory, SharedArena
 from headrace_kv.tiers.tiers import TierCopy
@@ -29,8 +29,9 @@ from headrace_kv.transport.memory import (
     Piece,
     allocate_arena,
     bytes_at,
-    copy_runs,
+    gather,
     require_available,
+    scatter,
     suited_alignment_bytes,
 )
 
@@ -115,7 +116,7 @@ def _place_block(layout: KvLayout, rank: int) -> PlacedRegions:
 
 
 class DeviceMemory(Protocol):
-    """KV memory that this process cannot read by address. One thread calls it."""
+    """Copies between KV memory and main memory. One thread calls it."""
 
     def lock_pages(self, area: Bytes) -> None:
         """Lets the device copy from and to host memory at once. Raises ConfigError when it cannot."""
@@ -131,6 +132,27 @@ class DeviceMemory(Protocol):
 
     def to_device(self, pieces: Iterable[Piece], mark: Mark) -> None:
         """Overwrites what the device reads before the mark. Returns when that is done. Raises TransferFailed."""
+
+
+class AddressedMemory:
+    """KV memory that this process reads and writes by address."""
+
+    def lock_pages(self, area: Bytes) -> None:
+        """Nothing needs it."""
+
+    def unlock_pages(self, area: Bytes) -> None:
+        """See lock_pages."""
+
+    def to_host(self, pieces: Iterable[Piece], mark: Mark) -> None:
+        for piece in pieces:
+            gather(piece.addresses, piece.lengths, piece.area)
+
+    def to_device(self, pieces: Iterable[Piece], mark: Mark) -> None:
+        for piece in pieces:
+            scatter(piece.area, piece.addresses, piece.lengths)
+
+
+ADDRESSED_MEMORY: Final = AddressedMemory()
 
 
 def _pieces(runs: Runs) -> Iterator[Piece]:
@@ -199,23 +221,6 @@ def _failures(what: str) -> Iterator[None]:
         raise TransferFailed(f"{what} on the disk failed: {error.strerror}") from error
 
 
-def _layer_shifts(memory: RankMemory, layers: Sequence[int]) -> Int64Array | None:
-    """Bytes from the first of the layers to each of them. None where they differ in more than their place."""
-    starts: list[int] = []
-    shapes: set[frozenset[Region]] = set()
-    for layer in layers:
-        regions = [region for region in memory.regions if region.layer == layer]
-        start = min(region.offset_bytes for region in regions)
-        starts.append(start)
-        shapes.add(
-            frozenset(
-                replace(region, layer=0, offset_bytes=region.offset_bytes - start)
-                for region in regions
-            )
-        )
-    return None if len(shapes) > 1 else np.array(starts, np.int64) - starts[0]
-
-
 # Blocks that are read from disk before they are copied on together.
 _BOUNCE_BLOCKS_MAX: Final = 16
 _BOUNCE_BYTES_MAX: Final = 32 << 20
@@ -224,7 +229,7 @@ _BOUNCE_BYTES_MAX: Final = 32 << 20
 class TierCopier:
     """The tiers of one rank, of `block_counts`. Blocks on disk pass through main memory. One thread calls it.
 
-    `device` is KV memory, which this process reads and writes by address, or through `device_memory`. With `pooled`, a
+    `device` is KV memory, which this process reads and writes through `device_memory`. With `pooled`, a
     remote pool moves blocks to and from `pool_memory`, where slot i is block i of the tier HOST. Raises ConfigError as
     HostStorage, DiskStorage and DeviceMemory.lock_pages do.
     """
@@ -237,7 +242,7 @@ class TierCopier:
         disk_folder: str = "/var/tmp",
         *,
         pooled: bool = False,
-        device_memory: DeviceMemory | None = None,
+        device_memory: DeviceMemory = ADDRESSED_MEMORY,
     ) -> None:
         host_blocks, disk_blocks = block_counts[Tier.HOST], block_counts.get(Tier.DISK, 0)
         self._layers = [
@@ -255,11 +260,8 @@ class TierCopier:
         )
         self._edge = Edge(device.rank, device.rank, 0, 0, len(heads))
         self._planner = CopyPlanner(device, self._host.memory)
-        shifts = [_layer_shifts(one, self._layers) for one in (device, self._host.memory)]
-        self._shifts = None if shifts[0] is None or shifts[1] is None else (shifts[0], shifts[1])
         self._device = device_memory
-        if self._device is not None:
-            self._device.lock_pages(self._host.bytes)
+        self._device.lock_pages(self._host.bytes)
         self._disk = (
             DiskStorage(Path(disk_folder), self._host.block_bytes, disk_blocks)
             if disk_blocks
@@ -310,8 +312,7 @@ class TierCopier:
 
     def close(self) -> None:
         """Frees the file. Main memory is freed with this object."""
-        if self._device is not None:
-            self._device.unlock_pages(self._host.bytes)
+        self._device.unlock_pages(self._host.bytes)
         self._host.close()
         if self._disk is not None:
             self._disk.close()
@@ -321,9 +322,6 @@ class TierCopier:
     ) -> None:
         """Copies from KV memory to main memory, or back when it `loads`."""
         runs = self._plan_blocks(device_ids, host_ids)
-        if self._device is None:
-            copy_runs(runs.reverse() if loads else runs)
-            return
         move = self._device.to_device if loads else self._device.to_host
         self.host_is_lost = True
         move(_pieces(runs.reverse()), mark)
@@ -339,14 +337,4 @@ class TierCopier:
             np.asarray(host_ids, np.int64),
             0,
         )
-        # Layers mostly have equal distances, and blocks have not. So the layers of a block follow each other.
-        if self._shifts is None:
-            planned = [self._planner.plan(self._edge, layer, span) for layer in self._layers]
-            return interleave(planned)
-        device, host = self._shifts
-        first = self._planner.plan(self._edge, self._layers[0], span)
-        return Runs(
-            (first.source_addresses[:, None] + device).ravel(),
-            (first.destination_addresses[:, None] + host).ravel(),
-            np.repeat(first.lengths, len(self._layers)),
-        )
+        return concatenate([self._planner.plan(self._edge, layer, span) for layer in self._layers])

@@ -48,6 +48,11 @@ class TierSettings:
         sizes = {Tier.HOST: self.host_gib, Tier.DISK: self.disk_gib}
         return tuple(tier for tier, size_gib in sizes.items() if size_gib)
 
+    @property
+    def announced(self) -> tuple[Tier, ...]:
+        """The tiers that an engine announces blocks of, with KV memory and the remote pool."""
+        return (Tier.DEVICE, *self.names, *((Tier.REMOTE,) if self.pooled else ()))
+
     def block_counts(self, block_bytes: int) -> Mapping[Tier, int]:
         """Blocks of each tier. Raises ConfigError for a tier that is smaller than a block."""
         sizes = {

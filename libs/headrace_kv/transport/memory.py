@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -190,76 +189,6 @@ class Piece(NamedTuple):
     addresses: Int64Array
     lengths: Int64Array
     area: Bytes
-
-
-def copy_runs(runs: Runs) -> None:
-    """Copies runs within this process. They must not overlap. Other threads run meanwhile.
-
-    Adjacent runs at equal distances are one copy, such as the runs of a block in all layers. Adjacent copies of this
-    kind at equal distances are one too, such as those of blocks in a row. Each copy takes Python's lock once.
-    """
-    for source, destination in _pairs(runs):
-        np.copyto(destination, source)
-
-
-def _pairs(runs: Runs) -> Iterator[tuple[Bytes, Bytes]]:
-    """Views of source and destination, of shape [sequence, run of it, byte]."""
-    sources, destinations, lengths = runs.source_addresses, runs.destination_addresses, runs.lengths
-    firsts, counts = _equal_distances(sources, destinations, lengths)
-    seconds = np.minimum(firsts + 1, len(runs) - 1)
-    # A sequence of one run has no distance, and does not use it.
-    source_steps = sources[seconds] - sources[firsts]
-    steps = destinations[seconds] - destinations[firsts]
-    starts, source_starts, lengths = destinations[firsts], sources[firsts], lengths[firsts]
-    grids = _equal_distances(source_starts, starts, lengths, counts, source_steps, steps)
-    for first, count in zip(*grids, strict=True):
-        shape = (int(count), int(counts[first]), int(lengths[first]))
-        rows = slice(first, first + min(count, 2))
-        yield (
-            _view(source_starts[rows], int(source_steps[first]), shape),
-            _view(starts[rows], int(steps[first]), shape),
-        )
-
-
-def _equal_distances(
-    sources: Int64Array, destinations: Int64Array, *alike: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """First members and sizes of sequences at equal distances on both sides, with equal values of `alike`."""
-    count = len(sources)
-    if count < 2:
-        return np.arange(count), np.ones(count, np.int64)
-    equal = np.ones(count - 1, bool)
-    for values in alike:
-        equal &= np.diff(values) == 0
-    # Whether members i, i + 1 and i + 2 are in one sequence.
-    joined = equal[1:] & equal[:-1]
-    for addresses in (sources, destinations):
-        joined &= np.diff(addresses, 2) == 0
-    firsts = []
-    first = 0
-    for last in (*np.flatnonzero(~joined).tolist(), count - 2):
-        if last >= first:
-            firsts.append(first)
-            is_pair = last == count - 2 and equal[first]
-            first = last + 2 if last > first or is_pair else first + 1
-    firsts += range(first, count)
-    starts = np.array(firsts, np.int64)
-    return starts, np.diff(starts, append=count)
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Memory of this process, in the form that numpy makes arrays of."""
-
-    __array_interface__: dict[str, object]
-
-
-def _view(addresses: Int64Array, step: int, shape: tuple[int, int, int]) -> Bytes:
-    """Bytes of that shape, not a copy. The first rows start at `addresses`, and each has pieces at distances `step`."""
-    first = int(addresses[0])
-    strides = (int(addresses[-1]) - first, step, 1)
-    place = {"data": (first, False), "shape": shape, "strides": strides, "typestr": "|u1"}
-    return np.asarray(_Memory({**place, "version": 3}))
 
 
 def bytes_at(address: int, nbytes: int) -> Bytes:

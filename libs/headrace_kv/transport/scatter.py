@@ -22,6 +22,7 @@ import numpy as np
 from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_common.limits import write_quiet_s
+from headrace_common.tasks import Recent
 from headrace_kv.runs import Runs
 from headrace_kv.transport.base import host_of
 from headrace_kv.transport.guard import Networks, restrict_ports
@@ -369,7 +370,7 @@ class ScatterClients:
         self._clients: OrderedDict[str, ScatterClient] = OrderedDict()
         self._closed = False
         self._watchdog: threading.Thread | None = None
-        self._refused_until_s: OrderedDict[str, float] = OrderedDict()
+        self._refused_until_s: Recent[str, float] = Recent(_CLIENT_LIMIT)
 
     def may_connect(self, session: str) -> bool:
         """Whether `connect` may return a client."""
@@ -390,8 +391,6 @@ class ScatterClients:
         except (TransferFailed, ValueError) as error:
             _log.info("runs to %s cannot be staged there: %s", host_of(server), error)
             self._refused_until_s[session] = time.monotonic() + self._limits.retry_s
-            if len(self._refused_until_s) > _CLIENT_LIMIT:
-                self._refused_until_s.popitem(last=False)
             return None
         with self._changed:
             self._clients[session] = client

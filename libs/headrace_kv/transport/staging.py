@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.errors import HeadraceError, TransferFailed
+from headrace_common.tasks import Recent
 from headrace_kv.runs import Int64Array, Runs
 from headrace_kv.transport.base import (
     LANDING_ONLY,
@@ -388,7 +388,7 @@ class StagingPlanner:
     def __init__(self, thresholds: Thresholds) -> None:
         self._thresholds = thresholds
         # With the lengths, so that the id of the array cannot be reused.
-        self._cache: OrderedDict[_Key, tuple[Int64Array, StagingPlan]] = OrderedDict()
+        self._cache: Recent[_Key, tuple[Int64Array, StagingPlan]] = Recent(_CACHE_SIZE)
 
     def plan(self, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
         """A plan of the allowed strategies. Runs that CopyPlanner moved share a plan."""
@@ -406,8 +406,6 @@ class StagingPlanner:
         if found is None:
             found = runs.lengths, plan_staging(self._thresholds, runs, allowed)
             self._cache[key] = found
-            if len(self._cache) > _CACHE_SIZE:
-                self._cache.popitem(last=False)
         return found[1]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
+from headrace_common.tasks import Recent
 from headrace_kv.layout import CacheGroup
 
 HINT_S_MIN: Final = 0.2
@@ -177,8 +177,7 @@ class SeenTransfers:
     """The last `limit` transfer ids, so that none is used twice."""
 
     def __init__(self, limit: int = 65_536) -> None:
-        self._limit = limit
-        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._ids: Recent[str, None] = Recent(limit)
 
     def check(self, transfer_id: str) -> None:
         """Raises DuplicateTransfer for a remembered id."""
@@ -190,5 +189,3 @@ class SeenTransfers:
     def remember(self, transfer_id: str) -> None:
         """Adds an id, and removes the oldest beyond the limit."""
         self._ids[transfer_id] = None
-        if len(self._ids) > self._limit:
-            self._ids.popitem(last=False)

@@ -87,7 +87,7 @@ class DecodeServer(RoleServer):
         self.descriptor = engine.descriptor
         self._engine = engine
         self.ticket_keys = keys = TicketKeys()
-        self.status_signal: StatusSignal = StatusSignal()
+        self.status_signal = StatusSignal()
         signal = self.status_signal
         self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
@@ -210,11 +210,9 @@ class DecodeServer(RoleServer):
 def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
     if config.digest == "off":
         return None
-    memories = {rank.rank: engine.landed_memory(rank.rank) for rank in engine.descriptor.ranks}
-    readable = {rank: memory for rank, memory in memories.items() if memory is not None}
     checks = partial(DigestChecks, engine.descriptor, config.digest)
-    if len(readable) == len(memories):
-        return checks(memory_of=readable.__getitem__)
+    if len(engine.landed_memories) == len(engine.descriptor.ranks):
+        return checks(memory_of=engine.landed_memories.__getitem__)
     sums = engine.landed_sums
     parts = [part for group in engine.descriptor.layout.groups for part in group.parts]
     if not sums or any(part.unit_bytes % WORD_BYTES for part in parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import grpc.aio
@@ -25,6 +26,7 @@ _TIMEOUT_S: Final = 10.0
 Context = grpc.aio.ServicerContext[prefix_pb2.SendPrefixRequest, prefix_pb2.SendPrefixResponse]
 
 
+@dataclass(eq=False, slots=True)
 class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
     """Sends prefixes of live attempts to the prefill workers with their tickets, as prefill workers send theirs.
 
@@ -32,17 +34,10 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
     not the caller's to choose: this worker presents its own credential there.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        attempts: Attempts,
-        tickets: HandoffTickets,
-        endpoint_of: Callable[[WorkerRef], str],
-    ) -> None:
-        self._engine = engine
-        self._attempts = attempts
-        self._tickets = tickets
-        self._endpoint_of = endpoint_of
+    engine: Engine
+    attempts: Attempts
+    tickets: HandoffTickets
+    endpoint_of: Callable[[WorkerRef], str]
 
     async def SendPrefix(
         self, request: prefix_pb2.SendPrefixRequest, context: Context
@@ -50,10 +45,9 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
         """See prefix.proto."""
         work = self._checked_work(request, Deadline.from_context(context, _TIMEOUT_S))
         # It shares the blocks of its request, but for those that this one still loads from lower tiers.
-        events = self._engine.prefix_events
-        shares = events is None or len(events.tiers) == 1
-        self._attempts.admit_sending(work.target.transfer_id, 1 if shares else request.end_token)
-        outcome = await self._engine.prefill(work)
+        shares = len(self.engine.prefix_events.tiers) == 1
+        self.attempts.admit_sending(work.target.transfer_id, 1 if shares else request.end_token)
+        outcome = await self.engine.prefill(work)
         return prefix_pb2.SendPrefixResponse(
             payload_bytes=sum(report.payload_bytes for report in outcome.reports)
         )
@@ -68,9 +62,9 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
                 {"transfer_id": f"give 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"}
             )
         require_own_name(prefill.worker_id)
-        attempt = self._attempts.find(name)
+        attempt = self.attempts.find(name)
         signer = None if attempt is None else attempt.signer
-        self._tickets.check(request.ticket, name, prefill, signer)
+        self.tickets.check(request.ticket, name, prefill, signer)
         if attempt is None or attempt.reservation is None:
             raise NotFound(
                 f"no request of transfer {name} waits for KV", metadata={"transfer_id": name}
@@ -86,7 +80,7 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
             target=TransferTarget(
                 transfer_id=prefix_transfer(name),
                 decode=prefill,
-                handoff_endpoint=self._endpoint_of(prefill),
+                handoff_endpoint=self.endpoint_of(prefill),
                 start_token=request.start_token,
                 end_token=request.end_token,
                 deadline_s=deadline.monotonic_s,

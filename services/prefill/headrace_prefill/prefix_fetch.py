@@ -16,7 +16,7 @@ from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tasks import BackgroundTasks
+from headrace_common.tasks import BackgroundTasks, Recent
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
 from headrace_engine.interface import Arrived, Engine, Recompute
 from headrace_engine.kv_fetch import fetch_kv
@@ -62,7 +62,9 @@ class FetchRule:
     clock_s: Callable[[], float] = time.monotonic
     _fetches: HandoverLearner = field(default_factory=HandoverLearner, init=False)
     _token_bytes: float = field(default=0.0, init=False)
-    _retry_s: dict[WorkerRef, float] = field(default_factory=dict, init=False)
+    _retry_s: Recent[WorkerRef, float] = field(
+        default_factory=lambda: Recent(_LINKS_MAX), init=False
+    )
 
     def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
         """Whether so many tokens of this decode worker may be worth it."""
@@ -96,13 +98,14 @@ class FetchRule:
     def failed(self, decode: WorkerRef) -> None:
         """A fetch from a decode worker has failed, or would take too long."""
         self._retry_s[decode] = self.clock_s() + _PAUSE_S
-        if len(self._retry_s) > _LINKS_MAX:
-            del self._retry_s[next(iter(self._retry_s))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchContext:
-    """What the fetches of one worker share. A fetch that takes longer than `timeout_s` has failed."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class PrefixFetcher:
+    """Offers each task a fetch, and owns the channels to decode workers.
+
+    A fetch that takes longer than `timeout_s` has failed.
+    """
 
     ref: WorkerRef
     engine: Engine
@@ -110,18 +113,9 @@ class FetchContext:
     rule: FetchRule
     timeout_s: float
     on_ended: Callable[[FetchRecord], None]
-
-
-class PrefixFetcher:
-    """Offers each task a fetch, and owns the channels to decode workers."""
-
-    def __init__(
-        self, context: FetchContext, open_channel: Callable[[str], grpc.aio.Channel]
-    ) -> None:
-        self._context = context
-        self._open_channel = open_channel
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
-        self._closing = BackgroundTasks()
+    open_channel: Callable[[str], grpc.aio.Channel]
+    _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict, init=False)
+    _closing: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     def offer(self, target: TransferTarget, images: Sequence[ImageSpan] = ()) -> PrefixFetch | None:
         """The fetch of what decode has of a task's tokens, up to an image that decode has in part.
@@ -130,11 +124,11 @@ class PrefixFetcher:
         """
         end = target.start_token
         if images:
-            block_tokens = self._context.engine.descriptor.layout.block_tokens
+            block_tokens = self.engine.descriptor.layout.block_tokens
             end = whole_images_end(end, images, block_tokens)
-        if not target.ticket or not self._context.rule.may_fetch(target.decode, end):
+        if not target.ticket or not self.rule.may_fetch(target.decode, end):
             return None
-        return PrefixFetch(self._context, target, self._channel, end)
+        return PrefixFetch(self, target, end)
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -143,10 +137,11 @@ class PrefixFetcher:
             self._closing.start(channel.close())
         await self._closing.wait()
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+    def channel(self, endpoint: str) -> grpc.aio.Channel:
+        """The channel to a decode worker."""
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = self._open_channel(endpoint)
+            channel = self._channels[endpoint] = self.open_channel(endpoint)
         self._channels.move_to_end(endpoint)
         if len(self._channels) > _CHANNELS_MAX:
             _, oldest = self._channels.popitem(last=False)
@@ -159,9 +154,8 @@ class PrefixFetch:
 
     def __init__(
         self,
-        context: FetchContext,
+        fetcher: PrefixFetcher,
         target: TransferTarget,
-        channel_of: Callable[[str], grpc.aio.Channel],
         end_token: int,
     ) -> None:
         self.record: FetchRecord | None = None
@@ -169,28 +163,27 @@ class PrefixFetch:
         """See RemotePrefix."""
         self.end_token = end_token
         """See RemotePrefix."""
-        self._context = context
+        self._fetcher = fetcher
         self._target = target
-        self._channel_of = channel_of
         self._running: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def least_tokens(self) -> int:
         """See RemotePrefix."""
-        return self._context.rule.min_tokens
+        return self._fetcher.rule.min_tokens
 
     def start(self, reservation: Reservation) -> bool:
         """See RemotePrefix."""
-        context, target = self._context, self._target
+        fetcher, target = self._fetcher, self._target
         start, end = reservation.start_token, reservation.end_token
-        if self._closed or not context.rule.prefers_fetch(target.decode, start, end):
+        if self._closed or not fetcher.rule.prefers_fetch(target.decode, start, end):
             return False
-        deadline = Deadline(min(target.deadline_s, time.monotonic() + context.timeout_s))
+        deadline = Deadline(min(target.deadline_s, time.monotonic() + fetcher.timeout_s))
         # A router has signed it for the other direction of this very hand-over. Decode verifies that.
         sender = (target.decode, target.ticket)
         try:
-            transfer = context.receiver.reserve(reservation, deadline, sender=sender)
+            transfer = fetcher.receiver.reserve(reservation, deadline, sender=sender)
         except HeadraceError as error:
             _LOG.warning("the prefix of %s is computed: %s", target.transfer_id, error.detail)
             return False
@@ -205,42 +198,42 @@ class PrefixFetch:
         if self._running is None or self._running.done():
             return
         name = self.transfer_id
-        self._context.receiver.cancel(name, Cancelled.reason, "the prefill task has ended")
+        self._fetcher.receiver.cancel(name, Cancelled.reason, "the prefill task has ended")
         _, late = await asyncio.wait({self._running}, timeout=_END_WAIT_S)
         if late:
             _LOG.error("transfer %s did not end in time", name)
 
     async def _run(self, transfer: IncomingTransfer) -> None:
-        context, start_unix_ns, start_s = self._context, time.time_ns(), time.monotonic()
+        fetcher, start_unix_ns, start_s = self._fetcher, time.time_ns(), time.monotonic()
         reservation = transfer.reservation
         token_count = reservation.end_token - reservation.start_token
 
         def whole(summary: TransferSummary) -> None:
-            context.engine.transfer_event(Arrived(self.transfer_id))
+            fetcher.engine.transfer_event(Arrived(self.transfer_id))
             fetch_s = time.monotonic() - start_s
             decode = self._target.decode
-            context.rule.fetched(decode, token_count, summary.payload_bytes, fetch_s)
+            fetcher.rule.fetched(decode, token_count, summary.payload_bytes, fetch_s)
 
         payload_bytes, reason = 0, ""
         try:
             asking = self._ask(transfer)
-            summary = await fetch_kv(context.receiver, transfer, asking, whole, _ANSWER_WAIT_S)
+            summary = await fetch_kv(fetcher.receiver, transfer, asking, whole, _ANSWER_WAIT_S)
             payload_bytes = summary.payload_bytes
         except HeadraceError as failure:
             reason = failure.reason
             self._report_failure(failure)
-            context.engine.transfer_event(Recompute(self.transfer_id))
+            fetcher.engine.transfer_event(Recompute(self.transfer_id))
         self.record = FetchRecord(token_count, payload_bytes, reason, start_unix_ns, time.time_ns())
-        context.on_ended(self.record)
+        fetcher.on_ended(self.record)
 
     async def _ask(self, transfer: IncomingTransfer) -> None:
         """Has the decode worker send. Returns when it has sent everything."""
         target, reservation = self._target, transfer.reservation
-        stub = prefix_pb2_grpc.PrefixServiceStub(self._channel_of(target.handoff_endpoint))
+        stub = prefix_pb2_grpc.PrefixServiceStub(self._fetcher.channel(target.handoff_endpoint))
         request = prefix_pb2.SendPrefixRequest(
             transfer_id=target.transfer_id,
-            worker_id=self._context.ref.worker_id,
-            incarnation=self._context.ref.incarnation,
+            worker_id=self._fetcher.ref.worker_id,
+            incarnation=self._fetcher.ref.incarnation,
             ticket=target.ticket,
             start_token=reservation.start_token,
             end_token=reservation.end_token,
@@ -253,7 +246,7 @@ class PrefixFetch:
         name, decode = self._target.transfer_id, self._target.decode
         _LOG.warning("the prefix of %s is computed: %s", name, failure.detail)
         if not isinstance(failure, _HARMLESS):
-            self._context.rule.failed(decode)
+            self._fetcher.rule.failed(decode)
 
 
 def open_fetcher(
@@ -276,12 +269,12 @@ def open_fetcher(
     def count(record: FetchRecord) -> None:
         host.metrics.prefix_fetched(ref.worker_id, record.reason, record.token_count)
 
-    context = FetchContext(
+    return PrefixFetcher(
         ref=ref,
         engine=engine,
         receiver=receiver,
         rule=FetchRule(config.prefix_fetch_min_tokens, lambda: engine.step_times),
         timeout_s=config.kv_fetch_timeout_s,
         on_ended=count,
+        open_channel=lambda endpoint: open_channel(endpoint, config),
     )
-    return PrefixFetcher(context, lambda endpoint: open_channel(endpoint, config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -13,6 +12,7 @@ from headrace.engine.v1.link_pb2 import SentLink
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.trace_context import context_from_traceparent
+from headrace_common.tasks import Recent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import LastWrite, last_write
 from headrace_common.telemetry.setup import Telemetry
@@ -38,18 +38,16 @@ class LinkBandwidths:
     """The best rate of this worker's links to each host by each transport."""
 
     def __init__(self) -> None:
-        self._best: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._best: Recent[tuple[str, str], float] = Recent(_LINKS_MAX)
 
     def compare(self, link: SentLink, gb_per_s: float) -> float | None:
         """Counts a link with its rate. Returns the bandwidth in Gbit/s; None when unknown."""
         key = link.destination_host, link.transport
         best = self._best.get(key, 0.0)
-        if link.payload_bytes >= _BYTES_MIN and gb_per_s > best:
-            best = self._best[key] = gb_per_s
-        if key in self._best:
-            self._best.move_to_end(key)
-        if len(self._best) > _LINKS_MAX:
-            self._best.popitem(last=False)
+        if link.payload_bytes >= _BYTES_MIN:
+            best = max(best, gb_per_s)
+        if best:
+            self._best[key] = best
         return 8 * best if best else None
 
 

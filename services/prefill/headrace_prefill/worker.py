@@ -160,8 +160,7 @@ class PrefillWorker:
 
     def stall(self) -> Stall | None:
         """None while the engine steps, or has nothing to do."""
-        steps = self._engine.steps
-        return None if steps is None else steps.stall()
+        return self._engine.steps.stall()
 
     async def wait_stepping(self) -> None:
         """Returns when there is no stall."""

@@ -25,6 +25,7 @@ from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Released
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
@@ -32,6 +33,8 @@ from tests.component.decode.prefill_rank import RESERVATION, ROUTER, PrefillRank
 from tests.component.decode.scripted_engine import REF, ScriptedEngine
 from tests.linked_call import LinkedCall
 from tests.model.virtual_time import VirtualTimers
+
+NO_CHANGES: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,12 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
             service.attempts.status,
-            on_drain=server.request_drain,
+            PrefixEventPublisher(REF, 16),
+            signal,
+            engine.reset_prefix_cache,
+            server.request_drain,
+            NO_CHANGES,
             ticket_keys=ROUTER.known,
-            signal=signal,
         ),
         server.server,
     )

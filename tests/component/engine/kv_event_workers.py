@@ -16,7 +16,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.workers.directory import worker_from_member
@@ -38,13 +38,15 @@ class Servicer(WorkerStatusServicer):
     """The worker's servicer, with a `relay` that may drop messages."""
 
     def __init__(self, engine: SimEngine) -> None:
-        super().__init__(self.status, engine.prefix_events, engine.reset_prefix_cache)
+        unused: Any = None
+        events, reset = engine.prefix_events, engine.reset_prefix_cache
+        super().__init__(self.status, events, StatusSignal(), reset, unused, unused)
         self.engine = engine
         self.requests: list[worker_pb2.SubscribeKvEventsRequest] = []
         self.relay: Relay | None = None
+        self.has_events = True
 
     def status(self) -> worker_pb2.WatchStatusResponse:
-        assert self.engine.prefix_events is not None
         ref = self.engine.prefix_events.ref
         return worker_pb2.WatchStatusResponse(
             worker_id=ref.worker_id,
@@ -56,6 +58,8 @@ class Servicer(WorkerStatusServicer):
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
         self.requests.append(request)
+        if not self.has_events:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker has no KV events")
         messages = super().SubscribeKvEvents(request, context)
         async for message in self.relay(messages) if self.relay else messages:
             yield message
@@ -89,7 +93,6 @@ class CachingWorker:
         ref: WorkerRef,
         role: registry_pb2.Member.Role.ValueType = registry_pb2.Member.ROLE_DECODE,
     ) -> CachingWorker:
-        assert engine.prefix_events is not None
         engine.prefix_events.set_hash_key(KEY, MODEL)
         worker = cls(ref, engine, Servicer(engine), role)
         await worker.serve()

@@ -101,8 +101,7 @@ async def test_blocks_in_main_memory_count_by_their_measured_load_time(rig: Even
     await worker.answer(second)
     # Computing a token takes twice as long as loading it does.
     loads = worker.engine.tier_loads
-    await until(lambda: loads is not None and loads.seconds_per_block(Tier.HOST) is not None)
-    assert loads is not None
+    await until(lambda: loads.seconds_per_block(Tier.HOST) is not None)
     rig.compute_s_per_token = 2 * (loads.seconds_per_block(Tier.HOST) or 0.0) / BLOCK_TOKENS
     await until(lambda: rig.cached(table, first)["w-0"] < unmeasured)
     # In the other role, too.
@@ -179,7 +178,7 @@ async def test_a_worker_without_events_has_no_credit_and_is_not_retried(
     rig: EventRig,
 ) -> None:
     worker = await rig.add("w-0")
-    worker.servicer._prefix_events = None
+    worker.servicer.has_events = False
     prompt = random_prompt(Random(11), 40)
     await worker.answer(prompt)
     table = rig.follow()

@@ -34,7 +34,7 @@ from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.tickets import RouterTickets
 from headrace_kv.transport.base import KvTransport
-from headrace_prefill.prefix_fetch import FetchContext, FetchRecord, FetchRule, PrefixFetcher
+from headrace_prefill.prefix_fetch import FetchRecord, FetchRule, PrefixFetcher
 from headrace_prefill.worker import PrefillWorker
 from tests.component.engine.sim.support import engine_config, uses
 from tests.linked_call import LinkedCall
@@ -298,15 +298,15 @@ async def serve(
     service = DecodeService(attempts, _ANSWER_S)
     known: list[WorkerRef] = [PREFILL]
     endpoints: dict[WorkerRef, str] = {}
-    context = FetchContext(
+    fetcher = PrefixFetcher(
         ref=PREFILL,
         engine=prefill,
         receiver=receivers[prefill],
         rule=rule,
         timeout_s=timeout_s,
         on_ended=records.append,
+        open_channel=lambda endpoint: open_channel(endpoint, INSECURE),
     )
-    fetcher = PrefixFetcher(context, lambda endpoint: open_channel(endpoint, INSECURE))
 
     def endpoint_of(ref: WorkerRef) -> str:
         if ref not in known:

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from headrace_common.errors import InternalError
 from headrace_engine.sim.model.bit_mixer import WORD_MASK, U64Array, mix_int
-from headrace_engine.sim.model.caches import TOKEN_INNER, word_of
 from headrace_engine.sim.model.model import PartFormula, SimModel, WordArray
-from headrace_engine.sim.model.settings import SimShape
+from headrace_engine.sim.model.settings import TOKEN_INNER, SimShape, word_of
 from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part, RankMemory, Region
 from headrace_kv.shard_map import PlacedRegions, heads_held, place_regions
 from headrace_kv.transport.memory import allocate_arena, suited_alignment_bytes

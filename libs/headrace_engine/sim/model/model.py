@@ -26,9 +26,8 @@ from headrace_engine.sim.model.bit_mixer import (
     mix_int,
     mix_words,
 )
-from headrace_engine.sim.model.caches import word_of
 from headrace_engine.sim.model.sampling import choose_token, token_logprobs
-from headrace_engine.sim.model.settings import SimSettings
+from headrace_engine.sim.model.settings import SimSettings, word_of
 from headrace_kv.layout import STATE, CacheGroup, Part
 
 GREEDY = Sampling(temperature=0.0)

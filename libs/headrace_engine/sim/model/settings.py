@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace_common.config import problem_text
 from headrace_common.errors import ConfigError
 from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 from headrace_common.registry.adapters import Adapter, adapter_to_proto, announced_violations
-from headrace_engine.sim.model.caches import spread_caches, with_blocks
-from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup, Part
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup, GroupKind, Part
 from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, heads_held
 
 if TYPE_CHECKING:
@@ -26,6 +27,51 @@ BLOCK_TOKENS = 32
 _ORDERS: dict[str, tuple[Dimension, ...]] = {"hnd": HEAD_OUTER, "nhd": TOKENS_OUTER}
 _INDEX_PARTS = (Part("key", "uint8", 16), Part("key_scale", "float32", 4))
 _PART_BYTES_MAX = 65536
+TOKEN_INNER: Final = "token_inner"
+"""An opaque block_format: tokens are the innermost dimension, so no token is contiguous."""
+
+
+def word_of(part: Part) -> np.dtype[np.unsignedinteger]:
+    """The widest unsigned integer that divides a part."""
+    return np.dtype(f"u{math.gcd(8, part.unit_bytes)}")
+
+
+def with_blocks(cache: CacheGroup, block_tokens: int, block_format: str) -> CacheGroup:
+    """The group of a worker with blocks of `block_tokens`. A state ignores both arguments."""
+    if cache.kind == STATE:
+        return cache
+    tokens = 1 if block_format == TOKEN_OUTER else block_tokens
+    parts = tuple(
+        replace(part, unit_bytes=part.unit_bytes * tokens, block_format=block_format)
+        for part in cache.parts
+    )
+    return replace(cache, block_tokens=block_tokens, parts=parts)
+
+
+def spread_caches(
+    kinds: Sequence[tuple[str, GroupKind, int, int, tuple[Part, ...]]],
+) -> tuple[CacheGroup, ...]:
+    """Caches of (name, kind, layer count, heads, parts), with the layers of all kinds alternating evenly.
+
+    Kinds without layers are omitted.
+    """
+    turns = sorted(
+        ((2 * index + 1) / count, number)
+        for number, (_, _, count, _, _) in enumerate(kinds)
+        for index in range(count)
+    )
+    return tuple(
+        CacheGroup(
+            name,
+            tuple(layer for layer, (_, owner) in enumerate(turns) if owner == number),
+            kind,
+            heads,
+            0 if kind == STATE else 1,
+            parts,
+        )
+        for number, (name, kind, count, heads, parts) in enumerate(kinds)
+        if count
+    )
 
 
 def _parts(text: str) -> tuple[Part, ...]:

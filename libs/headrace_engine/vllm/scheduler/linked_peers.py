@@ -33,8 +33,7 @@ from headrace_engine.vllm.settings import (
     STEP_KEY,
     ConnectorSettings,
     keep_terms,
-    kept_params,
-    times_params,
+    params_with,
 )
 from headrace_kv.layout import layout_from_proto
 from headrace_kv.messages import Reservation, reservation_to_proto
@@ -159,7 +158,7 @@ class LinkedPeers(Peers):
         self._comparisons.request_finished(request.request_id)
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
-        return False, self._keep(request) if times is None else times_params(times)
+        return False, self._keep(request) if times is None else params_with(times)
 
     def _keep(self, request: Request) -> dict[str, Any] | None:
         """Promises the KV of an answered request that asks for it."""
@@ -167,7 +166,7 @@ class LinkedPeers(Peers):
         if terms is None or not continuation.has_answer(request):
             return None
         kept = self._tiers.keep(request.request_id, request.num_computed_tokens, terms)
-        return None if kept is None else kept_params(kept)
+        return None if kept is None else params_with(kept)
 
     def _report_failure(self, request: Request) -> None:
         failed_id = continuation.failure_id(request)

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from subprocess import PIPE, Popen
@@ -16,6 +15,7 @@ from typing import Final, TypeAlias
 
 from headrace_common.callers.bounds import FewEach
 from headrace_common.errors import DecodeFull, InvalidRequest
+from headrace_common.tasks import Recent
 from headrace_engine.interface import StructuredOutputs
 from headrace_text.constraints import closed_schema
 
@@ -52,10 +52,10 @@ class ConstraintCheck:
     def __init__(self, cpu_s: float = CONSTRAINT_CPU_S) -> None:
         """`cpu_s` bounds the processor time of one constraint."""
         self._cpu_s = cpu_s
-        self._known: OrderedDict[_Key, float | str] = OrderedDict()
+        self._known: Recent[_Key, float | str] = Recent(_KNOWN_MAX)
         """Seconds that it took, or which bound it exceeded."""
         self._turns = FewEach()
-        self._ready_s: OrderedDict[str, float] = OrderedDict()
+        self._ready_s: Recent[str, float] = Recent(_TENANTS_MAX)
         """When a tenant may have its next constraint compiled, by the event loop's clock."""
         self._places = asyncio.Semaphore(_PROCESSES_MAX)
         self._idle: list[Process] = []
@@ -75,15 +75,10 @@ class ConstraintCheck:
             if found is None:
                 found = await self._compile(outputs)
                 self._known[tenant, outputs] = found
-                if len(self._known) > _KNOWN_MAX:
-                    self._known.popitem(last=False)
             if isinstance(found, str):
                 raise InvalidRequest({_path(outputs): self._remedy(found)})
             if found > _CHEAP_S:
                 self._ready_s[tenant] = loop.time() + found
-                self._ready_s.move_to_end(tenant)
-                if len(self._ready_s) > _TENANTS_MAX:
-                    self._ready_s.popitem(last=False)
 
     def close(self) -> None:
         """Ends the processes. No check is under way."""

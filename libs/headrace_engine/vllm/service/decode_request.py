@@ -13,6 +13,7 @@ from headrace_common.errors import (
     InvalidRequest,
     TransferFailed,
 )
+from headrace_engine.connector.transfers import ReceiveParams
 from headrace_engine.interface import (
     AnswerSink,
     DecodeEnded,
@@ -29,8 +30,9 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
-from headrace_engine.vllm.settings import read_kept, receive_params
+from headrace_engine.vllm.settings import find_params, params_with
 from headrace_kv.messages import Reservation
+from headrace_kv.tiers.promises import Kept
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput, TokensPrompt
@@ -123,7 +125,7 @@ class DecodeRequest:
         work = self.work
         params = None
         if work.remote_kv:
-            params = receive_params(work.transfer_id, work.awaits_first_token)
+            params = params_with(ReceiveParams(work.transfer_id, work.awaits_first_token))
         try:
             return await self.llm.add_request(
                 work.transfer_id,
@@ -167,7 +169,7 @@ class DecodeRequest:
         if cached_tokens is None:
             cached_tokens = last.num_cached_tokens or 0
         stopped = await self._stopped(last.outputs[0].finish_reason)
-        kept = read_kept(last.kv_transfer_params)
+        kept = find_params(last.kv_transfer_params, Kept)
         self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept))
 
     def _output_arrived(self, output: RequestOutput | Exception) -> None:

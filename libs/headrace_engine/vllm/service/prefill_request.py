@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import (
-    HeadraceError,
-    InternalError,
-    TransferTimeout,
-    from_reason,
-)
+from headrace_common.errors import HeadraceError, InternalError
 from headrace_common.tasks import end_task
-from headrace_engine.connector.transfers import PrefillTimes, PrefixParams
+from headrace_engine.connector.sender_reports import SenderReports
+from headrace_engine.connector.transfers import PrefillTimes, PrefixParams, SendParams
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
@@ -27,8 +21,8 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
-from headrace_engine.vllm.settings import read_times, send_params
-from headrace_kv.messages import Reservation, SendReport
+from headrace_engine.vllm.settings import find_params, params_with
+from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -37,17 +31,12 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.link.server import LinkServer
 
 
-log = logging.getLogger(__name__)
-
-QUIET_TIMEOUT_S: Final = 30.0
-
-
 GREEDY_ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 
 
 @dataclass(eq=False, slots=True)
 class PrefillRequest:
-    """Call `outcome` once. The link calls `blocks_reserved`, `transfer_quiet` and `engine_lost`."""
+    """Call `outcome` once. The link calls `blocks_reserved`, and the methods of `sending`."""
 
     llm: AsyncLLM
     link: LinkServer
@@ -55,14 +44,12 @@ class PrefillRequest:
     rank_count: int
     on_first_token: Callable[[DecodeTokens], None] | None = None
     lora_request: LoRARequest | None = None
-    _reports: dict[int, SendReport] = field(default_factory=dict, init=False)
-    _failure: asyncio.Future[HeadraceError] = field(default_factory=asyncio.Future, init=False)
-    _quiet: asyncio.Future[None] = field(default_factory=asyncio.Future, init=False)
+    sending: SenderReports = field(init=False)
+    """What the ranks report."""
+    _computing: asyncio.Task[PrefillTimes] = field(init=False)
 
-    @property
-    def reports(self) -> tuple[SendReport, ...]:
-        """The reports of the ranks that are quiet, by rank."""
-        return tuple(report for _, report in sorted(self._reports.items()))
+    def __post_init__(self) -> None:
+        self.sending = SenderReports(self.work.target, self.rank_count, self._stop)
 
     def blocks_reserved(self, reservation: Reservation) -> None:
         """The scheduler has allocated blocks for a prefix, which is fetched or not."""
@@ -70,66 +57,38 @@ class PrefillRequest:
         if prefix is None or not prefix.start(reservation):
             self.link.transfer_event(Released(reservation.transfer_id))
 
-    def transfer_quiet(self, report: SendReport) -> None:
-        """A rank has no write of the transfer under way any more."""
-        self._reports[report.rank] = report
-        if len(self._reports) == self.rank_count:
-            self._be_quiet()
-        if report.reason:
-            self.fail(
-                from_reason(
-                    report.reason,
-                    f"rank {report.rank}: {report.detail}",
-                    metadata={"transfer_id": report.transfer_id, "rank": str(report.rank)},
-                )
-            )
-
-    def fail(self, error: HeadraceError) -> None:
-        """The prefill has failed. Later failures are ignored."""
-        if not self._failure.done():
-            self._failure.set_result(error)
-
-    def engine_lost(self, error: HeadraceError) -> None:
-        """The engine's processes have ended, so none of them writes any more."""
-        self.fail(error)
-        self._be_quiet()
-
-    def _be_quiet(self) -> None:
-        if not self._quiet.done():
-            self._quiet.set_result(None)
-
-    async def _wait(self, awaited: asyncio.Future[Any]) -> None:
-        """Raises the failure if that comes first."""
-        either: set[asyncio.Future[Any]] = {awaited, self._failure}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._failure.done():
-            raise self._failure.result()
-
     async def outcome(self) -> PrefillOutcome:
         """See Engine.prefill."""
-        deadline = Deadline(self.work.target.deadline_s)
-        compute = asyncio.create_task(self._compute())
+        self._computing = asyncio.create_task(self._compute())
+        self._computing.add_done_callback(self._computed)
         try:
-            async with asyncio.timeout(deadline.remaining_s()):
-                await self._wait(compute)
-                times = compute.result()
-                await self._wait(self._quiet)
-            return PrefillOutcome(
-                cached_tokens=times.cached_tokens,
-                compute_start_unix_ns=times.compute_start_unix_ns,
-                compute_end_unix_ns=times.compute_end_unix_ns,
-                reports=self.reports,
-                fetched_tokens=times.fetched_tokens,
-            )
+            await self.sending.wait()
+            # vLLM's last output may follow the last report.
+            async with asyncio.timeout(Deadline(self.work.target.deadline_s).remaining_s()):
+                times = await self._computing
         except TimeoutError:
-            raise TransferTimeout(
-                f"the deadline passed with {self.rank_count - len(self._reports)} of {self.rank_count} ranks "
-                "still sending",
-                metadata={"transfer_id": self.work.target.transfer_id},
-            ) from None
+            raise self.sending.timeout_error() from None
         finally:
-            if not (compute.done() and self._quiet.done()):
-                await asyncio.shield(asyncio.create_task(self._stop(compute)))
+            await end_task(self._computing)
+        return PrefillOutcome(
+            cached_tokens=times.cached_tokens,
+            compute_start_unix_ns=times.compute_start_unix_ns,
+            compute_end_unix_ns=times.compute_end_unix_ns,
+            reports=self.sending.reports,
+            fetched_tokens=times.fetched_tokens,
+        )
+
+    def _computed(self, computing: asyncio.Task[PrefillTimes]) -> None:
+        error = None if computing.cancelled() else computing.exception()
+        if error is not None:
+            bug = InternalError(f"the prefill met a bug: {error}")
+            self.sending.fail(error if isinstance(error, HeadraceError) else bug)
+
+    def _stop(self, transfer_id: str) -> None:
+        """Ends the computation, and sending on every rank."""
+        stop = link_pb2.Stop(transfer_id=transfer_id)
+        self.link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
+        self._computing.cancel()
 
     async def _compute(self) -> PrefillTimes:
         name, prefix = self.work.target.transfer_id, self._prefix_params()
@@ -147,7 +106,7 @@ class PrefillRequest:
         sampling = GREEDY_ONE_TOKEN
         if self.work.sampling is not None:
             sampling = replace(self.work.sampling, max_tokens=1)
-        ours = send_params(target, prefix, cached_only=self.work.cached_only)
+        ours = params_with(SendParams(target, prefix, self.work.cached_only))
         params = sampling_params(
             sampling,
             ours,
@@ -175,27 +134,10 @@ class PrefillRequest:
             raise rejected(exc, sampling, "token_ids") from exc
         except Exception as exc:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
-        return read_times(last.kv_transfer_params if last is not None else None)
+        return None if last is None else find_params(last.kv_transfer_params, PrefillTimes)
 
     def _prefix_params(self) -> PrefixParams | None:
         prefix = self.work.prefix
         if prefix is None:
             return None
         return PrefixParams(prefix.transfer_id, prefix.end_token, prefix.least_tokens)
-
-    async def _stop(self, compute: asyncio.Task[PrefillTimes]) -> None:
-        """Ends the computation and waits until every rank is quiet (I2)."""
-        transfer_id = self.work.target.transfer_id
-        start_s = time.monotonic()
-        stop = link_pb2.Stop(transfer_id=transfer_id)
-        self.link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
-        await end_task(compute)
-        await asyncio.wait({self._quiet}, timeout=QUIET_TIMEOUT_S)
-        if not self._quiet.done():
-            log.error(
-                "%d of %d ranks were not quiet for transfer %s after %.0f s",
-                self.rank_count - len(self._reports),
-                self.rank_count,
-                transfer_id,
-                time.monotonic() - start_s,
-            )

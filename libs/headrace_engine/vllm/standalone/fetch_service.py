@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -23,8 +21,9 @@ from headrace_common.errors import (
     QueueFull,
     StaleIncarnation,
     TransferTimeout,
-    from_reason,
 )
+from headrace_common.tasks import Recent
+from headrace_engine.connector.sender_reports import SenderReports
 from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 from headrace_kv.messages import SendReport, TransferTarget
 
@@ -45,10 +44,9 @@ class PendingFetches:
 
     def __init__(self, limit: int = 1024, remembered: int = 4096) -> None:
         self._limit = limit
-        self._remembered = remembered
         self._lock = threading.Lock()
         self._pending: dict[str, PendingFetch] = {}
-        self._closed: OrderedDict[str, str] = OrderedDict()
+        self._closed: Recent[str, str] = Recent(remembered)
 
     def add(self, fetch: PendingFetch) -> None:
         """Raises NotFound when the transfer is closed, DuplicateTransfer when it is pending, or QueueFull."""
@@ -73,14 +71,14 @@ class PendingFetches:
         with self._lock:
             fetch = self._pending.pop(transfer_id, None)
             if fetch is not None:
-                self._remember(transfer_id, "it has been fetched")
+                self._closed.setdefault(transfer_id, "it has been fetched")
             return fetch
 
     def close(self, transfer_id: str, why: str) -> None:
         """From now on, no fetch and no prompt match under this id."""
         with self._lock:
             self._pending.pop(transfer_id, None)
-            self._remember(transfer_id, why)
+            self._closed.setdefault(transfer_id, why)
 
     def close_reason(self, transfer_id: str) -> str:
         """Why a transfer is closed. Empty when it is not."""
@@ -93,11 +91,6 @@ class PendingFetches:
             self.close(transfer_id, "its deadline has passed")
         return self.close_reason(transfer_id)
 
-    def _remember(self, transfer_id: str, why: str) -> None:
-        self._closed.setdefault(transfer_id, why)
-        while len(self._closed) > self._remembered:
-            self._closed.popitem(last=False)
-
 
 log = logging.getLogger(__name__)
 
@@ -108,15 +101,11 @@ class DecodeMemories:
     """The memory descriptors of the decode engines that have fetched last, at most DESCRIPTORS_MAX."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[WorkerRef, KvDescriptor] = OrderedDict()
+        self._found: Recent[WorkerRef, KvDescriptor] = Recent(DESCRIPTORS_MAX)
 
     def add(self, ref: WorkerRef, descriptor: layout_pb2.KvDescriptor) -> None:
         """The memory of an engine, which stays the same for its incarnation."""
-        if ref not in self._found:
-            self._found[ref] = descriptor_from_proto(descriptor)
-        self._found.move_to_end(ref)
-        while len(self._found) > DESCRIPTORS_MAX:
-            self._found.popitem(last=False)
+        self._found[ref] = self._found.get(ref) or descriptor_from_proto(descriptor)
 
     async def find(self, ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
         """Raises StaleIncarnation for an engine that is not among them."""
@@ -126,55 +115,23 @@ class DecodeMemories:
         return found
 
 
-class _Fetch:
-    """One Fetch call. `ended` has the bytes once every rank has reported, or the first failure."""
-
-    def __init__(self, rank_count: int) -> None:
-        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.missing = set(range(rank_count))
-        self._payload_bytes = 0
-
-    def add_report(self, report: SendReport) -> None:
-        self.missing.discard(report.rank)
-        self._payload_bytes += report.payload_bytes
-        if report.reason:
-            self.fail(from_reason(report.reason, f"rank {report.rank}: {report.detail}"))
-        elif not self.missing and not self.ended.done():
-            self.ended.set_result(self._payload_bytes)
-
-    def fail(self, error: HeadraceError) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(error)
-            # The call may have been cancelled.
-            self.ended.exception()
-
-
+@dataclass(eq=False, slots=True, kw_only=True)
 class FetchService(pair_pb2_grpc.PairServiceServicer):
     """`stop` ends a transfer on every rank. The ranks' reports come to `transfer_quiet`."""
 
-    def __init__(
-        self,
-        *,
-        ref: WorkerRef,
-        rank_count: int,
-        pending: PendingFetches,
-        memories: DecodeMemories,
-        stop: Callable[[str], None],
-        timeout_s: float,
-    ) -> None:
-        self._ref = ref
-        self._rank_count = rank_count
-        self._pending = pending
-        self._memories = memories
-        self._stop = stop
-        self._timeout_s = timeout_s
-        self._fetches: dict[str, _Fetch] = {}
+    ref: WorkerRef
+    rank_count: int
+    pending: PendingFetches
+    memories: DecodeMemories
+    stop: Callable[[str], None]
+    timeout_s: float
+    _fetches: dict[str, SenderReports] = field(default_factory=dict, init=False)
 
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of a transfer under way any more."""
         fetch = self._fetches.get(report.transfer_id)
         if fetch is not None:
-            fetch.add_report(report)
+            fetch.rank_quiet(report)
 
     def fail(self, transfer_id: str, error: HeadraceError) -> None:
         """The prompt is not going to be sent."""
@@ -188,39 +145,40 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pair_pb2.FetchResponse:
         """See pair.proto."""
-        if request.source_incarnation not in ("", self._ref.incarnation):
+        if request.source_incarnation not in ("", self.ref.incarnation):
             raise StaleIncarnation(
-                f"the prompt was computed by {request.source_incarnation}, this is {self._ref}",
-                metadata={"meant": request.source_incarnation, "actual": self._ref.incarnation},
+                f"the prompt was computed by {request.source_incarnation}, this is {self.ref}",
+                metadata={"meant": request.source_incarnation, "actual": self.ref.incarnation},
             )
-        pending = self._read(request, Deadline.from_context(context, self._timeout_s))
+        pending = self._read(request, Deadline.from_context(context, self.timeout_s))
         target = pending.target
         if target.start_token == target.end_token:
-            self._pending.close(target.transfer_id, "decode needs nothing of it")
+            self.pending.close(target.transfer_id, "decode needs nothing of it")
             return pair_pb2.FetchResponse()
-        self._memories.add(target.decode, request.descriptor)
-        self._pending.add(pending)
-        fetch = self._fetches[target.transfer_id] = _Fetch(self._rank_count)
+        self.memories.add(target.decode, request.descriptor)
+        self.pending.add(pending)
+        fetch = SenderReports(target, self.rank_count, self._stop_ranks)
+        self._fetches[target.transfer_id] = fetch
         try:
-            async with asyncio.timeout(max(0.0, Deadline(target.deadline_s).remaining_s())):
-                return pair_pb2.FetchResponse(payload_bytes=await fetch.ended)
-        except TimeoutError:
+            await fetch.wait()
+        except TransferTimeout as error:
             raise TransferTimeout(
-                f"transfer {target.transfer_id} was not sent in time: "
-                "the prompt did not arrive, or took too long",
+                f"transfer {target.transfer_id} was not sent in time: the prompt did not arrive, or took too long "
+                f"({error.detail})",
                 metadata={"transfer_id": target.transfer_id},
-            ) from None
+            ) from error
         finally:
             del self._fetches[target.transfer_id]
-            if fetch.missing:
-                # The ranks keep the transfer's blocks until they are quiet.
-                self._pending.close(target.transfer_id, "decode cancelled it")
-                self._stop(target.transfer_id)
+        return pair_pb2.FetchResponse(payload_bytes=sum(one.payload_bytes for one in fetch.reports))
+
+    def _stop_ranks(self, transfer_id: str) -> None:
+        self.pending.close(transfer_id, "decode cancelled it")
+        self.stop(transfer_id)
 
     def close(self) -> None:
         """Ends every Fetch."""
         for fetch in self._fetches.values():
-            fetch.fail(Cancelled("the prefill engine is shutting down"))
+            fetch.ranks_lost(Cancelled("the prefill engine is shutting down"))
 
     @staticmethod
     def _read(request: pair_pb2.FetchRequest, deadline: Deadline) -> PendingFetch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ from headrace_common.errors import (
     ProtocolViolation,
 )
 from headrace_common.identity import new_transfer_id
+from headrace_common.tasks import Recent
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
-from headrace_engine.connector.transfers import PrefillTimes
+from headrace_engine.connector.transfers import PrefillTimes, ReceiveParams, SendParams
 from headrace_engine.vllm.model_folder import digest_of_adapter
 from headrace_engine.vllm.scheduler.connector_scheduler import Peers
-from headrace_engine.vllm.settings import PARAMS_KEY, receive_params, send_params
+from headrace_engine.vllm.settings import PARAMS_KEY, params_with
 from headrace_engine.vllm.standalone.fetch_service import PendingFetch
 from headrace_engine.vllm.standalone.node import FetchPlan, StandaloneNode
 from headrace_engine.vllm.standalone.params import (
@@ -88,7 +88,7 @@ class PairScheduler(Peers):
         self._pending = node.pending_fetches
         self._timeout_s = timeout_s
         self._kv_hold_timeout_s = kv_hold_timeout_s
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen: Recent[str, None] = Recent(SEEN_MAX)
         self._fetching: dict[str, tuple[ConsumerParams, Prompt]] = {}
         # By request: the kv_transfer_params of its last output.
         self._receiving: dict[str, dict[str, Any]] = {}
@@ -160,7 +160,7 @@ class PairScheduler(Peers):
             "payload_bytes": 0,
         }
         assert prompt.params is not None
-        prompt.params.update(receive_params(params.transfer_id))
+        prompt.params.update(params_with(ReceiveParams(params.transfer_id)))
 
     def _send(self, prompt: Prompt, params: ProducerParams) -> bool:
         transfer_id = params.transfer_id
@@ -178,7 +178,7 @@ class PairScheduler(Peers):
             clear_request(prompt.params)
             self._require_same_prompt(prompt, fetch)
             assert prompt.params is not None
-            prompt.params.update(send_params(fetch.target))
+            prompt.params.update(params_with(SendParams(fetch.target)))
             self._sending[prompt.request_id] = transfer_id
             return True
         why = self._pending.close_expired(transfer_id, params.deadline)
@@ -193,8 +193,6 @@ class PairScheduler(Peers):
         if transfer_id in self._seen:
             raise InvalidRequest({"transfer_id": f"{transfer_id} was used before"})
         self._seen[transfer_id] = None
-        while len(self._seen) > SEEN_MAX:
-            self._seen.popitem(last=False)
 
     def _require_same_prompt(self, prompt: Prompt, fetch: PendingFetch) -> None:
         """Raises ProtocolViolation, and fails the Fetch, when decode has another prompt."""

@@ -40,7 +40,6 @@ def tiers(*, publishes: bool = True, timeout_s: float = LONG_S) -> TierSettings:
 
 def open_pool_of(engine: SimEngine, hash_key: int = HASH_KEY) -> None:
     """Gives a worker the deployment's key, as its registration does."""
-    assert engine.prefix_events is not None
     engine.prefix_events.set_hash_key(hash_key, "sim")
 
 

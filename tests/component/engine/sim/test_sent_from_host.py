@@ -102,7 +102,6 @@ async def finish(both: Pair, started: Started, prompt: list[int]) -> None:
 
 def loaded_blocks(both: Pair) -> int:
     """Blocks that prefill has loaded from main memory."""
-    assert both.prefill.tier_loads is not None
     return both.prefill.tier_loads.loaded_blocks().get(Tier.HOST, 0)
 
 

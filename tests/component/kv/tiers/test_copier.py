@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,15 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.layout import KvLayout, RankMemory
 from headrace_kv.prefix.events import Tier
 from headrace_kv.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
-from headrace_kv.tiers.copier import DiskStorage, TierCopier
+from headrace_kv.tiers.copier import (
+    ADDRESSED_MEMORY,
+    AddressedMemory,
+    DeviceMemory,
+    DiskStorage,
+    TierCopier,
+)
 from headrace_kv.tiers.tiers import TierCopy
-from headrace_kv.transport.memory import Bytes, HostMemory, Mark, Piece, wait_for
+from headrace_kv.transport.memory import Bytes, Mark, Piece, wait_for
 
 BLOCKS = 6
 LAYERS = 3
@@ -50,10 +56,8 @@ class Rank:
                     yield self.arena[start : start + region.unit_bytes].tobytes()
 
 
-class Device(HostMemory):
+class Device(AddressedMemory):
     """Memory of this process that stands for a device's. It can fail."""
-
-    on_host = False
 
     def __init__(self) -> None:
         self.locked: list[Bytes] = []
@@ -68,13 +72,11 @@ class Device(HostMemory):
 
     def to_host(self, pieces: Iterable[Piece], mark: Mark) -> None:
         self._begin(mark)
-        for addresses, lengths, area in pieces:
-            self.gather(addresses, lengths, area)
+        super().to_host(pieces, mark)
 
     def to_device(self, pieces: Iterable[Piece], mark: Mark) -> None:
         self._begin(mark)
-        for addresses, lengths, area in pieces:
-            self.scatter(area, addresses, lengths)
+        super().to_device(pieces, mark)
 
     def _begin(self, mark: Mark) -> None:
         if not wait_for(mark, self.wait_s):
@@ -124,25 +126,12 @@ def rank_of(
     layout: KvLayout | None = None,
     rank: int = 0,
     order: tuple[Dimension, ...] = HEAD_OUTER,
-    device: Device | None = None,
-    apart: int = 0,
+    device: DeviceMemory = ADDRESSED_MEMORY,
 ) -> Rank:
-    """`apart`: bytes by which the blocks of each layer are further apart than those of the layer before."""
     layout = layout or layout_of()
     placed = place_regions(layout, rank, (BLOCKS,), order)
-    regions = placed.regions
-    if apart:
-        regions = tuple(
-            replace(
-                one,
-                offset_bytes=one.offset_bytes + LAYERS * BLOCKS * apart * one.layer,
-                block_stride_bytes=one.block_stride_bytes + apart * one.layer,
-            )
-            for one in regions
-        )
-    nbytes = max(one.end_bytes for one in regions)
-    arena = np.frombuffer(random.Random(1).randbytes(nbytes), np.uint8).copy()
-    memory = RankMemory(rank, "", "", int(arena.ctypes.data), arena.nbytes, regions)
+    arena = np.frombuffer(random.Random(1).randbytes(placed.arena_bytes), np.uint8).copy()
+    memory = RankMemory(rank, "", "", int(arena.ctypes.data), arena.nbytes, placed.regions)
     copier = TierCopier(
         layout,
         memory,
@@ -157,18 +146,16 @@ def rank_of(
 @pytest.mark.parametrize("order", [HEAD_OUTER, TOKENS_OUTER])
 @pytest.mark.parametrize("block_format", ["token_outer", "token_inner"])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("device", [None, Device()])
-@pytest.mark.parametrize("apart", [0, 8_192])
+@pytest.mark.parametrize("device", [ADDRESSED_MEMORY, Device()])
 def test_blocks_return_with_their_bytes_from_every_tier(
     copiers: list[TierCopier],
     tmp_path: Path,
     order: tuple[Dimension, ...],
     block_format: str,
     rank: int,
-    device: Device | None,
-    apart: int,
+    device: DeviceMemory,
 ) -> None:
-    one = rank_of(copiers, tmp_path, layout_of(block_format, 2), rank, order, device, apart)
+    one = rank_of(copiers, tmp_path, layout_of(block_format, 2), rank, order, device)
     before = one.blocks(*range(BLOCKS))
     one.copier.copy(TierCopy(*TO_HOST, (5, 1, 2), (0, 3, 2)))
     one.copier.copy(TierCopy(*TO_DISK, (3, 2), (2, 0)))

@@ -12,7 +12,7 @@ from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import PrefixParams, ScheduledRequest, SendParams
 from headrace_engine.vllm.scheduler.connector_scheduler import VllmPoolBlocks
-from headrace_engine.vllm.settings import read_params, send_params, waits_for_kv
+from headrace_engine.vllm.settings import params_with, read_params, waits_for_kv
 from headrace_kv.layout import TOKENS
 from headrace_kv.messages import Reservation
 from tests.unit.engine.connector.test_step_planner import (
@@ -151,12 +151,12 @@ def test_the_null_block_of_a_window_is_not_held() -> None:
 
 def test_params_of_a_prefix_are_equal_after_conversion() -> None:
     target, prefix = target_of(64, 77), PrefixParams("p1", 64, 32)
-    assert read_params(send_params(target, prefix)) == SendParams(target, prefix)
-    cached = send_params(target, cached_only=True)
+    assert read_params(params_with(SendParams(target, prefix))) == SendParams(target, prefix)
+    cached = params_with(SendParams(target, cached_only=True))
     assert read_params(cached) == SendParams(target, cached_only=True)
     # The scheduler must not hold it back behind prompts.
     assert waits_for_kv(cached)
-    assert not waits_for_kv(send_params(target, prefix))
+    assert not waits_for_kv(params_with(SendParams(target, prefix)))
 
 
 # Decode: sends.

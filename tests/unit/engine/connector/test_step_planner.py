@@ -16,7 +16,7 @@ from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import ReceiveParams, ScheduledRequest, SendParams
-from headrace_engine.vllm.settings import consume_params, read_params, receive_params, send_params
+from headrace_engine.vllm.settings import consume_params, params_with, read_params
 from headrace_kv.layout import STATE, TOKENS, GroupKind, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget
 
@@ -200,12 +200,14 @@ def test_every_missing_token_is_planned_once(
 
 def test_params_are_equal_after_conversion() -> None:
     target = replace(target_of(32, 77), ticket=bytes(range(256)))
-    assert read_params(send_params(target)) == SendParams(target)
+    assert read_params(params_with(SendParams(target))) == SendParams(target)
     # vLLM passes them between its processes.
-    assert read_params(json.loads(json.dumps(send_params(target)))) == SendParams(target)
+    assert read_params(json.loads(json.dumps(params_with(SendParams(target))))) == SendParams(
+        target
+    )
     assert read_params({}) is None
     # A request asks once: after a preemption, vLLM computes it here.
-    params: dict[str, Any] = receive_params("x1") | {"other": 1}
+    params: dict[str, Any] = params_with(ReceiveParams("x1")) | {"other": 1}
     assert consume_params(params) == ReceiveParams("x1")
     assert params == {"other": 1}
     assert consume_params(params) is None

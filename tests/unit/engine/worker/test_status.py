@@ -11,6 +11,7 @@ import pytest
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.time_model.model import StepTimes, TimeModel
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import EngineSteps, StepWatch
 from headrace_engine.worker.status import (
     BUSY_INTERVAL_S,
@@ -19,6 +20,7 @@ from headrace_engine.worker.status import (
     WatchedStatus,
     WorkerStatusServicer,
 )
+from headrace_kv.layout import WorkerRef
 from tests.virtually import virtually
 
 START_S = 1_000.0
@@ -34,6 +36,16 @@ class Context:
         pass
 
 
+def status_of(
+    snapshot: Callable[[], worker_pb2.WatchStatusResponse],
+    signal: StatusSignal,
+    times: Callable[[], TimeModel] = TimeModel,
+) -> WorkerStatusServicer:
+    unused: Any = None
+    events = PrefixEventPublisher(WorkerRef("w-0", "1"), 16)
+    return WorkerStatusServicer(snapshot, events, signal, unused, unused, unused, times)
+
+
 class Worker:
     """A worker with a number of requests, and what one watcher gets: the number and the time of each message."""
 
@@ -41,7 +53,7 @@ class Worker:
         self.requests = 0
         self.signal = StatusSignal()
         self.times = TimeModel()
-        servicer = WorkerStatusServicer(self.snapshot, signal=self.signal, times=lambda: self.times)
+        servicer = status_of(self.snapshot, self.signal, lambda: self.times)
         request = worker_pb2.WatchStatusRequest()
         request.max_interval.FromSeconds(max_interval_s)
         context: Any = Context()
@@ -96,7 +108,7 @@ async def test_a_stall_is_sent_with_its_age_until_the_engine_steps() -> None:
     worker = Worker(60)
     worker.requests = 2
     worker.snapshot = WatchedStatus(worker.snapshot, steps).read  # type: ignore[method-assign]
-    servicer = WorkerStatusServicer(worker.snapshot, signal=worker.signal)
+    servicer = status_of(worker.snapshot, worker.signal)
     context: Any = Context()
     stream = aiter(servicer.WatchStatus(worker_pb2.WatchStatusRequest(), context))
     steps.report(EngineSteps(1, 2, 7, 0.1))

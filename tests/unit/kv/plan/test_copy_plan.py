@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
-from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs, plan_runs
+from headrace_kv.copy_plan import BlockSpan, CopyPlanner, Runs
 from headrace_kv.layout import KvLayout, RankMemory
 from headrace_kv.shard_map import HEAD_OUTER, Dimension, Edge, place_regions
 
@@ -40,6 +40,12 @@ def memory(
     )
     placed = place_regions(layout, 0, (blocks,), order)
     return RankMemory(0, "in_memory", "s", 1000, placed.arena_bytes, placed.regions)
+
+
+def plan_runs(
+    source: RankMemory, destination: RankMemory, edge: Edge, layer: int, chosen: BlockSpan
+) -> Runs:
+    return CopyPlanner(source, destination).plan(edge, layer, chosen)
 
 
 def span(

@@ -1,4 +1,4 @@
-"""Copies, gather and scatter against plain slices; ranges and sessions."""
+"""Gather and scatter against plain slices; ranges and sessions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kv.copy_plan import Int64Array
-from headrace_kv.runs import Runs
-from headrace_kv.transport import memory
 from headrace_kv.transport.base import join_sessions, session_of
-from headrace_kv.transport.memory import Bytes, MemoryRanges, copy_runs, gather, scatter
+from headrace_kv.transport.memory import MemoryRanges, gather, scatter
 
 
 @st.composite
@@ -42,42 +40,6 @@ def test_gather_then_scatter(found: tuple[list[int], list[int]]) -> None:
     for offset, length in zip(offsets, lengths, strict=True):
         mask[offset : offset + length] = True
     assert np.array_equal(target, np.where(mask, source, 0))
-
-
-@st.composite
-def sequences(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    """(source, target, length) of runs, in sequences of equal distances. No targets overlap."""
-    found: list[tuple[int, int, int]] = []
-    target = 0
-    for _ in range(draw(st.integers(0, 5))):
-        length, count = draw(st.integers(1, 9)), draw(st.integers(1, 6))
-        source_step, step = draw(st.integers(-20, 20)), length + draw(st.integers(0, 5))
-        source = draw(st.integers(0, 30)) + 20 * count
-        places = [target + step * index for index in range(count)]
-        if draw(st.booleans()):
-            places.reverse()
-        found += [(source + source_step * index, at, length) for index, at in enumerate(places)]
-        target = max(places) + length + draw(st.integers(0, 3))
-    return found
-
-
-def runs_of(source: Bytes, target: Bytes, places: list[tuple[int, int, int]]) -> Runs:
-    starts, stops, lengths = np.array(places, np.int64).reshape(-1, 3).T
-    return Runs(starts + source.ctypes.data, stops + target.ctypes.data, lengths)
-
-
-@given(sequences())
-def test_runs_are_copied_as_slices(places: list[tuple[int, int, int]]) -> None:
-    source = np.random.default_rng(1).integers(1, 256, 300, np.uint8)
-    target = np.zeros(600, np.uint8)
-    expected = target.copy()
-    for start, stop, length in places:
-        expected[stop : stop + length] = source[start : start + length]
-    runs = runs_of(source, target, places)
-    copy_runs(runs)
-    assert np.array_equal(target, expected)
-    # Every run is copied once.
-    assert sum(source.shape[0] * source.shape[1] for source, _ in memory._pairs(runs)) == len(runs)
 
 
 def test_runs_may_lie_in_several_ranges() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
 from headrace_kv.layout import KvLayout, WorkerRef, layout_to_proto
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
@@ -17,6 +18,7 @@ from tests.virtually import virtually
 KEY, MODEL, BLOCK_TOKENS = 7, "small", 8
 PROMPT = list(range(40))
 SILENCE_S = 5.0
+UNUSED: Any = (None, None, None)
 LAYOUT = KvLayout.attention(
     model=MODEL,
     dtype="float32",
@@ -35,7 +37,9 @@ class Worker:
         self.ref = WorkerRef("w-0", f"{generation:016x}")
         self.events = PrefixEventPublisher(self.ref, BLOCK_TOKENS)
         self.events.set_hash_key(KEY, MODEL)
-        self.servicer = WorkerStatusServicer(worker_pb2.WatchStatusResponse, self.events)
+        self.servicer = WorkerStatusServicer(
+            worker_pb2.WatchStatusResponse, self.events, StatusSignal(), *UNUSED
+        )
 
     def cache(self) -> None:
         hashes = prefix_hasher(KEY, MODEL, BLOCK_TOKENS).hashes(PROMPT)

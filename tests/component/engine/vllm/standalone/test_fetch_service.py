@@ -66,6 +66,7 @@ async def node() -> AsyncIterator[Served]:
             stub = pair_pb2_grpc.PairServiceStub(channel)
             yield Served(service, pending, memories, stub, stopped)
     finally:
+        service.close()
         await server.stop(None)
 
 
@@ -99,8 +100,9 @@ async def test_a_fetch_returns_when_every_rank_is_quiet(node: Served) -> None:
 async def test_a_rank_that_failed_ends_the_fetch_and_stops_the_others(node: Served) -> None:
     fetch = await node.start_fetch()
     node.service.transfer_quiet(report(1, "TRANSFER_FAILED"))
-    assert (await error_of(fetch)).reason == "TRANSFER_FAILED"
     assert node.stopped == ["x1"]
+    node.service.transfer_quiet(report(0, "CANCELLED"))
+    assert (await error_of(fetch)).reason == "TRANSFER_FAILED"
 
 
 async def test_a_fetch_that_is_cancelled_stops_the_ranks(node: Served) -> None:
@@ -140,6 +142,8 @@ async def test_wrong_fetches_are_rejected(
 async def test_a_prompt_that_is_not_sent_fails_its_fetch(node: Served) -> None:
     fetch = await node.start_fetch()
     node.service.fail("x1", InternalError("gone"))
+    for rank in range(2):
+        node.service.transfer_quiet(report(rank, "CANCELLED"))
     assert "gone" in str(await error_of(fetch))
 
 

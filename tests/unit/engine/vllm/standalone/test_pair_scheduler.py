@@ -20,7 +20,7 @@ from headrace_common.errors import (
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.connector.transfers import ReceiveParams, SendParams
-from headrace_engine.vllm.settings import read_params, receive_params
+from headrace_engine.vllm.settings import params_with, read_params
 from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
 from headrace_engine.vllm.standalone.node import FetchPlan, require_all_tokens
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
@@ -204,7 +204,8 @@ def test_no_request_waits_beyond_its_deadline(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [receive_params("x9"), {"headrace": {"outgoing": {"transfer_id": "x9"}}}]
+    "params",
+    [params_with(ReceiveParams("x9")), {"headrace": {"SendParams": {"transfer_id": "x9"}}}],
 )
 def test_clients_cannot_set_the_connectors_own_params(rig: Rig, params: dict[str, Any]) -> None:
     assert rig.prepared(params).params == {}

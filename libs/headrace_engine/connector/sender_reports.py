@@ -59,18 +59,29 @@ class SenderReports:
         if len(self._reports) == self._rank_count:
             self._quiet.set()
 
+    def ranks_lost(self, failure: HeadraceError) -> None:
+        """The ranks' processes have ended, so none of them writes any more."""
+        self.fail(failure)
+        self._quiet.set()
+
+    def timeout_error(self) -> TransferTimeout:
+        """The error of a deadline that has passed."""
+        missing = self._rank_count - len(self._reports)
+        return TransferTimeout(
+            f"the deadline passed with {missing} of {self._rank_count} ranks still sending",
+            metadata={"transfer_id": self.transfer_id},
+        )
+
     async def wait(self) -> None:
         """Returns when every rank is quiet, and stops them at the deadline. Raises the first failure.
 
         A cancellation waits too: blocks must not be reused before (I2).
         """
-        names = {"transfer_id": self.transfer_id}
         try:
             async with asyncio.timeout(max(0.0, self._deadline_s - time.monotonic())):
                 await self._quiet.wait()
         except TimeoutError:
-            late = f"transfer {self.transfer_id} ran out of time"
-            self.fail(TransferTimeout(late, metadata=names))
+            self.fail(self.timeout_error())
         except asyncio.CancelledError:
             self.fail(Cancelled("the transfer was cancelled"))
             await self._until_quiet()
