@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from headrace.inference.v1 import field_bounds_pb2
-from headrace_common.errors import InvalidRequest, ProtocolViolation
+from headrace_common.errors import InvalidRequest
 
 STRING_CHARACTERS_MAX: Final = 65_536
 """Characters of a string without a bound of its own."""
@@ -35,21 +35,20 @@ def find_excess(message: Message) -> str:
 
 
 def require_bounds(message: Message) -> None:
-    """Raises ProtocolViolation for a received message with a field beyond its bound."""
+    """Raises InvalidRequest for a request with a field beyond its bound."""
     excess = find_excess(message)
     if excess:
-        raise ProtocolViolation(excess)
+        field, _, problem = excess.partition(" ")
+        raise InvalidRequest({field: problem})
 
 
 def bounded(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """As `parse`, which makes requests of bytes. Raises InvalidRequest for a field beyond its bound."""
+    """As `parse`, which makes requests of bytes. Raises as require_bounds."""
 
     def parse_bounded(data: bytes) -> Any:
         message = parse(data)
-        excess = find_excess(message) if isinstance(message, Message) else ""
-        if excess:
-            field, _, problem = excess.partition(" ")
-            raise InvalidRequest({field: problem})
+        if isinstance(message, Message):
+            require_bounds(message)
         return message
 
     return parse_bounded

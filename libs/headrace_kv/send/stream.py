@@ -31,7 +31,6 @@ from headrace_common.errors import (
 )
 from headrace_common.process.kill_timer import KillTimer
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.checksum import DigestTerms
 from headrace_kv.compatibility import require_compatible
@@ -318,7 +317,6 @@ class HandoffStream:
         if not isinstance(response, handoff_pb2.HandoffResponse):
             await _raise_status(call)
             raise WorkerGone(f"{self.decode} ended the handoff stream before its Welcome")
-        require_bounds(response)
         if response.WhichOneof("message") != "welcome":
             raise ProtocolViolation(f"{self.decode} did not answer Hello with Welcome")
         self._grant_lease(hello_s, response.welcome)
@@ -345,7 +343,6 @@ class HandoffStream:
                 ) from None
             if not isinstance(response, handoff_pb2.HandoffResponse):
                 return
-            require_bounds(response)
             self._receive(response)
 
     def _receive(self, response: handoff_pb2.HandoffResponse) -> None:
