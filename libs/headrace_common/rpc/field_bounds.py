@@ -98,6 +98,8 @@ def _lines(field: FieldDescriptor) -> Iterator[str]:
     yield f"v = {value}"
     yield f"if len(v) > {bound.items}:"
     yield f" return f'{_place(field)} has {{len(v)}} entries, more than {bound.items}'"
+    if bound.alone:
+        return
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         key, item = entry.fields_by_name["key"], entry.fields_by_name["value"]

@@ -83,6 +83,13 @@ def test_every_list_text_and_number_of_internal_messages_has_a_bound(name: str) 
             assert bound.magnitude, f"{field.full_name} needs (bound).magnitude"
 
 
+def test_only_the_requests_of_a_link_are_checked_alone() -> None:
+    alone = [
+        one.full_name for kind in MESSAGES.values() for one in kind.fields if bound_of(one).alone
+    ]
+    assert alone == ["headrace.decode.v1.LinkRequest.opens"]
+
+
 def beyond(field: FieldDescriptor) -> Iterator[Any]:
     """Values of a field that is no list which are just beyond its bound."""
     bound = bound_of(field)
