@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
@@ -35,38 +35,6 @@ if TYPE_CHECKING:
 _Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 TokenSource: TypeAlias = Callable[[], Metadata]
 """Returns the current token and proof of a call's metadata. It may raise ConfigError."""
-
-
-class _CallDetails(NamedTuple):
-    """The fields of grpc.ClientCallDetails, which has no constructor."""
-
-    method: str
-    timeout: float | None
-    metadata: _Metadata | None
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
-class TokenInterceptor(grpc.UnaryUnaryClientInterceptor):
-    """Adds the token to the unary calls of a blocking channel."""
-
-    def __init__(self, token: TokenSource) -> None:
-        self._token = token
-
-    def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        given = client_call_details
-        details = _CallDetails(
-            given.method,
-            given.timeout,
-            (*(given.metadata or ()), *self._token()),
-            given.credentials,
-            given.wait_for_ready,
-            given.compression,
-        )
-        return continuation(details, request)
 
 
 class ServiceChannel(grpc.aio.Channel):
@@ -303,20 +271,11 @@ def open_channel(endpoint: str, identity: Identity = None, receiver: str = "") -
 
 
 def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Channel:
-    """As open_channel, for use by threads. The channel keeps the certificate with which it was opened."""
-    credentials = _credentials_of(identity)
-    options = _channel_options()
-    tls = _identity_of(credentials)
-    channel = (
-        grpc.insecure_channel(endpoint, options=options)
-        if tls is None
-        else grpc.secure_channel(endpoint, _presenting(tls.current()), options=options)
-    )
-    if not credentials.metadata_for(endpoint):
-        return channel
-    return grpc.intercept_channel(
-        channel, TokenInterceptor(partial(credentials.metadata_for, endpoint))
-    )
+    """As open_channel, for use by threads. It keeps its certificate, and calls need a token of their own."""
+    tls = _identity_of(_credentials_of(identity))
+    if tls is None:
+        return grpc.insecure_channel(endpoint, options=_channel_options())
+    return grpc.secure_channel(endpoint, _presenting(tls.current()), options=_channel_options())
 
 
 def _identity_of(credentials: Credentials) -> ReloadedFiles[TlsIdentity] | None:
