@@ -171,6 +171,10 @@ class _Pair:
     requests: int = 0
     agreed: bool = False
 
+    def compared(self, *, agreed: bool) -> None:
+        """The latest comparison has ended."""
+        self.requests, self.agreed = 0, agreed
+
 
 def _differences(pair: _Pair, blocks: Mapping[int, BlockErrors]) -> list[tuple[Difference, int]]:
     """With the numbers of their blocks."""
@@ -334,7 +338,7 @@ class Canary:
         overwritten = candidate.changed or number not in candidate.numbers
         prefill = candidate.prefill
         if blocks:
-            pair.requests, pair.agreed = 0, not found
+            pair.compared(agreed=not found)
         if difference is not None:
             record = self._record_overwritten if overwritten else self._record
             prefill = record(candidate, difference)
