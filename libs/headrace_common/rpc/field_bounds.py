@@ -5,7 +5,7 @@ A check is generated for each type of message, because a worker gets a message f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -19,6 +19,7 @@ STRING_CHARACTERS_MAX: Final = 65_536
 DURATION_MAX_S: Final = 366 * 86_400
 """Magnitude of every Duration."""
 _DURATION: Final = "google.protobuf.Duration"
+_FEW_FIELDS: Final = 3
 _TEXTS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 _scope: dict[str, Any] = {}
@@ -57,16 +58,40 @@ def bounded(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 def _check_of(descriptor: Any) -> Callable[[Any], str]:
     name = _name(descriptor)
     if name not in _scope:
+        # A message may contain itself.
         _scope[name] = None
-        lines = [line for field in descriptor.fields for line in _lines(field)]
-        chosen = [
-            f"w_{one.name} = m.WhichOneof({one.name!r})"
-            for one in descriptor.oneofs
-            if any(line.startswith(f"if w_{one.name} ==") for line in lines)
-        ]
-        exec("\n ".join([f"def {name}(m):", *chosen, *lines, "return ''"]), _scope)
+        tests = {one: lines for one in descriptor.fields if (lines := list(_lines(one)))}
+        if not tests:
+            _scope[name] = _nothing
+        elif len(tests) > _FEW_FIELDS or any(_is_nested(one) for one in tests):
+            exec("\n".join(_by_set_fields(name, tests)), _scope)
+        else:
+            lines = [line for one, own in tests.items() for line in (f"v = m.{one.name}", *own)]
+            exec("\n ".join([f"def {name}(m):", *lines, "return ''"]), _scope)
     check: Callable[[Any], str] = _scope[name]
     return check
+
+
+def _nothing(message: Any) -> str:
+    """The check of a message without bounds."""
+    return ""
+
+
+def _is_nested(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and not field.is_repeated
+
+
+def _by_set_fields(name: str, tests: Mapping[FieldDescriptor, list[str]]) -> Iterator[str]:
+    """Visits the fields that are set only: most messages have few of many."""
+    for field, lines in tests.items():
+        yield "\n ".join([f"def {name}_{field.number}(v):", *lines, "return ''"])
+    yield f"{name}_fields = {{{', '.join(f'{one.number}: {name}_{one.number}' for one in tests)}}}"
+    yield f"def {name}(m):"
+    yield " for d, v in m.ListFields():"
+    yield f"  c = {name}_fields.get(d.number)"
+    yield "  if c and (r := c(v)):"
+    yield "   return r"
+    yield " return ''"
 
 
 def _name(descriptor: Any) -> str:
@@ -83,19 +108,11 @@ def bound_of(field: FieldDescriptor) -> field_bounds_pb2.FieldBound:
 
 
 def _lines(field: FieldDescriptor) -> Iterator[str]:
+    """The tests of the value `v` of a field."""
     bound = bound_of(field)
-    value = f"m.{field.name}"
     if not field.is_repeated:
-        tests = list(_value_lines(field, value, bound))
-        if tests and field.containing_oneof is not None:
-            yield f"if w_{field.containing_oneof.name} == {field.name!r}:"
-        elif tests and field.message_type is not None:
-            yield f"if m.HasField({field.name!r}):"
-        else:
-            tests = [line.removeprefix(" ") for line in tests]
-        yield from tests
+        yield from (line.removeprefix(" ") for line in _value_lines(field, "v", bound))
         return
-    yield f"v = {value}"
     yield f"if len(v) > {bound.items}:"
     yield f" return f'{_place(field)} has {{len(v)}} entries, more than {bound.items}'"
     if bound.alone:
@@ -126,7 +143,8 @@ def _value_lines(
         yield f" if not -{DURATION_MAX_S} <= {value}.seconds <= {DURATION_MAX_S}:"
         yield f"  return f'{where} is {{{value}.seconds}} s, beyond {DURATION_MAX_S}'"
     elif field.message_type is not None:
-        _check_of(field.message_type)
+        if _check_of(field.message_type) is _nothing:
+            return
         yield f" r = {_name(field.message_type)}({value})"
         yield " if r:"
         yield "  return r"
