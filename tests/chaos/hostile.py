@@ -59,7 +59,7 @@ class Lies:
         with self._requests_file.open("a", encoding="utf-8") as file:
             file.write(f"{request_id}\n")
 
-    def _tells(self, lie: str, share: float) -> bool:
+    def _draws(self, lie: str, share: float) -> bool:
         if self._random.random() >= share:
             return False
         self._counts[f"lie: {lie}"] += 1
@@ -90,21 +90,21 @@ class Lies:
         columns = message.tokens
         if columns.token_ids:
             index = self._random.randrange(len(columns.token_ids))
-            if self._tells("wrong token", 0.2):
+            if self._draws("wrong token", 0.2):
                 columns.token_ids[index] = (columns.token_ids[index] + 1) % _VOCABULARY
-            if self._tells("token beyond the vocabulary", 0.02):
+            if self._draws("token beyond the vocabulary", 0.02):
                 columns.token_ids[index] = _HUGE
-            if self._tells("columns of other lengths", 0.01):
+            if self._draws("columns of other lengths", 0.01):
                 columns.token_counts[0] += 7
-            if self._tells("tokens of an unknown request", 0.05):
+            if self._draws("tokens of an unknown request", 0.05):
                 columns.stream_ids.append(1 << 40)
                 columns.token_counts.append(1)
                 columns.token_ids.append(5)
         for one in message.reserved:
-            if self._tells("wrong size of a reservation", 0.05):
+            if self._draws("wrong size of a reservation", 0.05):
                 one.reserved.end_token = _HUGE
         for ended in message.finished:
-            if self._tells("wrong counts at the end", 0.1):
+            if self._draws("wrong counts at the end", 0.1):
                 ended.finished.cached_tokens = ended.finished.transferred_tokens = _HUGE
 
     def _report_wrong(self) -> None:
@@ -114,7 +114,7 @@ class Lies:
             found = status(attempts)
             found.total_blocks *= 16
             # Otherwise no prefill worker would send it anything.
-            if int(time.monotonic()) % _ACCUSES_EACH_S == 0 and self._tells("accusations", 1.0):
+            if int(time.monotonic()) % _ACCUSES_EACH_S == 0 and self._draws("accusations", 1.0):
                 for worker_id, incarnation in self.senders:
                     found.distrusted_workers.add(
                         worker_id=worker_id, incarnation=incarnation, detail="it sends wrong KV"
@@ -130,9 +130,9 @@ class Lies:
     ) -> Iterator[handoff_pb2.HandoffResponse]:
         """What it sends in place of a message of a handoff stream."""
         if response.HasField("reservation"):
-            if self._tells("silence after an Open", 0.2):
+            if self._draws("silence after an Open", 0.2):
                 return
-            if self._tells("blocks beyond the memory", 0.1):
+            if self._draws("blocks beyond the memory", 0.1):
                 response.reservation.block_ids.extend([_HUGE] * 3)
                 response.reservation.end_token += 1
         yield response
@@ -142,12 +142,12 @@ class Lies:
     def reports(self, request: prefill_pb2.PullRequest) -> Iterable[prefill_pb2.PullRequest]:
         """What it sends in place of a message of a pull stream."""
         if request.HasField("first_token"):
-            if self._tells("wrong first token", 0.2):
+            if self._draws("wrong first token", 0.2):
                 request.first_token.token_id = (request.first_token.token_id + 1) % _VOCABULARY
-            if self._tells("first token beyond the vocabulary", 0.05):
+            if self._draws("first token beyond the vocabulary", 0.05):
                 request.first_token.token_id = _HUGE
         yield request
-        if not request.HasField("hello") and self._tells("reports of unknown tasks", 0.2):
+        if not request.HasField("hello") and self._draws("reports of unknown tasks", 0.2):
             first = prefill_pb2.FirstToken(transfer_id=_UNKNOWN, token_id=7)
             started = prefill_pb2.TaskStarted(transfer_id=_UNKNOWN)
             yield prefill_pb2.PullRequest(started=started)
@@ -172,19 +172,19 @@ class Lies:
 
     def _items(self, item: StreamItem) -> Iterator[StreamItem]:
         if isinstance(item, handoff_pb2.LayerDone):
-            if self._tells("wrong size of a layer", 0.01):
+            if self._draws("wrong size of a layer", 0.01):
                 item.payload_bytes += 1
-            elif self._tells("tokens beyond the transfer", 0.01):
+            elif self._draws("tokens beyond the transfer", 0.01):
                 item.end_token = _HUGE
-            elif self._tells("unknown layer", 0.01):
+            elif self._draws("unknown layer", 0.01):
                 item.layer = _HUGE
-            elif self._tells("layer of an unknown transfer", 0.05):
+            elif self._draws("layer of an unknown transfer", 0.05):
                 yield handoff_pb2.LayerDone(transfer_id=_UNKNOWN, payload_bytes=1, end_token=1)
         elif item.HasField("open"):
-            if self._tells("open of an unknown transfer", 0.2):
+            if self._draws("open of an unknown transfer", 0.2):
                 opening = handoff_pb2.Open(transfer_id=_UNKNOWN, ticket=b"x" * 64)
                 yield handoff_pb2.HandoffRequest(open=opening)
-            if self._tells("commit of nothing", 0.05):
+            if self._draws("commit of nothing", 0.05):
                 yield item
                 commit = handoff_pb2.Commit(transfer_id=item.open.transfer_id)
                 yield handoff_pb2.HandoffRequest(commit=commit)

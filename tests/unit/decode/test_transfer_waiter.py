@@ -1,4 +1,4 @@
-"""What the engine is told when a transfer has ended."""
+"""Which events the engine gets when a transfer has ended."""
 
 from __future__ import annotations
 
