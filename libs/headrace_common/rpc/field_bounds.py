@@ -19,7 +19,7 @@ STRING_CHARACTERS_MAX: Final = 65_536
 DURATION_MAX_S: Final = 366 * 86_400
 """Magnitude of every Duration."""
 _DURATION: Final = "google.protobuf.Duration"
-_FEW_FIELDS: Final = 3
+_FEW_LISTS: Final = 3
 _TEXTS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 _scope: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def _check_of(descriptor: Any) -> Callable[[Any], str]:
         tests = {one: lines for one in descriptor.fields if (lines := list(_lines(one)))}
         if not tests:
             _scope[name] = _nothing
-        elif len(tests) > _FEW_FIELDS or any(_is_nested(one) for one in tests):
+        elif _reads_set_fields(tests):
             exec("\n".join(_by_set_fields(name, tests)), _scope)
         else:
             lines = [line for one, own in tests.items() for line in (f"v = m.{one.name}", *own)]
@@ -77,12 +77,14 @@ def _nothing(message: Any) -> str:
     return ""
 
 
-def _is_nested(field: FieldDescriptor) -> bool:
-    return field.message_type is not None and not field.is_repeated
+def _reads_set_fields(tests: Mapping[FieldDescriptor, list[str]]) -> bool:
+    """Whether only fields that are set are read: reading another list or message makes an object."""
+    lists = sum(one.is_repeated for one in tests)
+    messages = sum(one.message_type is not None and not one.is_repeated for one in tests)
+    return bool(messages) or lists > _FEW_LISTS
 
 
 def _by_set_fields(name: str, tests: Mapping[FieldDescriptor, list[str]]) -> Iterator[str]:
-    """Visits the fields that are set only: most messages have few of many."""
     for field, lines in tests.items():
         yield "\n ".join([f"def {name}_{field.number}(v):", *lines, "return ''"])
     yield f"{name}_fields = {{{', '.join(f'{one.number}: {name}_{one.number}' for one in tests)}}}"
