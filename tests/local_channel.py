@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
-from grpc_status import rpc_status
 
 from headrace_common.errors import HeadraceError
-from headrace_common.rpc.status import status_of
+from headrace_common.rpc.status import rpc_error_of
 
 
 class LocalContext:
@@ -22,12 +21,6 @@ class LocalContext:
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         pass
-
-
-def _rpc_error(error: HeadraceError) -> grpc.aio.AioRpcError:
-    status = rpc_status.to_status(status_of(error))
-    trailers = grpc.aio.Metadata(*status.trailing_metadata)
-    return grpc.aio.AioRpcError(error.code, grpc.aio.Metadata(), trailers, status.details)
 
 
 def _connection_lost() -> grpc.aio.AioRpcError:
@@ -53,7 +46,7 @@ class _Stream:
             async for answer in answers(self._received()):
                 self._answers.put_nowait(answer)
         except HeadraceError as error:
-            self._end(_rpc_error(error))
+            self._end(rpc_error_of(error))
         except grpc.aio.AioRpcError as error:
             self._end(error)
 
@@ -116,7 +109,7 @@ class LocalChannel:
                 async with asyncio.timeout(timeout):
                     return await self._method(name)(request, cast("Any", LocalContext()))
             except HeadraceError as error:
-                raise _rpc_error(error) from error
+                raise rpc_error_of(error) from error
 
         return call
 

@@ -42,7 +42,6 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.duties import all_members
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_planner.observation import WorkerCounts
 
 _T = TypeVar("_T")
@@ -318,7 +317,6 @@ async def worker_status(
                 worker_pb2.WatchStatusRequest(), timeout=CALL_TIMEOUT_S
             )
             async for status in call:
-                require_bounds(status)
                 call.cancel()
                 return status
     raise WorkerGone(f"the worker on {endpoint} sent no status")

@@ -14,6 +14,8 @@ TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
 LINK_STREAMS_MAX: Final = 4_096
 """Most requests in progress on one link between a router and a decode worker."""
+PROMPT_TOKENS_MAX: Final = 4_194_304
+"""Most tokens of a request, of whatever context length. The protos have the same bound."""
 LINK_MESSAGE_BYTES_MAX: Final = 1024 * 1024
 """Size from which messages of a link are split. A single request may be longer."""
 LINK_TOKEN_INTERVAL_MAX_US: Final = 100_000

@@ -48,6 +48,9 @@ def main() -> int:
         action="store_true",
         help="with workers of both roles only, and other roles by policy each second",
     )
+    parser.add_argument(
+        "--hostile", action="store_true", help="with a further worker of each role that lies"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
     arguments = parser.parse_args()
@@ -58,6 +61,7 @@ def main() -> int:
         pool=arguments.pool,
         both=arguments.both,
         mixed=True,
+        hostile=arguments.hostile,
     )
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     console = Console(width=110)

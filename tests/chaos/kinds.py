@@ -75,7 +75,8 @@ def to_proto(request: ChaosRequest) -> inference_pb2.GenerateRequest:
     sampling = sampling_pb2.SamplingParams(
         temperature=0.0, max_tokens=request.answer_tokens, ignore_eos=True
     )
-    sent = inference_pb2.GenerateRequest(sampling=sampling)
+    name = f"turn-{request.number}"
+    sent = inference_pb2.GenerateRequest(sampling=sampling, request_id=name)
     if request.kind is Kind.IMAGE:
         parts = [
             image_pb2.ContentPart(image=_image(request.number % len(_SIZES))),
@@ -84,7 +85,7 @@ def to_proto(request: ChaosRequest) -> inference_pb2.GenerateRequest:
         sent.chat.messages.add(role="user", parts=parts)
     elif request.kind is Kind.CONVERSATION:
         sent.chat.messages.add(role="user", content=_text_of(request.prompt))
-        sent.request_id, sent.store = f"turn-{request.number}", True
+        sent.store = True
     else:
         sent.tokens.ids.extend(request.prompt)
     if request.kind is Kind.PROMISE:
@@ -101,8 +102,9 @@ def second_turn(
     sent = inference_pb2.GenerateRequest(sampling=first.sampling, resume=first.request_id)
     whole = inference_pb2.GenerateRequest(sampling=first.sampling, chat=first.chat)
     whole.chat.messages.add(role="assistant", content=answer)
-    for chat in (sent.chat, whole.chat):
-        chat.messages.add(role="user", content="and then?")
+    for turn in (sent, whole):
+        turn.request_id = f"{first.request_id}-2"
+        turn.chat.messages.add(role="user", content="and then?")
     return sent, whole
 
 

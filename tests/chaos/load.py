@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -85,8 +85,10 @@ class Clients:
         deadline_s: float,
         outcomes: Outcomes,
         late_s: float = 1.0,
+        hostile: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        """`channels`: one for each router. `close` closes them."""
+        """`channels`: one for each router. `close` closes them. `hostile` has the requests of workers that lie."""
+        self._hostile = hostile
         self._channels = channels
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(one) for one in channels]
         self._model, self._folder = model, folder
@@ -164,6 +166,9 @@ class Clients:
         elapsed_s = time.monotonic() - started_s
         late_s = self._late_s + self._outcomes.stood_still_s - still_s
         stream.is_stored &= error is None and tuple(stream.tokens) == expected
+        if self._hostile is not None and sent.request_id in self._hostile():
+            self._judge_lie(request, expected, stream.tokens, error)
+            return stream
         self._judge(request, expected, stream.tokens, error, elapsed_s, late_s)
         return stream
 
@@ -190,6 +195,23 @@ class Clients:
         except grpc.aio.AioRpcError as rpc_error:
             return error_from_rpc(rpc_error)
         return None
+
+    def _judge_lie(
+        self,
+        request: ChaosRequest,
+        expected: tuple[int, ...],
+        tokens: Sequence[int],
+        error: HeadraceError | None,
+    ) -> None:
+        """Of a request that a hostile worker has got: any answer, or an error with a name."""
+        if isinstance(error, InternalError):
+            self._outcomes.violated(request, f"unnamed, of a hostile worker: {error.detail}")
+            return
+        is_right = tuple(tokens) == expected[: len(tokens)]
+        what = "wrong tokens" if not is_right else "right tokens" if error is None else error.reason
+        self._outcomes.count(request, f"of a hostile worker: {what}")
+        if error is not None:
+            self._outcomes.failed(f"of a hostile worker: {error.reason} {error.detail}")
 
     def _judge(
         self,

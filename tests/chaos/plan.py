@@ -87,7 +87,7 @@ class WireFaults:
     read from disk that have another byte than was written. `pool_changed`: the same for blocks that are read from the
     remote pool. `small_memories`: a worker remembers few of its last requests and events, announces few blocks of the
     remote pool, and has little staging memory. It writes to a peer over one connection. So it soon has all memory and
-    connections that it may ever need.
+    connections that it may ever need. `hostile`: the worker lies, see hostile.py.
     """
 
     seed: int = 0
@@ -104,6 +104,7 @@ class WireFaults:
     disk_changed: float = 0.0
     pool_changed: float = 0.0
     small_memories: bool = False
+    hostile: bool = False
 
 
 _PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"
@@ -130,7 +131,7 @@ class ChaosPlan:
     `credentials`: see CredentialKind. `host_gib` and `disk_gib` are the tiers of each rank below its KV memory. With
     `conversations`, half of the requests continue an earlier one. With `mixed`, requests are of every kind. With
     `pool_gib`, the workers share blocks in a remote pool of that size. Every `role_interval_s`, the policy gives
-    workers of both roles other roles; 0 means never.
+    workers of both roles other roles; 0 means never. With `hostile`, the last worker of each role lies.
     """
 
     seed: int
@@ -163,6 +164,7 @@ class ChaosPlan:
     disk_gib: float = 0.0
     conversations: bool = False
     mixed: bool = False
+    hostile: bool = False
     head_bytes: int = 16
     slowness: float = 1.0
     credentials: str = "local"
@@ -309,16 +311,24 @@ def scenario(
     pool: bool = False,
     both: bool = False,
     mixed: bool = False,
+    hostile: bool = False,
 ) -> ChaosPlan:
     """All faults at once, or only those against one safeguard, so that its loss shows within few requests.
 
     `tiers` adds tiers below KV memory, which the scenario "tiers" has anyway. `pool` adds the remote pool too, which
     the scenario "pool" has anyway. With `both`, every worker has both roles, and the policy changes them. With `mixed`,
-    requests are of every kind, and main memory has room for promises.
+    requests are of every kind, and main memory has room for promises. `hostile` adds a lying worker of each role.
     """
     plan = replace(_scenario(name, seed, requests, broken), credentials=credentials)
     if mixed:
         plan = replace(plan, mixed=True, host_gib=_PROMISED_BLOCKS * _BLOCK_BYTES / 2**30)
+    if hostile:
+        plan = replace(
+            plan,
+            prefill_tensor_parallel=(*plan.prefill_tensor_parallel, 1),
+            decode_tensor_parallel=(*plan.decode_tensor_parallel, 1),
+            hostile=True,
+        )
     if both:
         plan = replace(
             plan,

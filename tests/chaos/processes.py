@@ -130,6 +130,14 @@ class Processes:
         return tuple(name for name in self._all if name.startswith(WORKER_SERVICES))
 
     @property
+    def hostile(self) -> frozenset[str]:
+        """The workers that lie."""
+        prefills = len(self._plan.prefill_tensor_parallel)
+        decodes = len(self._plan.decode_tensor_parallel)
+        names = (f"prefill-{prefills - 1}", f"decode-{decodes - 1}")
+        return frozenset(names if self._plan.hostile else ())
+
+    @property
     def stores(self) -> tuple[str, ...]:
         """The store of the remote pool, if there is one."""
         return tuple(name for name in self._all if name == POOL)
@@ -228,6 +236,7 @@ class Processes:
         """A worker with faults in its messages."""
         _, _, _, *flags = spec.arguments
         flags = [text for text in flags if not text.startswith("--tensor-parallel-size=")]
+        wire = replace(self._plan.wire, hostile=spec.name in self.hostile)
         return replace(
             spec,
             arguments=(
@@ -240,7 +249,7 @@ class Processes:
             ),
             environment={
                 **spec.environment,
-                "HEADRACE_CHAOS": json.dumps(asdict(self._plan.wire)),
+                "HEADRACE_CHAOS": json.dumps(asdict(wire)),
                 "HEADRACE_CHAOS_REPORTS": str(self.reports),
             },
         )
@@ -285,6 +294,8 @@ class Processes:
                     elif status == -signal.SIGKILL and one.frozen and _sends(one.spec.service):
                         ended["sender ended within a write"] += 1
                         one.frozen = False
+                    elif name in self.hostile:
+                        ended["worker that lies ended"] += 1
                     else:
                         crashes.append(f"{name} ended by itself with status {status}")
                     await self.begin(name)

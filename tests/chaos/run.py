@@ -28,6 +28,7 @@ from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from headrace_simulator.incident_file import write_incident
 from tests.chaos import pool_process
+from tests.chaos.hostile import served_by_hostile
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import (
     ChaosPlan,
@@ -129,7 +130,8 @@ async def _load(
     model = SimModel(parse_settings(plan.model))
     channels = processes.client_channels()
     clients = Clients(
-        *(channels, model, processes.model, plan.deadline_s, report.outcomes, plan.late_s)
+        *(channels, model, processes.model, plan.deadline_s, report.outcomes, plan.late_s),
+        hostile=partial(served_by_hostile, processes.reports) if plan.hostile else None,
     )
     faults = asyncio.create_task(_inject(plan, processes, report))
     roles = asyncio.create_task(_change_roles(plan, processes, report))
@@ -279,7 +281,7 @@ async def left_behind(processes: Processes, timeout_s: float = QUIESCE_S) -> lis
     give_up_s = time.monotonic() + timeout_s
     left: dict[str, str] = {}
     while True:
-        for name in processes.workers:
+        for name in sorted(set(processes.workers) - processes.hostile):
             # The kill timer of a sender that was frozen may have ended it after the repairs.
             if processes.killed(name):
                 await processes.begin(name)

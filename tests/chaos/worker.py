@@ -58,6 +58,7 @@ from headrace_kv.transport.guard import Address, Networks
 from headrace_kv.transport.scatter import StagingLimits
 from headrace_prefill.pull import PullSession
 from tests.chaos import pool_process, tiers
+from tests.chaos.hostile import Lies
 from tests.chaos.plan import WireFaults
 from tests.chaos.tiers import TierHolds, held_file, put
 from tests.sim_blocks import guard_violations
@@ -71,7 +72,9 @@ _SLOT_BYTES = 128 * 1024
 class Dice:
     """Draws the fate of each message, for all streams of the process."""
 
-    def __init__(self, faults: WireFaults) -> None:
+    def __init__(self, faults: WireFaults, lies: Lies | None = None) -> None:
+        self.lies = lies
+        """Those of a hostile worker."""
         self._faults = faults
         self._random = random.Random(f"{faults.seed}/{os.getpid()}")
         self.counts: Counter[str] = Counter()
@@ -122,8 +125,10 @@ class LossyContext:
         self._dice = dice
 
     async def write(self, response: handoff_pb2.HandoffResponse) -> None:
-        for _ in range(await self._dice.copies(response.WhichOneof("message"))):
-            await self._context.write(response)
+        lies = self._dice.lies
+        for told in (response,) if lies is None else lies.answers(response):
+            for _ in range(await self._dice.copies(told.WhichOneof("message"))):
+                await self._context.write(told)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -136,6 +141,8 @@ def lossy_handoffs(dice: Dice) -> type[HandoffServicer]:
         requests: AsyncIterator[handoff_pb2.HandoffRequest],
     ) -> AsyncIterator[handoff_pb2.HandoffRequest]:
         while (request := await dice.next_or_cut(requests)) is not None:
+            if dice.lies is not None and request.HasField("hello"):
+                dice.lies.senders.add((request.hello.worker_id, request.hello.incarnation))
             for each in unpacked(request):
                 for _ in range(await dice.copies(each.WhichOneof("message"))):
                     yield each
@@ -160,8 +167,9 @@ def lossy_pulls(dice: Dice) -> type[PullSession]:
             async for request in super()._requests():
                 batched = request.batch.requests if request.HasField("batch") else (request,)
                 for each in batched:
-                    for _ in range(await dice.copies(each.WhichOneof("message"))):
-                        yield each
+                    for told in (each,) if dice.lies is None else dice.lies.reports(each):
+                        for _ in range(await dice.copies(told.WhichOneof("message"))):
+                            yield told
 
     return LossyPulls
 
@@ -322,15 +330,19 @@ def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval
 def main() -> None:
     service = sys.argv.pop(1)
     faults = WireFaults(**json.loads(os.environ["HEADRACE_CHAOS"]))
-    dice = Dice(faults)
+    reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
+    lies = Lies(faults.seed, reports) if faults.hostile else None
+    dice = Dice(faults, lies)
     holds = TierHolds()
     holds.install()
     break_part(faults.break_part)
     if faults.small_memories:
         shrink_memories()
     put(headrace_kv.tiers.pool, "_MODULE", pool_process.MODULE)
-    reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
-    report_on(reports, service, dice, holds, faults.watch_interval_s)
+    if lies is not None:
+        lies.install()
+    else:
+        report_on(reports, service, dice, holds, faults.watch_interval_s)
     put(headrace_engine.worker.receiving, "HandoffServicer", lossy_handoffs(dice))
     if service == "decode":
         headrace_decode.main.main()

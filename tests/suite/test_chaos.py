@@ -41,6 +41,18 @@ async def test_450_requests_through_killed_frozen_and_restarted_services(tmp_pat
     assert report.outcomes.transferred_tokens > 4_000
 
 
+@pytest.mark.in_turn
+async def test_workers_that_lie_spoil_only_the_requests_that_they_get(tmp_path: Path) -> None:
+    plan = scenario("all", SEED, 300, credentials="tokens", mixed=True, hostile=True)
+    report = await chaos(plan, tmp_path)
+    assert not report.violations
+    assert report.outcomes.counts["right"] > 80
+    assert report.outcomes.counts["of a hostile worker: wrong tokens"]
+    lies = [name for name in report.wire_faults if name.startswith("lie: ")]
+    # Seventeen kinds, of which a few are rare.
+    assert len(lies) > 10
+
+
 async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> None:
     report = await chaos(scenario("ledger", SEED, 150, credentials="tokens"), tmp_path)
     assert not report.violations

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
 
+import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -19,11 +20,12 @@ from google.protobuf.message import Message
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.kv.v1 import handoff_pb2
-from headrace.prefill.v1 import prefill_pb2
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.worker.v1 import time_model_pb2, worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.process.pacing import LoopLoad
+from headrace_common.rpc.channel import ServiceChannel
 from headrace_common.rpc.field_bounds import bounded, require_bounds
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.messages import reservation_from_proto
@@ -81,11 +83,19 @@ class Hostile:
     async def write(self, message: Message) -> None:
         pass
 
+    def add_done_callback(self, callback: object) -> None:
+        pass
+
     def cancel(self) -> None:
         pass
 
-    async def close(self) -> None:
+    async def close(self, grace: float | None = None) -> None:
         pass
+
+    @property
+    def channel(self) -> Any:
+        """As services open it."""
+        return ServiceChannel(lambda: None, lambda _: self)  # type: ignore[arg-type,return-value]
 
 
 class _Bugs(logging.Handler):
@@ -131,7 +141,7 @@ async def test_the_status_of_a_hostile_worker() -> None:
         loads += 1
 
     connection = WorkerConnection(
-        worker, lambda _: hostile, Dials(), on_status, lambda _: None, b""
+        worker, lambda _: hostile.channel, Dials(), on_status, lambda _: None, b""
     )
     await hostile.over.wait()
     assert loads > COUNT / 2
@@ -150,7 +160,7 @@ async def test_the_answers_of_a_hostile_worker() -> None:
     )
     hostile: Any = Hostile(good)
     while not hostile.over.is_set():
-        link = DecodeLink(hostile, lambda _: None, LoopLoad())
+        link = DecodeLink(hostile.channel, lambda _: None, LoopLoad())
         for _ in range(3):
             link.open(
                 decode_pb2.GenerateRequest(),
@@ -189,7 +199,12 @@ async def test_the_cache_events_of_a_hostile_worker() -> None:
         return index
 
     feed = KvEventFeed(
-        _PEER, "127.0.0.1:1", find_index, lambda _: hostile, dials=Dials(), event_timeout_s=5.0
+        _PEER,
+        "127.0.0.1:1",
+        find_index,
+        lambda _: hostile.channel,
+        dials=Dials(),
+        event_timeout_s=5.0,
     )
     await hostile.over.wait()
     await feed.close()
@@ -204,21 +219,18 @@ async def test_the_tasks_of_a_hostile_router() -> None:
         prefill_pb2.PullResponse(cancel=prefill_pb2.CancelTask(transfer_id="x1")),
     )
 
-    class Stub:
-        def Pull(self, requests: AsyncIterator[Any]) -> Any:
-            return hostile
-
     worker: Any = ScriptedWorker()
+    stub: Any = prefill_pb2_grpc.PrefillQueueServiceStub(hostile.channel)
     while not hostile.over.is_set():
         session = PullSession(worker, prefill_pb2.Hello(), lambda: None)
         session.grant(4)
-        running = asyncio.create_task(session.run(Stub()))  # type: ignore[arg-type]
+        running = asyncio.create_task(session.run(stub))
         over = asyncio.create_task(hostile.over.wait())
         await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
         over.cancel()
         running.cancel()
         (failure,) = await asyncio.gather(running, return_exceptions=True)
-        assert isinstance(failure, HeadraceError | asyncio.CancelledError), failure
+        assert isinstance(failure, HeadraceError | grpc.aio.AioRpcError | asyncio.CancelledError)
 
 
 async def test_the_reports_of_a_hostile_prefill_worker() -> None:

@@ -42,6 +42,8 @@ PROOF_LIFETIME_S: Final = 86_400.0
 """Seconds that a proof is valid for, unless the receiver gets a newer one. Clocks of hosts may be hours apart."""
 PROOF_PERIOD_S: Final = 30.0
 """Seconds after which a process signs a new proof for a receiver."""
+PROOF_CLOCKS_S: Final = 7_200.0
+"""How far clocks may be apart: a receiver refuses a proof that was signed so long before its process started."""
 PROOF_KEPT_S: Final = 60.0
 """Seconds that a proof is valid for after the receiver got a newer one of the same process: calls overtake others."""
 
@@ -166,6 +168,7 @@ class _Verified:
                 options={"require": ["exp", "aud", "run", "number"], "verify_aud": False},
             )
             claims["aud"], claims["number"] = str(claims["aud"]), int(claims["number"])
+            claims["exp"] = float(claims["exp"])
         except (jwt.InvalidTokenError, TypeError, ValueError, OverflowError) as error:
             raise Unauthenticated(
                 f"the token is of another process: its holder's proof is missing or not valid ({error}); name the "
@@ -175,14 +178,20 @@ class _Verified:
 
 
 class _ProofOrder:
-    """Refuses a proof after a newer one of the same run."""
+    """Refuses a proof after a newer one of the same run, and one from before this process."""
 
     def __init__(self) -> None:
+        self._start_s = time.monotonic()
         self._newest: Recent[str, tuple[int, float]] = Recent(_CACHE_MAX)
 
-    def check(self, run: str, number: int) -> None:
-        """Raises Unauthenticated."""
+    def check(self, run: str, number: int, age_s: float) -> None:
+        """`age_s` is that of the proof by the wall clock. Raises Unauthenticated."""
         now_s = time.monotonic()
+        if age_s > now_s - self._start_s + PROOF_CLOCKS_S:
+            raise Unauthenticated(
+                f"the proof was signed {age_s:.0f} s ago by this host's clock, before this process started; sign a new "
+                f"one, and set clocks that are more than {PROOF_CLOCKS_S:.0f} s apart"
+            )
         newest, since_s = self._newest.get(run, (number - 1, now_s))
         if number > newest:
             self._newest[run] = number, now_s
@@ -195,13 +204,16 @@ class _ProofOrder:
             )
 
 
+_ORDER: Final = _ProofOrder()
+"""That of this process, whichever keys it verifies with."""
+
+
 class TokenVerifier:
     """Verifies tokens with the public keys of a deployment. Keeps the callers of valid tokens."""
 
     def __init__(self, public_keys: Sequence[Ed25519PublicKey]) -> None:
         self._public_keys = tuple(public_keys)
         self._verified: Recent[str, _Verified] = Recent(_CACHE_MAX)
-        self._order = _ProofOrder()
 
     @classmethod
     def from_pem(cls, text: bytes) -> TokenVerifier:
@@ -232,7 +244,8 @@ class TokenVerifier:
                     "or set its internal_advertise",
                     metadata={"audience": claims["aud"][:_AUDIENCE_CHARACTERS_MAX]},
                 )
-            self._order.check(f"{claims['key']} {claims['run']}", claims["number"])
+            age_s = time.time() + PROOF_LIFETIME_S - claims["exp"]
+            _ORDER.check(f"{claims['key']} {claims['run']}", claims["number"], age_s)
         return known.caller
 
     def _claims_of(self, token: str) -> dict[str, Any]:

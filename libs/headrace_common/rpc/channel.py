@@ -1,7 +1,7 @@
 """Channels to other services, with keepalive, large messages, role tokens, current certificates and no HTTP proxy.
 
-gRPC's call credentials need TLS. Its asynchronous interceptors wrap every message of a stream. A ServiceChannel only
-changes the start of a call.
+gRPC's call credentials need TLS, and its asynchronous interceptors add tasks to every call. So a ServiceChannel has its
+own. It checks the responses of internal RPCs against the bounds of their fields.
 
 A channel of gRPC presents the certificate of its creation, also when it connects again years later. A renewed one makes
 a new channel of gRPC for the calls that start after a change. Calls in progress end on the channel that they began on.
@@ -12,17 +12,21 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from headrace_common.access.credentials import Credentials, Metadata, TlsFiles
+from headrace_common.access.table import ROLES, Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, ProtocolViolation
 from headrace_common.reloading import ReloadedFiles
+from headrace_common.rpc.field_bounds import find_excess
+from headrace_common.rpc.status import rpc_error_of
 
 if TYPE_CHECKING:
     from headrace_common.config import ServiceConfig
@@ -31,38 +35,6 @@ if TYPE_CHECKING:
 _Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 TokenSource: TypeAlias = Callable[[], Metadata]
 """Returns the current token and proof of a call's metadata. It may raise ConfigError."""
-
-
-class _CallDetails(NamedTuple):
-    """The fields of grpc.ClientCallDetails, which has no constructor."""
-
-    method: str
-    timeout: float | None
-    metadata: _Metadata | None
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
-class TokenInterceptor(grpc.UnaryUnaryClientInterceptor):
-    """Adds the token to the unary calls of a blocking channel."""
-
-    def __init__(self, token: TokenSource) -> None:
-        self._token = token
-
-    def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        given = client_call_details
-        details = _CallDetails(
-            given.method,
-            given.timeout,
-            (*(given.metadata or ()), *self._token()),
-            given.credentials,
-            given.wait_for_ready,
-            given.compression,
-        )
-        return continuation(details, request)
 
 
 class ServiceChannel(grpc.aio.Channel):
@@ -126,6 +98,7 @@ class ServiceChannel(grpc.aio.Channel):
     ) -> Callable[..., Any]:
         counted = self._current
         start_call = getattr(counted.channel, kind)(*arguments, **options)
+        is_checked = arguments[0] in _CHECKED
 
         def start(
             *call_arguments: Any, metadata: _Metadata | None = None, **call_options: Any
@@ -137,7 +110,8 @@ class ServiceChannel(grpc.aio.Channel):
                 start_call = getattr(current.channel, kind)(*arguments, **options)
             if token := self._token():
                 metadata = (*(metadata or ()), *token)
-            return counted.count(start_call(*call_arguments, metadata=metadata, **call_options))
+            call = start_call(*call_arguments, metadata=metadata, **call_options)
+            return counted.count(_CheckedCall(call) if is_checked else call)
 
         return start
 
@@ -156,6 +130,37 @@ class ServiceChannel(grpc.aio.Channel):
         await counted.wait_unused()
         await counted.channel.close()
         del self._replaced[counted]
+
+
+_CHECKED: Final = frozenset(
+    method for method in ROLES[Listener.INTERNAL] if method.startswith("/headrace.")
+)
+
+
+class _CheckedCall:
+    """A call that fails with a ProtocolViolation of its server when a field of a response is beyond its bound."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._checked((yield from self._call.__await__()))
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for response in self._call:
+            yield self._checked(response)
+
+    async def read(self) -> Any:
+        return self._checked(await self._call.read())
+
+    def _checked(self, response: Any) -> Any:
+        if isinstance(response, Message) and (excess := find_excess(response)):
+            self._call.cancel()
+            raise rpc_error_of(ProtocolViolation(excess))
+        return response
 
 
 class _CountedChannel:
@@ -254,34 +259,23 @@ def open_channel(endpoint: str, identity: Identity = None, receiver: str = "") -
     credentials = _credentials_of(identity)
     options = _channel_options()
     tls = _identity_of(credentials)
-    token = partial(credentials.metadata_for, endpoint, receiver)
-    has_token = bool(token())
-    if tls is None:
-        plain = grpc.aio.insecure_channel(endpoint, options=options)
-        return ServiceChannel(lambda: None, lambda _: plain, token) if has_token else plain
+    token: TokenSource = partial(credentials.metadata_for, endpoint, receiver)
 
     def connect(own: TlsIdentity | None) -> grpc.aio.Channel:
-        assert own is not None, "the identity of a TLS channel"
+        if own is None:
+            return grpc.aio.insecure_channel(endpoint, options=options)
         return grpc.aio.secure_channel(endpoint, _presenting(own), options=options)
 
-    return ServiceChannel(tls.current, connect, token)
+    current = tls.current if tls is not None else lambda: None
+    return ServiceChannel(current, connect, token if token() else tuple)
 
 
 def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Channel:
-    """As open_channel, for use by threads. The channel keeps the certificate with which it was opened."""
-    credentials = _credentials_of(identity)
-    options = _channel_options()
-    tls = _identity_of(credentials)
-    channel = (
-        grpc.insecure_channel(endpoint, options=options)
-        if tls is None
-        else grpc.secure_channel(endpoint, _presenting(tls.current()), options=options)
-    )
-    if not credentials.metadata_for(endpoint):
-        return channel
-    return grpc.intercept_channel(
-        channel, TokenInterceptor(partial(credentials.metadata_for, endpoint))
-    )
+    """As open_channel, for use by threads. It keeps its certificate, and calls need a token of their own."""
+    tls = _identity_of(_credentials_of(identity))
+    if tls is None:
+        return grpc.insecure_channel(endpoint, options=_channel_options())
+    return grpc.secure_channel(endpoint, _presenting(tls.current()), options=_channel_options())
 
 
 def _identity_of(credentials: Credentials) -> ReloadedFiles[TlsIdentity] | None:

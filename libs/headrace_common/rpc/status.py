@@ -133,6 +133,12 @@ def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
     return error or _error_without_details(code, detail)
 
 
+def rpc_error_of(error: HeadraceError) -> grpc.aio.AioRpcError:
+    """The inverse of error_from_rpc, for a call that its client ends."""
+    code, detail, trailers = _status_to_send(error)
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), detail)
+
+
 def error_from_status(data: bytes) -> HeadraceError:
     """The error of a serialized google.rpc.Status. InternalError where it is none of Headrace's."""
     try:

@@ -14,6 +14,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from headrace_common.access.credentials import Credentials
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_blocking_channel
 
@@ -32,6 +33,7 @@ class CollectorExporter(SpanExporter):
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
+        self._credentials = Credentials.from_config(config)
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
         self._failing: set[str] = set()
@@ -59,7 +61,9 @@ class CollectorExporter(SpanExporter):
         calls: dict[str, Any] = {}
         for name, channel in channels.items():
             try:
-                calls[name] = _exporter(channel).future(content, timeout=timeout_s)
+                token = self._credentials.metadata_for(name)
+                export = _exporter(channel).future
+                calls[name] = export(content, timeout=timeout_s, metadata=token)
             except ValueError:
                 _LOG.debug("collector %s was removed during an export", name)
         delivered = [self._delivered(name, call.result) for name, call in calls.items()]

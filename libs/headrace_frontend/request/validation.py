@@ -18,6 +18,7 @@ from headrace_common.limits import (
     ANSWERS_MAX,
     CLIENT_SALT_CHARACTERS_MAX,
     KEEP_MAX_S,
+    PROMPT_TOKENS_MAX,
     TOKEN_TARGET_MAX_S,
 )
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
@@ -163,7 +164,7 @@ def prepare(
         raise InvalidRequest({**error.violations, **violations}, cause=error.cause) from error
     model = choice.model
     codec = codecs[model]
-    context = max_model_len.get(model) or codec.max_model_len
+    context = min(max_model_len.get(model) or codec.max_model_len, PROMPT_TOKENS_MAX)
     token_ids = array("I")
     images: PromptImages = ()
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, current_input
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import DeadlineExceeded, HeadraceError
 from headrace_common.latency.clocks import ClockPair, clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
@@ -30,6 +32,9 @@ from headrace_frontend.request.response_stream import Outlet, ResponseStream
 from headrace_frontend.running.completion import AdmittedRequest
 from headrace_frontend.running.record import RequestRecord, finish_reason_name
 from headrace_frontend.running.tracer import RequestTracer
+
+READ_GRACE_S: Final = 5.0
+"""Seconds after its deadline in which a client may read what a response has. Then it loses its slot."""
 
 
 @dataclass(slots=True)
@@ -211,7 +216,14 @@ class RequestRunner:
         record.starts(response)
         if answer.group is not None:
             answer.group.first_started(response)
-        await write_response(response, self.dispatch(admitted), answer.write, answer.outlet)
+        bound = asyncio.timeout(terms.deadline.remaining_s() + READ_GRACE_S)
+        try:
+            async with bound:
+                await write_response(response, self.dispatch(admitted), answer.write, answer.outlet)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise DeadlineExceeded.waiting_for("the client, which does not read") from None
         return response
 
     @asynccontextmanager

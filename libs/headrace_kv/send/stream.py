@@ -31,7 +31,6 @@ from headrace_common.errors import (
 )
 from headrace_common.process.kill_timer import KillTimer
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.checksum import DigestTerms
 from headrace_kv.compatibility import require_compatible
@@ -299,8 +298,6 @@ class HandoffStream:
             )
             writer = asyncio.create_task(self._send_queued(call))
             await self._receive_messages(call)
-            if not self._closing:
-                await _raise_status(call)
         finally:
             self.lease.revoke()
             if writer is not None:
@@ -316,9 +313,7 @@ class HandoffStream:
             await call.write(handoff_pb2.HandoffRequest(hello=self._hello))
             response = await call.read()
         if not isinstance(response, handoff_pb2.HandoffResponse):
-            await _raise_status(call)
             raise WorkerGone(f"{self.decode} ended the handoff stream before its Welcome")
-        require_bounds(response)
         if response.WhichOneof("message") != "welcome":
             raise ProtocolViolation(f"{self.decode} did not answer Hello with Welcome")
         self._grant_lease(hello_s, response.welcome)
@@ -345,7 +340,6 @@ class HandoffStream:
                 ) from None
             if not isinstance(response, handoff_pb2.HandoffResponse):
                 return
-            require_bounds(response)
             self._receive(response)
 
     def _receive(self, response: handoff_pb2.HandoffResponse) -> None:
@@ -424,15 +418,3 @@ def _batch(requests: list[handoff_pb2.HandoffRequest]) -> handoff_pb2.HandoffReq
     if len(requests) == 1:
         return requests[0]
     return handoff_pb2.HandoffRequest(batch=handoff_pb2.HandoffRequestBatch(requests=requests))
-
-
-async def _raise_status(call: Any) -> None:
-    """Raises the error with which the server ended the stream, if it did."""
-    code = await call.code()
-    if code is not grpc.StatusCode.OK:
-        raise grpc.aio.AioRpcError(
-            code,
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            details=await call.details(),
-        )

@@ -67,8 +67,8 @@ class OutgoingTransfer:
         self._plan: WritePlan | None = None
         self.open_again_s = _NEVER_S
         """When to repeat Open, unless decode answers before."""
-        self.answer_due_s = _NEVER_S
-        """When decode must have answered Open."""
+        self.opened_s = self.answer_due_s = _NEVER_S
+        """When Open was sent first, and when decode must have answered it."""
         # From Open until Commit or the loss of the stream, decode waits for the end of the transfer.
         self._decode_waits = False
         # Each with the total of the peer's window waits at the time of the push.
@@ -135,7 +135,9 @@ class OutgoingTransfer:
         opening = handoff_pb2.Open(transfer_id=self.transfer_id, ticket=self.target.ticket)
         self._send(handoff_pb2.HandoffRequest(open=opening))
         self.open_again_s = now_s + _ASK_AGAIN_S
-        self.answer_due_s = min(self.answer_due_s, now_s + self.peer.answer_wait_s)
+        self.opened_s = min(self.opened_s, now_s)
+        due_s = now_s + self.peer.answer_wait_s(self.transfer_id, now_s)
+        self.answer_due_s = min(self.answer_due_s, due_s)
 
     def reservation_received(self, reservation: Reservation, message_bytes: int) -> None:
         """Decode answered Open. Repeats are ignored. Raises ProtocolViolation when the blocks hold too little."""
@@ -145,14 +147,16 @@ class OutgoingTransfer:
         self.message_received(message_bytes)
         context = self._context
         self._plan = WritePlan(context.rank, context.layout, layout, reservation)
-        self.open_again_s = self.answer_due_s = _NEVER_S
-        self.peer.open_ended(answered=True)
+        self.open_again_s = _NEVER_S
         self._reserved_ns = time.monotonic_ns()
         self._send_hidden_state()
 
     def message_received(self, message_bytes: int) -> None:
-        """Decode has sent a message about the transfer."""
+        """Decode has sent a message about the transfer. The first one answers its Open."""
         self._control_bytes += message_bytes
+        if self.answer_due_s < _NEVER_S:
+            self.answer_due_s = _NEVER_S
+            self.peer.open_answered()
 
     def stream_lost(self) -> None:
         """The stream has ended. Decode ends the transfer by itself."""
@@ -379,11 +383,10 @@ class OutgoingTransfers:
         elif now_s >= transfer.target.deadline_s:
             self.fail(transfer, transfer.timeout_error())
         elif now_s >= transfer.answer_due_s:
-            # The slot is for others then.
-            peer, awaited = transfer.peer, transfer.awaited()
-            waited = f"{awaited} did not come within {peer.answer_wait_s:g} s of Open"
+            awaited, wait_s = transfer.awaited(), transfer.answer_due_s - transfer.opened_s
+            waited = f"{awaited} did not come within {wait_s:g} s of Open"
             self.fail(transfer, TransferTimeout(waited, metadata={"waited_for": awaited}))
-            peer.open_ended(answered=False)
+            transfer.peer.open_silent(now_s)
         else:
             if now_s >= transfer.open_again_s:
                 transfer.open(now_s)

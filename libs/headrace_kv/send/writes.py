@@ -249,6 +249,7 @@ class LinkRecord:
 # Decode may answer after its engine's running step.
 ANSWER_WAIT_MAX_S: Final = 8.0
 ANSWER_WAIT_MIN_S: Final = 1.0
+_PROBE_INTERVAL_S: Final = 60.0
 
 
 class SenderPeer:
@@ -260,8 +261,6 @@ class SenderPeer:
 
     def __init__(self, context: SenderContext, stream: HandoffStream) -> None:
         self.stream = stream
-        self.answer_wait_s = ANSWER_WAIT_MAX_S
-        """How long the worker may leave an Open without an answer."""
         self.digests = DigestTerms(0.0)
         """What the worker wants."""
         self._context = context
@@ -272,16 +271,34 @@ class SenderPeer:
         self._backlog: deque[LayerWrite] = deque()
         self._window_waited_ns = 0
         self._window_full_ns = 0
+        self._answer_wait_s = ANSWER_WAIT_MAX_S
+        # The transfer that last had the longest wait after a silent Open, and since when.
+        self._probe, self._probe_s = "", 0.0
 
     @property
     def layout(self) -> KvLayout | None:
         """The worker's KV layout; None before the stream is ready."""
         return self._descriptor.layout if self._descriptor is not None else None
 
-    def open_ended(self, *, answered: bool) -> None:
-        """The worker has answered an Open, or left it without an answer for too long. It may wait less then."""
-        longer_s = min(ANSWER_WAIT_MAX_S, 2 * self.answer_wait_s)
-        self.answer_wait_s = longer_s if answered else ANSWER_WAIT_MIN_S
+    def answer_wait_s(self, transfer_id: str, now_s: float) -> float:
+        """How long the worker may leave the Open of a transfer without an answer.
+
+        After a silent one it has a second, and twice as long after each answer. One transfer a minute has the longest
+        wait still, because the worker may only be slow.
+        """
+        if self._answer_wait_s < ANSWER_WAIT_MAX_S and now_s >= self._probe_s + _PROBE_INTERVAL_S:
+            self._probe, self._probe_s = transfer_id, now_s
+        return ANSWER_WAIT_MAX_S if transfer_id == self._probe else self._answer_wait_s
+
+    def open_answered(self) -> None:
+        """The worker has answered an Open in time."""
+        self._answer_wait_s = min(ANSWER_WAIT_MAX_S, 2 * self._answer_wait_s)
+
+    def open_silent(self, now_s: float) -> None:
+        """The worker has left an Open without an answer for too long."""
+        if self._answer_wait_s >= ANSWER_WAIT_MAX_S:
+            self._probe, self._probe_s = "", now_s
+        self._answer_wait_s = ANSWER_WAIT_MIN_S
 
     def stream_ready(self, descriptor: KvDescriptor, digests: DigestTerms) -> None:
         """The handshake is complete."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import grpc
 import numpy as np
@@ -221,6 +221,7 @@ class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
         self._memory.scatter(self.landing[start : start + limits.slot_bytes], addresses, lengths)
 
 
+_LENT_SLOTS_MAX: Final = 64
 OnDone = Callable[[TransferFailed | None], None]
 """Called once with the outcome of a scatter. Must neither block nor raise."""
 
@@ -326,7 +327,7 @@ class ScatterClient:
         try:
             for response in self._call:
                 if response.WhichOneof("message") == "landing":
-                    for slot in range(response.landing.slot_count):
+                    for slot in range(min(response.landing.slot_count, _LENT_SLOTS_MAX)):
                         self.slots.release(slot)
                     self._attached.set_result(response.landing)
                 else:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from random import Random
@@ -165,10 +165,21 @@ class Comparison:
 
 @dataclass(slots=True)
 class _Pair:
-    """`requests`: those that were handed over since the last comparison."""
+    """`requests`: those that were handed over since the last comparison. `agreed`: whether that found no difference."""
 
     tolerance: PairTolerance
     requests: int = 0
+    agreed: bool = False
+
+    def compared(self, *, agreed: bool) -> None:
+        """The latest comparison has ended."""
+        self.requests, self.agreed = 0, agreed
+
+
+def _differences(pair: _Pair, blocks: Mapping[int, BlockErrors]) -> list[tuple[Difference, int]]:
+    """With the numbers of their blocks."""
+    found = ((pair.tolerance.difference(errors), number) for number, errors in blocks.items())
+    return [(one, number) for one, number in found if one is not None]
 
 
 class Canary:
@@ -318,16 +329,16 @@ class Canary:
         start_ns = time.time_ns()
         pair = self._pair(candidate.prefill)
         blocks = await self._errors(candidate)
-        found = [
-            (one, number)
-            for number, errors in blocks.items()
-            if (one := pair.tolerance.difference(errors))
-        ]
+        found = _differences(pair, blocks)
+        if found:
+            # Each of them is computed once more before it counts.
+            blocks = await self._errors(candidate, [number for _, number in found])
+            found = _differences(pair, blocks)
         difference, number = min(found, default=(None, -1))
         overwritten = candidate.changed or number not in candidate.numbers
         prefill = candidate.prefill
         if blocks:
-            pair.requests = 0
+            pair.compared(agreed=not found)
         if difference is not None:
             record = self._record_overwritten if overwritten else self._record
             prefill = record(candidate, difference)
@@ -351,18 +362,25 @@ class Canary:
             )
         )
 
-    async def _errors(self, candidate: _Candidate) -> dict[int, BlockErrors]:
-        """Those of the blocks that could be compared, by number. Ends early when the worker gets a request."""
+    async def _errors(
+        self, candidate: _Candidate, again: Sequence[int] = ()
+    ) -> dict[int, BlockErrors]:
+        """Those of the blocks that could be compared, by number. Ends early when the worker gets a request.
+
+        `again`: these only, and to the end.
+        """
         found: dict[int, BlockErrors] = {}
         work = candidate.work
         ids: dict[int, int | None] = dict(
             zip(candidate.numbers, self._block_ids(candidate), strict=True)
         )
-        if not candidate.changed:
+        if again:
+            ids = {number: ids.get(number) for number in again}
+        elif not candidate.changed:
             reused = range(candidate.reservation.start_token // self._block_tokens)
             ids |= dict.fromkeys(self._draw(work, reused, REUSED_BLOCKS_MAX))
         for number, block_id in sorted(ids.items()):
-            if not (candidate.changed or self._is_idle()):
+            if not (again or candidate.changed or self._is_idle()):
                 break
             end = (number + 1) * self._block_tokens
             images = tuple(one for one in work.images if one.start_token < end)
@@ -385,7 +403,9 @@ class Canary:
 
     def _record(self, candidate: _Candidate, difference: Difference) -> WorkerRef:
         name, prefill = candidate.work.transfer_id, candidate.prefill
-        detail = f"its KV is not what this worker computes: {difference}"
+        others = [ref for ref, pair in self._pairs.items() if pair.agreed and ref != prefill]
+        sends = f" and {others[-1]} sends" if others else ""
+        detail = f"its KV is not what this worker computes{sends}: {difference}"
         _LOG.warning("transfer %s from %s: %s", name, prefill, detail)
         self.corrupt_senders.record(prefill, detail)
         return prefill

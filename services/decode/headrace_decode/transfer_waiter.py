@@ -71,8 +71,10 @@ class TransferWaiter:
             return
         self.summary = arrival.result()
         self.timestamps.kv_arrived()
-        self.on_arrived()
-        self.engine.transfer_event(Arrived(self.transfer.transfer_id))
+        try:
+            self.on_arrived()
+        finally:
+            self.engine.transfer_event(Arrived(self.transfer.transfer_id))
 
     async def stop(self) -> None:
         """Informs the engine no more, until `wait_ended`."""

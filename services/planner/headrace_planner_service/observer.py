@@ -14,10 +14,9 @@ from headrace.inference.v1 import load_pb2, load_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import ProtocolViolation, RegistryUnavailable, WorkerGone
+from headrace_common.errors import RegistryUnavailable, WorkerGone
 from headrace_common.process.pacing import heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import BackgroundTasks, end_task, run_forever
 from headrace_common.time_model.model import time_model_from_proto
@@ -211,12 +210,11 @@ class WorkerStatus:
                     status = await call.read()
                 if not isinstance(status, worker_pb2.WatchStatusResponse):
                     return False
-                require_bounds(status)
                 if status.incarnation == self.member.incarnation:
                     self.latest = status
                     if must_change(interval_s, self._interval_s):
                         return True
-        except (TimeoutError, ProtocolViolation, grpc.aio.AioRpcError):
+        except (TimeoutError, grpc.aio.AioRpcError):
             return False
         finally:
             call.cancel()

@@ -18,11 +18,10 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import Draining, ProtocolViolation, QueueFull
+from headrace_common.errors import Draining, QueueFull
 from headrace_common.process.events import EVENT_BYTES, EVENTS
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import BoundedQueue
 from headrace_common.time_model.model import time_model_to_proto
@@ -84,7 +83,7 @@ class PullSession:
     async def run(self, stub: prefill_pb2_grpc.PrefillQueueServiceAsyncStub) -> None:
         """Serves the stream until it ends, or until the engine is stalled.
 
-        Raises AioRpcError, QueueFull when the router does not read, or ProtocolViolation.
+        Raises AioRpcError, or QueueFull when the router does not read.
         """
         call = stub.Pull(self._requests())
         tasks = {asyncio.create_task(self._read(call)), asyncio.create_task(self._watch_engine())}
@@ -103,7 +102,6 @@ class PullSession:
         self, call: grpc.aio.StreamStreamCall[prefill_pb2.PullRequest, prefill_pb2.PullResponse]
     ) -> None:
         async for response in call:
-            require_bounds(response)
             self.answered = True
             match response.WhichOneof("message"):
                 case "task":
@@ -354,7 +352,7 @@ class TaskPuller:
                     failure = error_from_rpc(rpc_error)
                     level = logging.INFO if isinstance(failure, Draining) else logging.WARNING
                     log.log(level, "pull from %s: %s", router_id, failure.detail)
-                except (QueueFull, ProtocolViolation) as error:
+                except QueueFull as error:
                     log.warning("pull from %s: %s", router_id, error.detail)
                 finally:
                     if self._sessions.get(key) is session:

@@ -149,6 +149,22 @@ async def test_a_router_that_asks_for_a_long_interval_loses_its_link(
     assert "token_interval_us must be at most 100000" in error.detail
 
 
+async def test_a_request_with_a_field_beyond_its_bound_is_refused_alone(
+    served: Served, link: LinkClient
+) -> None:
+    served.engine.play_for("good", DecodeTokens((1,)), DecodeEnded(False, 0))
+    bad = local("bad", stop_token_ids=range(1_025))
+    opens = [
+        decode_pb2.LinkOpen(stream_id=number, request=asked, credit_tokens=100)
+        for number, asked in enumerate((bad, local("good")), start=1)
+    ]
+    await link.write(opens=opens)
+    await until(lambda: 2 in link.finished, what="the end of the other request")
+    refused = await link.failure(1)
+    assert isinstance(refused, InvalidRequest)
+    assert list(refused.violations) == ["stop_token_ids"]
+
+
 async def test_a_client_without_credit_blocks_only_itself(served: Served, link: LinkClient) -> None:
     for name in ("slow", "fast"):
         served.engine.play_for(name, *(DecodeTokens((n,)) for n in range(8)), DecodeEnded(False, 0))

@@ -43,6 +43,8 @@ class Bench:
     answer: BlockErrors | Exception | None = field(default_factory=lambda: HONEST)
     answers: dict[int | None, BlockErrors] = field(default_factory=dict)
     """Those of single blocks."""
+    alternates: bool = False
+    """Whether the answers for a block are WRONG and HONEST in turns."""
     answer_s: float = 0.0
     idle: bool = True
     asked: list[ReceivedBlock] = field(default_factory=list)
@@ -92,6 +94,8 @@ class Bench:
         await asyncio.sleep(self.answer_s)
         if isinstance(self.answer, Exception):
             raise self.answer
+        if self.alternates:
+            return WRONG if self.asked.count(block) % 2 else HONEST
         return self.answers.get(block.block_id, self.answer)
 
     async def reset_prefix_cache(self) -> bool:
@@ -203,7 +207,7 @@ async def test_a_second_difference_quarantines_the_pair_and_no_other() -> None:
     assert (difference.layer, difference.head) == (0, 1)
     (detail,) = bench.canary.corrupt_senders.rejected.values()
     assert detail == (
-        "its KV is not what this worker computes: layer 0, head 1 differ by 0.9, more than 0.004"
+        f"its KV is not what this worker computes and {OTHER} sends: layer 0, head 1 differ by 0.9, more than 0.004"
     )
     with pytest.raises(TransferFailed, match="layer 0, head 1"):
         bench.canary.corrupt_senders.require_accepted(PREFILL)
@@ -214,6 +218,16 @@ async def test_a_second_difference_quarantines_the_pair_and_no_other() -> None:
     # What was handed over before is not compared any more.
     await bench.end_idle(3)
     assert len(bench.results) == 2
+
+
+@virtually
+async def test_a_difference_that_a_second_computation_does_not_find_does_not_count() -> None:
+    bench = Bench(alternates=True)
+    await bench.end_idle(3)
+    assert bench.outcomes == ["same"] * 3
+    assert len(bench.asked) == 12
+    assert bench.resets == 0
+    assert not bench.canary.corrupt_senders.rejected
 
 
 @virtually
@@ -293,7 +307,7 @@ async def test_blocks_that_are_written_over_after_their_arrival_do_not_count_aga
     for _ in range(3):
         bench.end(overwritten=101)
         await asyncio.sleep(1.0)
-    assert [one.block_id for one in bench.asked] == [101] * 3
+    assert [one.block_id for one in bench.asked] == [101, 101] * 3
     assert bench.outcomes[LEARNING:] == ["overwritten"] * 3
     assert not bench.canary.corrupt_senders.rejected
     assert f"Write leases since then, 2: {PREFILL}, {OTHER}" in caplog.text

@@ -20,6 +20,7 @@ from headrace_common.limits import (
     LINK_STREAMS_MAX,
     LINK_TOKEN_INTERVAL_MAX_US,
 )
+from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_common.rpc.trace_context import context_of_carrier
 from headrace_decode.attempt import DecodeAttempt
@@ -213,6 +214,7 @@ class LinkSession:
         """Admits a request and starts it."""
         otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
         try:
+            require_bounds(opened)
             attempt = await self._start(opened.request, self._deadline_of(opened))
             lane.admitted(attempt)
             on_end = partial(self._end_lane, lane)

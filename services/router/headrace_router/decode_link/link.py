@@ -24,7 +24,6 @@ from headrace_common.errors import (
 )
 from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
 from headrace_frontend.request.images import PromptImages
@@ -276,7 +275,6 @@ class DecodeLink:
                 response = await call.read()
                 if response is grpc.aio.EOF:
                     return lambda: WorkerGone("it ended its link too early")
-                require_bounds(response)
                 self._answers.receive(response)
                 if self._outgoing.set_token_interval(self._token_interval_us):
                     self._wake.set()

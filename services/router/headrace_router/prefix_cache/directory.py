@@ -18,7 +18,6 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation
 from headrace_common.process.pacing import SHORTEST_S, heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.tasks import BackgroundTasks, end_task
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_kv.prefix.events import Tier, event_from_proto, load_time_from_proto
@@ -173,7 +172,6 @@ class KvEventFeed:
             message = await call.read()
         if not isinstance(message, worker_pb2.SubscribeKvEventsResponse):
             return None
-        require_bounds(message)
         return message
 
     def _open_index(self) -> None:

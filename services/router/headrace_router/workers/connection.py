@@ -15,12 +15,11 @@ import grpc.aio
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import ProtocolViolation, WorkerGone
+from headrace_common.errors import WorkerGone
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_common.process.events import EVENTS
 from headrace_common.process.pacing import SHORTEST_S, LoopLoad, must_change
 from headrace_common.rpc.channel import ping_timeout_s
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.tasks import run_forever, wait_silent
 from headrace_common.time_model.model import time_model_from_proto
 from headrace_kv.layout import WorkerRef
@@ -329,7 +328,7 @@ class WorkerConnection:
             try:
                 if await self._follow_status():
                     continue
-            except (grpc.aio.AioRpcError, ProtocolViolation, TimeoutError) as error:
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
                 if self._status is not None:
                     _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
             self._set_status(None)
@@ -364,7 +363,7 @@ class WorkerConnection:
         return False
 
     async def _next_status(self, call: Any) -> worker_pb2.WatchStatusResponse | None:
-        """None when the stream has ended, or belongs to another incarnation. Raises ProtocolViolation."""
+        """None when the stream has ended, or belongs to another incarnation."""
         async with asyncio.timeout_at(self._due_s()) as reading:
             self._reading = reading
             try:
@@ -372,8 +371,6 @@ class WorkerConnection:
             finally:
                 self._reading = None
         self._heard_s = asyncio.get_running_loop().time()
-        if status is not grpc.aio.EOF:
-            require_bounds(status)
         if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
             return None
         found: worker_pb2.WatchStatusResponse = status

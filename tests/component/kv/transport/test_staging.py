@@ -7,10 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
+from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_kv.copy_plan import Int64Array, Runs
@@ -140,6 +144,24 @@ def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) 
 def test_a_wrong_token_lends_nothing(packed: PackedPair) -> None:
     with pytest.raises(TransferFailed, match="token is wrong"):
         ScatterClient(packed.scatter_session.partition("/")[0] + "/" + "00" * 16, 5.0)
+
+
+def test_a_peer_that_lends_countless_slots_costs_no_memory() -> None:
+    class Generous(scatter_pb2_grpc.ScatterServiceServicer):
+        def Scatter(self, request_iterator: Any, context: grpc.ServicerContext) -> Any:
+            landing = scatter_pb2.Landing(slot_bytes=1, slot_count=2**32 - 1)
+            yield scatter_pb2.ScatterResponse(landing=landing)
+            next(request_iterator, None)
+            next(request_iterator, None)
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    scatter_pb2_grpc.add_ScatterServiceServicer_to_server(Generous(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    client = ScatterClient(f"127.0.0.1:{port}/{'00' * 16}", 5.0)
+    assert len(client.slots._free) == 64
+    client.close(clean=True)
+    server.stop(None).wait(5.0)
 
 
 def test_an_aborted_loan_is_quarantined(packed: PackedPair) -> None:

@@ -12,10 +12,11 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_frontend.request.response_stream import PENDING_TOKENS_MAX, ResponseStream
+from headrace_frontend.running import runner
 from headrace_router.decode_link.link import WINDOW_TOKENS
-from tests.kit.router import Rig, text_of
+from tests.kit.router import Rig, text_of, with_settings
 from tests.kit.workers import FakeDecode, finished, reserved, tokens
-from tests.waiting import let_a_wrong_step_show
+from tests.waiting import let_a_wrong_step_show, until
 
 _PIECES = 1_200
 _PIECE = "0123456789abcdef" * 8
@@ -79,3 +80,20 @@ async def test_a_client_that_does_not_read_blocks_only_its_own_decode_stream(
         while (response := await slow.read()) is not grpc.aio.EOF:
             received += len(response.token_ids)
         assert received == _PIECES * len(_PIECE), "no token was lost"
+
+
+@with_settings(default_deadline_s=1.0)
+async def test_a_client_that_does_not_read_loses_its_slot_after_its_deadline(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "READ_GRACE_S", 0.5)
+    watched = Watched(monkeypatch)
+    await rig.add_decode(flood)
+    async with grpc.aio.insecure_channel(rig.endpoint, options=_WINDOW) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        slow = stub.Generate(inference_pb2.GenerateRequest(text=_FLOOD))
+        await slow.read()
+        assert rig.router.runner.requests == 1
+        await until(lambda: rig.router.runner.requests == 0, what="the end of the request")
+        assert watched.batches < _PIECES
+        slow.cancel()

@@ -14,6 +14,7 @@ from headrace_common.access.roles import (
     ANONYMOUS,
     PROOF_KEY,
     REGISTRY_AUDIENCE,
+    STATUS_AUDIENCE,
     TOKEN_KEY,
     TRUSTED,
     Caller,
@@ -72,6 +73,28 @@ def test_a_public_rpc_ignores_a_token_of_another_deployment() -> None:
     assert authorizer.caller_of_metadata(HEALTH, foreign) == ANONYMOUS
     with pytest.raises(Unauthenticated):
         authorizer.caller_of_metadata(SET_POLICY, foreign)
+
+
+def test_the_token_of_a_status_page_permits_no_rpc() -> None:
+    page = Credentials(role=Role.OPERATOR).page_token("127.0.0.1:1")
+    status_page = Authorizer.from_config(ServiceConfig(), [STATUS_AUDIENCE])
+    service = Authorizer.from_config(ServiceConfig(), ["localhost:1"])
+    assert Role.OPERATOR in caller_of(status_page, page).roles
+    with pytest.raises(Unauthenticated, match="sent to 'status page'"):
+        caller_of(service, page)
+
+
+def caller_of(receiver: Authorizer, page_token: str) -> Caller:
+    found = receiver.caller_of_metadata(SET_POLICY, ((TOKEN_KEY, page_token),))
+    assert found is not None
+    return found
+
+
+def test_the_local_key_permits_nothing_where_certificates_decide() -> None:
+    authorizer = Authorizer(reads_certificates=True, audiences=["localhost:1"])
+    assert authorizer.caller_of_metadata(SET_POLICY, metadata_of(Role.OPERATOR)) is None
+    with pytest.raises(Unauthenticated):
+        authorizer.caller_of_certificate(SET_POLICY, {})
 
 
 def test_an_insecure_service_trusts_every_caller() -> None:

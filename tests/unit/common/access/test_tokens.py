@@ -17,6 +17,7 @@ import pytest
 from headrace_common.access import tokens
 from headrace_common.access.roles import Caller, Role
 from headrace_common.access.tokens import (
+    PROOF_CLOCKS_S,
     PROOF_KEPT_S,
     PROOF_PERIOD_S,
     HeldToken,
@@ -129,6 +130,7 @@ def test_a_proof_is_replaced_and_an_older_one_is_refused(monkeypatch: pytest.Mon
     at_s = 1_000.0
     clock = SimpleNamespace(time=time.time, monotonic=lambda: at_s)
     monkeypatch.setattr(tokens, "time", clock)
+    monkeypatch.setattr(tokens, "_ORDER", tokens._ProofOrder())
     held, verifier = HeldToken.create(KEY, Role.ROUTER), verifier_of(KEY)
     first = held.proof("registry")
     verifier.verify(held.token, first, HERE)
@@ -150,8 +152,39 @@ def test_a_proof_is_replaced_and_an_older_one_is_refused(monkeypatch: pytest.Mon
         at_s += PROOF_PERIOD_S
     verifier.verify(held.token, kept, HERE)
     verifier.verify(held.token, held.proof("registry"), HERE)
+    # Other keys for tokens change nothing.
     with pytest.raises(Unauthenticated, match="older"):
-        verifier.verify(held.token, kept, HERE)
+        verifier_of(KEY, OTHER_KEY).verify(held.token, kept, HERE)
+
+
+def test_a_proof_from_before_the_start_of_its_receiver_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed_s = 0.0
+    start_s, start_unix_s = time.monotonic(), time.time()
+    clock = SimpleNamespace(
+        time=lambda: start_unix_s + passed_s, monotonic=lambda: start_s + passed_s
+    )
+    monkeypatch.setattr(tokens, "time", clock)
+    held, verifier = HeldToken.create(KEY, Role.ROUTER, lifetime_s=1e6), verifier_of(KEY)
+
+    def restart() -> None:
+        monkeypatch.setattr(tokens, "_ORDER", tokens._ProofOrder())
+
+    restart()
+    old = held.proof("registry")
+    passed_s = PROOF_CLOCKS_S - 1
+    verifier.verify(held.token, old, HERE)
+    restart()
+    # The clock of its host may be so far behind.
+    verifier.verify(held.token, old, HERE)
+    passed_s = PROOF_CLOCKS_S + 1
+    # It is of the time since the start.
+    verifier.verify(held.token, old, HERE)
+    restart()
+    with pytest.raises(Unauthenticated, match="signed 7201 s ago"):
+        verifier.verify(held.token, old, HERE)
+    verifier.verify(held.token, held.proof("registry"), HERE)
 
 
 @pytest.mark.parametrize("text", [b"", b"nonsense", KEY])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -20,14 +21,15 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.access.table import ROLES, Listener
 from headrace_common.errors import InvalidRequest, ProtocolViolation
+from headrace_common.rpc.channel import ServiceChannel
 from headrace_common.rpc.field_bounds import (
     DURATION_MAX_S,
     STRING_CHARACTERS_MAX,
     bound_of,
     bounded,
     find_excess,
-    require_bounds,
 )
+from headrace_common.rpc.status import error_from_rpc
 
 _FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 # Larger values take a while to make, and the check of their length is the same.
@@ -79,6 +81,13 @@ def test_every_list_text_and_number_of_internal_messages_has_a_bound(name: str) 
             assert bound.length, f"{field.full_name} needs (bound).length"
         if value.type in _FLOATS:
             assert bound.magnitude, f"{field.full_name} needs (bound).magnitude"
+
+
+def test_only_the_requests_of_a_link_are_checked_alone() -> None:
+    alone = [
+        one.full_name for kind in MESSAGES.values() for one in kind.fields if bound_of(one).alone
+    ]
+    assert alone == ["headrace.decode.v1.LinkRequest.opens"]
 
 
 def beyond(field: FieldDescriptor) -> Iterator[Any]:
@@ -146,8 +155,76 @@ def test_a_field_deep_in_a_message_is_found() -> None:
         (member, "ttl of RegisterRequest is 31622401 s"),
     ]
     for message, excess in cases:
-        with pytest.raises(ProtocolViolation, match=re.escape(excess)):
-            require_bounds(message)
+        assert find_excess(message).startswith(excess)
         with pytest.raises(InvalidRequest) as raised:
             bounded(type(message).FromString)(message.SerializeToString())
         assert list(raised.value.metadata) == [excess.split()[0]]
+
+
+def spoil(message: Any) -> bool:
+    """Gives a field of a message, or of one within it, a value beyond its bound. Whether there is such a field."""
+    for field in message.DESCRIPTOR.fields:
+        if not field.is_repeated:
+            for value in beyond(field):
+                setattr(message, field.name, value)
+                return True
+        if field.is_repeated and bound_of(field).items <= _MADE_MAX:
+            fill(getattr(message, field.name), field, bound_of(field).items + 1)
+            return True
+        if field.message_type is not None and field.message_type.name == "Duration":
+            getattr(message, field.name).seconds = DURATION_MAX_S + 1
+            return True
+    return any(
+        spoil(getattr(message, one.name).add() if one.is_repeated else getattr(message, one.name))
+        for one in message.DESCRIPTOR.fields
+        if one.message_type is not None and one.message_type.full_name in MESSAGES
+    )
+
+
+class _Answering:
+    """A channel, and each of its calls, on which one response arrives."""
+
+    def __init__(self, response: Message) -> None:
+        self._response = response
+        self.cancelled = False
+
+    def unary_unary(self, *arguments: object, **options: object) -> Any:
+        return lambda *given, **settings: self
+
+    unary_stream = stream_unary = stream_stream = unary_unary
+
+    def __await__(self) -> Generator[Any, Any, Message]:
+        yield from asyncio.sleep(0).__await__()
+        return self._response
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        yield self._response
+
+    async def read(self) -> Message:
+        return self._response
+
+    def add_done_callback(self, callback: object) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.mark.parametrize("rpc", [one for one in ROLES[Listener.INTERNAL] if "/headrace." in one])
+async def test_a_response_beyond_a_bound_fails_the_call_of_every_internal_rpc(rpc: str) -> None:
+    service, _, name = rpc[1:].partition("/")
+    method = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+    response = message_factory.GetMessageClass(method.output_type)()
+    if not spoil(response):
+        # Integers and enums have all values of their types.
+        assert all(one.message_type is None for one in method.output_type.fields)
+        return
+    server: Any = _Answering(response)
+    channel = ServiceChannel(lambda: None, lambda _: server)
+    call = channel.unary_stream(rpc)
+    for receiving in (call(), call().read(), anext(call().__aiter__())):
+        server.cancelled = False
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await receiving
+        assert isinstance(error_from_rpc(raised.value), ProtocolViolation)
+        assert server.cancelled

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.rpc.field_bounds import bound_of
 from headrace_frontend.request.validation import PreparedRequest, decode_request
 from headrace_text.load import ByteCodec
 from tests.kit.requests import prepared
@@ -168,6 +170,14 @@ def test_ignore_eos_keeps_the_clients_stop_tokens_only() -> None:
 
 def test_a_prompt_may_fill_the_context_up_to_one_token() -> None:
     assert _prepare(_text("x" * 15)).sampling.max_tokens == 1
+
+
+def test_a_prompt_is_within_the_bound_of_internal_messages_in_every_context() -> None:
+    fields = decode_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+    most = bound_of(fields["token_ids"]).items
+    tokens = inference_pb2.TokenIds(ids=[1] * most)
+    with pytest.raises(InvalidRequest, match=f"context length is {most} tokens"):
+        prepared(inference_pb2.GenerateRequest(tokens=tokens), context=2 * most)
 
 
 def test_cached_tokens_of_chats_belong_to_a_salt() -> None:

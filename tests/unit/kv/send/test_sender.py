@@ -27,6 +27,7 @@ from headrace_kv.leases import Clock, WriteLease
 from headrace_kv.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.send.sender import RankSender
 from headrace_kv.send.stream import (
+    CancelReceived,
     HandoffStream,
     ReservationReceived,
     SenderContext,
@@ -565,10 +566,38 @@ async def test_a_worker_that_answers_no_open_frees_the_slot_by_its_name() -> Non
         rank.later(0.6)
         assert (name in dict(rank.reasons)) is not answers
     reports = [(one.reason, one.detail) for one in rank.reports]
-    assert reports[0] == (
-        "TRANSFER_TIMEOUT",
-        f"the reservation of {DECODE} did not come within 8 s of Open",
-    )
+    for number, wait_s in ((0, 8), (1, 1)):
+        assert reports[number] == (
+            "TRANSFER_TIMEOUT",
+            f"the reservation of {DECODE} did not come within {wait_s} s of Open",
+        )
+
+
+async def test_a_worker_that_is_only_slow_after_a_silent_open_is_found_within_a_minute() -> None:
+    rank = Rank()
+    rank.connect("a")
+    rank.ready()
+    rank.later(8.5)
+    assert dict(rank.reasons) == {"a": "TRANSFER_TIMEOUT"}
+    rank.later(60.0)
+    # One has the longest wait then, and the others a second, until it is answered.
+    for name in ("b", "c"):
+        rank.connect(name)
+    rank.later(1.5)
+    assert dict(rank.reasons).keys() == {"a", "c"}
+    rank.later(1.5)
+    rank.reserve("b")
+    for name in ("d", "e"):
+        rank.connect(name)
+    rank.later(1.5)
+    # A refusal is an answer.
+    refusal = handoff_pb2.Cancel(transfer_id="d", reason="NOT_FOUND")
+    rank.sender.post(CancelReceived(rank.stream, refusal))
+    rank.reserve("e")
+    assert dict(rank.reasons).keys() == {"a", "c", "d"}
+    rank.connect("f")
+    rank.later(7.4)
+    assert "f" not in dict(rank.reasons)
 
 
 # A device, which writes what was pushed some time later.

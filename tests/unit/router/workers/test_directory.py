@@ -24,6 +24,7 @@ class _Channel:
     def __init__(self, incarnation: str) -> None:
         self.closed = False
         self._incarnation = incarnation
+        self.distrusted: list[worker_pb2.DistrustedWorker] = []
 
     def unary_stream(self, *arguments: object, **options: object) -> Any:
         return lambda request: self
@@ -32,7 +33,9 @@ class _Channel:
 
     async def read(self) -> worker_pb2.WatchStatusResponse:
         await asyncio.sleep(0.01)
-        return worker_pb2.WatchStatusResponse(incarnation=self._incarnation)
+        return worker_pb2.WatchStatusResponse(
+            incarnation=self._incarnation, distrusted_workers=self.distrusted
+        )
 
     def cancel(self) -> None:
         pass
@@ -82,6 +85,20 @@ async def test_a_worker_that_has_never_reported_is_no_candidate_and_limits_nothi
     assert directory.reserve_load(_REF, 1) is None
     assert not seen
     assert channels.opened[0].closed
+    await directory.close()
+
+
+async def test_what_one_worker_reports_of_a_prefill_worker_concerns_its_own_requests_only() -> None:
+    channels = _Channels()
+    directory = WorkerDirectory(channels, b"")
+    directory.update([_member(), _member(worker_id="d1")])
+    await until(lambda: len(directory.table("sim")) == 2)
+    accused = worker_pb2.DistrustedWorker(worker_id="p0", incarnation="a", detail="layer 3")
+    channels.opened[0].distrusted.append(accused)
+    await until(lambda: bool(directory.distrusted(_REF)))
+    assert directory.distrusted(_REF) == {WorkerRef("p0", "a"): "layer 3"}
+    await asyncio.sleep(1.0)
+    assert directory.distrusted(WorkerRef("d1", "a")) == {}
     await directory.close()
 
 
