@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, Final, Protocol, TypeVar
@@ -129,23 +128,20 @@ class HttpExchange:
             self._input.set_size(len(self._body))
         return 0
 
-    @contextlib.asynccontextmanager
-    async def json_body(self, bytes_max: int) -> AsyncIterator[bytes]:
-        """The body of a JSON request, which the block parses.
+    async def json_body(self, bytes_max: int) -> bytes:
+        """The body of a JSON request. It counts as the current input.
 
         Raises HttpError before it receives more than `bytes_max` bytes, and QueueFull as RequestInput does.
         """
         _check_json(self.headers, bytes_max)
-        own = current_input()
+        self._input = current_input()
+        assert self._input is not None, "a body is an input of its caller"
         try:
-            with contextlib.nullcontext(own) if own else RequestInput(self.host) as self._input:
-                self._connection.count_input()
-                if len(self._body) < COUNTED_BYTES and self._has_body(bytes_max):
-                    yield bytes(self._body)
-                else:
-                    async with asyncio.timeout(BODY_WAIT_S) as clock:
-                        data = await self._read(bytes_max, clock)
-                    yield data
+            self._connection.count_input()
+            if len(self._body) < COUNTED_BYTES and self._has_body(bytes_max):
+                return bytes(self._body)
+            async with asyncio.timeout(BODY_WAIT_S) as clock:
+                return await self._read(bytes_max, clock)
         except TimeoutError:
             raise _late_body() from None
         finally:

@@ -15,7 +15,7 @@ from headrace_decode.http.own_attempt import OwnAttempt
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import BlockShares, RoomQueue
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AdmittedRequest, finish_response
+from headrace_frontend.running.attempt import AdmittedRequest, finish_response
 from headrace_kv.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from headrace_decode.http.room import RoomQueue
 from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import DecodeTokens
-from headrace_frontend.running.attempt import RunningAttempt
-from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
 from headrace_frontend.running.record import AttemptRecord, now_us
 from headrace_kv.layout import WorkerRef
 
@@ -109,7 +108,7 @@ class OwnAttempt(RunningAttempt):
             trace.set_span_in_context(NonRecordingSpan(request.record.context))
         )
         try:
-            running = await room.start(self._call, request.deadline, request.slot_wait_s())
+            running = await room.start(self._call, request.deadline, request.permit.slot_wait_s)
         finally:
             otel_context.detach(token)
         if not request.record.attempts:

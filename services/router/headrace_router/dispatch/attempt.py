@@ -26,8 +26,7 @@ from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
-from headrace_frontend.running.attempt import RunningAttempt
-from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
 from headrace_kv.layout import WorkerRef
 from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.dispatch.messages import (
