@@ -102,6 +102,7 @@ class OpenAiApp:
 
     async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
+        exchange.end_with_client()
         errors = _ERRORS.get(exchange.path.rstrip("/"), OPENAI_ERRORS)
         exchange.add_header("x-request-id", exchange.request_id)
         if errors is MESSAGES_ERRORS:

@@ -11,8 +11,9 @@ import grpc.aio
 from headrace.inference.v1 import conversation_pb2, conversation_pb2_grpc, inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import InvalidRequest, NotFound
-from headrace_frontend.answers import ResponseWriter, request_id_of
+from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.request.response_stream import ResponseWriter
 
 _FIND_S: Final = 2.0
 # Asked at once.
