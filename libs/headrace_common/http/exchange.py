@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import re
-import secrets
 import time
 from collections.abc import Mapping
 from email.utils import formatdate
@@ -72,7 +72,7 @@ class HttpExchange:
         self.method, self.path, self.headers = method, path, headers
         # The client's X-Request-Id, or a new one.
         request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
-        self.request_id = request_id or secrets.token_hex(12)
+        self.request_id = request_id or os.urandom(12).hex()
         # The client's host.
         self.host = connection.caller
         # The URIs in the client's certificate.
