@@ -9,12 +9,14 @@ from typing import TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
+from headrace_common.errors import HeadraceError
+from headrace_router.decode_link.answer import LinkedAnswer
 
 AnswerEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
 
 
-class KeptEvents:
-    """An AnswerSink. `has_room`: what it reports about tokens."""
+class KeptEvents(LinkedAnswer):
+    """`has_room`: what it reports about tokens."""
 
     vocabulary_size = 1 << 32
 
@@ -45,7 +47,8 @@ class KeptEvents:
     def fail(self, error: Exception) -> None:
         self._keep(error)
 
-    worker_failed = fail
+    def worker_failed(self, error: HeadraceError) -> None:
+        self._keep(error)
 
     def _keep(self, event: AnswerEvent | Exception) -> None:
         self._events.append(event)
