@@ -353,7 +353,7 @@ def _ignore_refusal(reason: str, count: int) -> None:
 
 
 class _Call(RequestInput):
-    """A call in flight, whose request is an input of its caller."""
+    """A call in flight. Its request is an input of its caller."""
 
     def __init__(self, caller: str, calls: Counter[str]) -> None:
         super().__init__(caller)

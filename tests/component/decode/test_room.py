@@ -81,20 +81,6 @@ async def test_own_requests_start_in_order_as_others_end(served: Served) -> None
         one.end()
 
 
-async def test_a_request_that_arrives_as_room_becomes_free_overtakes_none(served: Served) -> None:
-    own = shares(served)
-    routed = await fill(served)
-    waiting = start(own, "own-0")
-    await until(lambda: own.pool.waiting == 1)
-    late = start(own, "late")
-    routed[0].cancel()
-    first = await waiting
-    assert not late.done()
-    routed[1].cancel()
-    for one in (first, await late):
-        one.end()
-
-
 async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> None:
     own = shares(served)
     routed = await fill(served)
