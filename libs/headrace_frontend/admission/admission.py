@@ -56,11 +56,6 @@ class BoundedResource:
         self._fits = False
         """Whether no request has waited again since the last probe."""
 
-    def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> Held | None:
-        """As `acquire`, without a wait. None when the units are not free, or others wait."""
-        taken = self.pool.take(tenant, amount, priority)
-        return Held(self, tenant, amount, priority) if taken else None
-
     async def acquire(
         self,
         tenant: str,
@@ -72,6 +67,8 @@ class BoundedResource:
 
         Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait.
         """
+        if self.pool.take(tenant, amount, priority):
+            return Held(self, tenant, amount, priority)
         granted = asyncio.Event()
         request = CapacityRequest(tenant, amount, granted.set, priority)
         grant = self.pool.acquire(request)
@@ -280,9 +277,7 @@ class AdmissionPermit:
         self._slot: Held | None = None
 
     async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
-        held = resource.take(self.tenant, amount, self.priority)
-        if held is None:
-            held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
+        held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
         self._held.append(held)
         return held
 
@@ -412,7 +407,5 @@ class Admission:
         Raises QueueFull with a retry delay, or DeadlineExceeded.
         """
         self.tokens.reject_if_full(tenant, priority)
-        place = self.requests.take(tenant, 1, priority)
-        if place is None:
-            place = await self.requests.acquire(tenant, 1, deadline, priority)
+        place = await self.requests.acquire(tenant, 1, deadline, priority)
         return AdmissionPermit(tenant, priority, deadline, place, self)

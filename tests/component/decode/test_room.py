@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import DeadlineExceeded, InvalidRequest
+from headrace_common.errors import DeadlineExceeded, DecodeFull, InvalidRequest
 from headrace_decode.admission import Capacity
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.dispatcher import BlockShares
@@ -25,27 +26,26 @@ WAIT_S = 30.0
 SLOTS = 2
 
 
-def shares(served: Served) -> BlockShares:
-    return BlockShares(served.service.attempts, Capacity(1_000, 16, 256, SLOTS), dict, WAIT_S)
+def shares(served: Served, wait_s: float = WAIT_S) -> BlockShares:
+    return BlockShares(served.service.attempts, Capacity(1_000, 16, 256, SLOTS), dict, wait_s)
 
 
 def start(
-    own: BlockShares, name: str, tenant: str = "a", deadline_s: float = WAIT_S
+    own: BlockShares, name: str, deadline_s: float = WAIT_S, *, closes: bool = True, **changes: Any
 ) -> asyncio.Task[DecodeAttempt]:
-    asked, deadline = request(name, remote_prefill=False), Deadline.after(deadline_s)
+    asked = request(name, remote_prefill=False, **changes)
     prepared: Any = SimpleNamespace(
         token_ids=asked.token_ids,
         sampling=asked.sampling,
-        tenant=tenant,
+        tenant="a",
         priority=Priority.NORMAL,
     )
 
     async def run() -> DecodeAttempt:
+        deadline = Deadline.after(deadline_s)
         held = await own.acquire(prepared, deadline)
-        try:
+        with closing(held) if closes else nullcontext():
             return await own.start(held, deadline, asked)
-        finally:
-            held.close()
 
     return asyncio.create_task(run())
 
@@ -68,7 +68,6 @@ async def test_own_requests_start_in_order_as_others_end(served: Served) -> None
     routed = await fill(served)
     tasks = [start(own, f"own-{number}") for number in range(3)]
     await until(lambda: own.pool.waiting == 3)
-    assert not any(task.done() for task in tasks)
     routed[0].cancel()
     first = await tasks[0]
     assert not tasks[1].done()
@@ -79,6 +78,14 @@ async def test_own_requests_start_in_order_as_others_end(served: Served) -> None
     third = await tasks[2]
     for one in (second, third):
         one.end()
+
+
+async def test_a_request_beyond_its_share_is_refused_by_what_is_missing(served: Served) -> None:
+    own = shares(served, wait_s=0.01)
+    (await start(own, "own-0", closes=False)).end()
+    await fill(served)
+    with pytest.raises(DecodeFull, match="all 2 request slots are taken"):
+        await start(own, "own-1")
 
 
 async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> None:
@@ -99,13 +106,5 @@ async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> N
 
 
 async def test_an_error_that_no_wait_helps_is_raised_at_once(served: Served) -> None:
-    own = shares(served)
-    held = await own.acquire(
-        SimpleNamespace(  # type: ignore[arg-type]
-            token_ids=(1,), sampling=SimpleNamespace(max_tokens=1), tenant="a", priority=0
-        ),
-        Deadline.after(WAIT_S),
-    )
-    asked = request("own-0", token_ids=list(range(300)), remote_prefill=False)
     with pytest.raises(InvalidRequest, match="shorter than the context"):
-        await own.start(held, Deadline.after(WAIT_S), asked)
+        await start(shares(served), "own-0", token_ids=list(range(300)))
