@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import unquote
 
 import httptools
@@ -20,9 +20,6 @@ from headrace_common.http.bounds import (
 )
 from headrace_common.http.exchange import HttpExchange
 from headrace_common.http.http2 import PREFACE, Http2Refusal
-
-if TYPE_CHECKING:
-    from headrace_common.http.server import HttpServer
 
 # A chunk of one byte takes six. Other bytes around a body, such as trailers, are few.
 _FRAMING_PER_BODY_BYTE: Final = 8
@@ -178,6 +175,28 @@ class RequestParser:
             self._connection.end_body()
 
 
+class Listener(Protocol):
+    """The server, as its connections use it."""
+
+    def add(self, connection: Connection) -> None:
+        """The connection waits for its first request."""
+
+    def start_request(self, connection: Connection) -> None:
+        """The headers of a request have arrived."""
+
+    def serve(self, connection: Connection, exchange: HttpExchange) -> None:
+        """Runs the application for a request, and reports its end to the connection."""
+
+    def end_request(self, connection: Connection) -> None:
+        """The connection waits for another request."""
+
+    def forget(self, connection: Connection) -> None:
+        """The connection has ended."""
+
+    def flush_soon(self, connection: Connection) -> None:
+        """Calls `flush` at the end of the event loop's turn."""
+
+
 class Connection(asyncio.Protocol):
     """Serves its requests one after the other, and counts what they keep in memory.
 
@@ -186,7 +205,7 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, bounds: HttpBounds, server: HttpServer) -> None:
+    def __init__(self, bounds: HttpBounds, server: Listener) -> None:
         # The client's host, and the URIs in its certificate.
         self.caller, self.peer_names = "", tuple[bytes, ...]()
         self._server = server

@@ -110,7 +110,7 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
     def add(self, connection: Connection) -> None:
-        """The connection waits for its first request."""
+        """See `Listener`."""
         self._connections.add(connection)
         self._new[connection] = partial(self._end, connection)
         if not self._accepts:
@@ -118,12 +118,12 @@ class HttpServer:
             connection.shut_down()
 
     def start_request(self, connection: Connection) -> None:
-        """The headers of a request have arrived."""
+        """See `Listener`."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
 
     def serve(self, connection: Connection, exchange: HttpExchange) -> None:
-        """Runs the application for a request, and reports its end to the connection."""
+        """See `Listener`."""
         # Without what an earlier request has put into its context.
         request = self._loop.create_task(self._app(exchange), context=Context())
         self._requests.add(request)
@@ -138,18 +138,18 @@ class HttpServer:
         connection.end_serving(exchange)
 
     def end_request(self, connection: Connection) -> None:
-        """The connection waits for another request."""
+        """See `Listener`."""
         self._idle[connection] = partial(self._end, connection)
 
     def forget(self, connection: Connection) -> None:
-        """The connection has ended."""
+        """See `Listener`."""
         self._connections.discard(connection)
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         self._ended.set()
 
     def flush_soon(self, connection: Connection) -> None:
-        """Calls `flush` at the end of the event loop's turn."""
+        """See `Listener`."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(connection)
