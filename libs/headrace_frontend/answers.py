@@ -36,12 +36,12 @@ class Answer:
     request: inference_pb2.GenerateRequest
     request_id: str
     tenant: str
+    priority: Priority
     deadline: Deadline
     arrival: ClockPair
     write: ResponseWriter
     outlet: Outlet | None = None
     on_lowered: Callable[[int], None] | None = None
-    priority: Priority = Priority.NORMAL
     group: AnswerGroup | None = None
     prepared: PreparedRequest | None = None
 

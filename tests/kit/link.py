@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.errors import HeadraceError
 from headrace_router.decode_link.answer import LinkedAnswer
 
 AnswerEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
@@ -47,8 +46,7 @@ class KeptEvents(LinkedAnswer):
     def fail(self, error: Exception) -> None:
         self._keep(error)
 
-    def worker_failed(self, error: HeadraceError) -> None:
-        self._keep(error)
+    worker_failed = fail
 
     def _keep(self, event: AnswerEvent | Exception) -> None:
         self._events.append(event)

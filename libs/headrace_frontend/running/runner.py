@@ -104,21 +104,22 @@ class RequestRunner:
         `outlet` may get all messages of a single answer but the last, instead of `write`. `on_lowered` gets what the
         prompt leaves of the context, where max_tokens is more. Raises HeadraceError, before or between messages.
         """
-        answer = Answer(
-            request,
-            request_id_of(request),
-            tenant,
-            deadline,
-            clocks_now(),
-            write,
-            outlet,
-            on_lowered,
-        )
+        arrival = clocks_now()
         self.requests += 1
         try:
             if not self.runs_while_draining:
                 self.reject_when_draining()
-            answer.priority = self.priority_of(request.priority, tenant)
+            answer = Answer(
+                request,
+                request_id_of(request),
+                tenant,
+                self.priority_of(request.priority, tenant),
+                deadline,
+                arrival,
+                write,
+                outlet,
+                on_lowered,
+            )
             if answer_count(request) == 1:
                 await self._answer(answer)
             else:

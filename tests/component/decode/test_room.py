@@ -99,8 +99,7 @@ async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> N
     await asyncio.gather(cancelled, return_exceptions=True)
     for call in routed:
         call.cancel()
-    running = await start(own, "own-2")
-    running.end()
+    (await start(own, "own-2")).end()
     await until(lambda: served.service.attempts.status().reserved_blocks == 0)
     assert (own.pool.used, own.pool.waiting) == (0, 0)
 

@@ -103,6 +103,15 @@ class LinkedAnswer(ABC):
         except Exception as error:  # noqa: BLE001 - the attempt raises it
             self.fail(error)
 
+    def receive_reserved(self, reserved: decode_pb2.Reserved) -> None:
+        """The blocks are reserved now."""
+        self.reserved_ns = time.monotonic_ns()
+        self.use(self.reserve, reserved)
+
+    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
+        """The worker's times until now."""
+        self.times = times
+
     def add_prompt_logprobs(self, logprobs: _Logprobs) -> None:
         """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
         self._prompt_logprobs += logprobs
@@ -189,12 +198,11 @@ class LinkedAnswers:
         for reserved in response.reserved:
             answer = answers.get(reserved.stream_id)
             if answer is not None:
-                answer.reserved_ns = time.monotonic_ns()
-                answer.use(answer.reserve, reserved.reserved)
+                answer.receive_reserved(reserved.reserved)
         for timed in response.times:
             answer = answers.get(timed.stream_id)
             if answer is not None:
-                answer.times = timed.times
+                answer.add_times(timed.times)
         if response.HasField("tokens"):
             self._receive_columns(response.tokens)
         for one in response.tokens_with_logprobs:

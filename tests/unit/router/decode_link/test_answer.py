@@ -29,7 +29,7 @@ async def test_an_answer_fails_by_its_own_error_and_others_go_on() -> None:
     answer.add_tokens([1])
     with pytest.raises(ValueError, match="a bug"):
         answer.poll()
-    answer.use(answer.reserve, decode_pb2.Reserved())
+    answer.receive_reserved(decode_pb2.Reserved())
     with pytest.raises(ValueError, match="another bug"):
         answer.poll()
 
