@@ -108,7 +108,7 @@ class _ChoiceOutlet:
 
     def write_text(self, text: str) -> bool:
         # A format remembers the texts of its events.
-        data = self._events.form.text_event(self._index, text) if self.writable else None
+        data = self._events.form.text_event(self._index, text) if self._exchange.writable else None
         if data is None:
             return False
         # Tokens without text are a part of a character.

@@ -56,9 +56,8 @@ class OutgoingRequests:
 
         Returns whether the worker must know soon: it joins them for twice as long now, or for half as long.
         """
-        self._interval_us = interval_us
-        low, high = sorted((interval_us, self._sent_interval_us))
-        return high >= 2 * low and high > 0
+        self._interval_us, sent_us = interval_us, self._sent_interval_us
+        return interval_us != sent_us and not sent_us < 2 * interval_us < 4 * sent_us
 
     def open(
         self,
@@ -277,7 +276,8 @@ class DecodeLink:
                 self._answers.receive(response)
                 if self._outgoing.set_token_interval(self._token_interval_us):
                     self._wake.set()
-                self._close_if_unused()
+                if self._retired:
+                    self._close_if_unused()
             except grpc.aio.AioRpcError as error:
                 broken = error
                 return lambda: _failure_of(broken)
