@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 
 _WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
 _INCARNATION = re.compile(r"[0-9a-f]{16}")
@@ -11,12 +11,12 @@ _INCARNATION = re.compile(r"[0-9a-f]{16}")
 
 def new_incarnation() -> str:
     """A random id for one start of a worker: 16 hex characters."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def new_transfer_id() -> str:
     """A random id for one transfer: "x" and 32 hex characters."""
-    return "x" + secrets.token_hex(16)
+    return "x" + os.urandom(16).hex()
 
 
 def is_incarnation(text: str) -> bool:

@@ -11,17 +11,15 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.callers.priority import Priority
+from headrace_common.deadlines import Deadline
+from headrace_common.latency.clocks import ClockPair
 from headrace_common.limits import ANSWERS_MAX
-from headrace_common.tasks import end_task
-from headrace_frontend.request.response_stream import Outlet, ResponseStream
+from headrace_frontend.request.response_stream import Outlet, ResponseStream, ResponseWriter
 from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
-
-ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
-"""Sends one message to the client. It returns when the client can take another."""
 
 # Shorter prompts fill few blocks or none, and computing them takes less time than waiting for the first answer.
 _SHARED_TOKENS_MIN = 64
@@ -29,14 +27,21 @@ _SHARED_TOKENS_MIN = 64
 
 @dataclass(slots=True)
 class Answer:
-    """One answer to run. `group` gets the first of several, as a valid request and as an empty response.
+    """One answer to run, for `request` of a tenant that arrived then. `write` and `outlet`: see ResponseStream.write.
 
-    `prepared` is the valid request, if it is known.
+    `group` gets the first of several, as a valid request and as an empty response. `prepared` is the valid request, if
+    it is known. `on_lowered`: see RequestRunner.run.
     """
 
+    request: inference_pb2.GenerateRequest
     request_id: str
+    tenant: str
+    priority: Priority
+    deadline: Deadline
+    arrival: ClockPair
     write: ResponseWriter
     outlet: Outlet | None = None
+    on_lowered: Callable[[int], None] | None = None
     group: AnswerGroup | None = None
     prepared: PreparedRequest | None = None
 
@@ -131,21 +136,20 @@ class AnswerGroup:
         return replace(prepared, sampling=sampling)
 
 
-async def run_answers(
-    request: inference_pb2.GenerateRequest,
-    answer: Answer,
-    run: Callable[[Answer], Awaitable[None]],
-) -> None:
-    """Runs several answers to a request with `run`, in place of `answer`. The first error ends all."""
-    group = AnswerGroup(request, answer.write)
+async def run_answers(answer: Answer, run: Callable[[Answer], Awaitable[None]]) -> None:
+    """Runs the several answers to a request with `run`, in place of `answer`. The first error ends all."""
+    group = AnswerGroup(answer.request, answer.write)
 
     async def run_first() -> None:
-        await run(Answer(answer.request_id, group.writer(0), group=group))
+        await run(replace(answer, write=group.writer(0), outlet=None, group=group))
         group.first_ended()
 
     async def run_other(number: int) -> None:
-        prepared = await group.prepared(number)
-        await run(Answer(prepared.request_id, group.writer(number), prepared=prepared))
+        prepared, write = await group.prepared(number), group.writer(number)
+        request_id = prepared.request_id
+        await run(
+            replace(answer, request_id=request_id, write=write, outlet=None, prepared=prepared)
+        )
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -155,66 +159,6 @@ async def run_answers(
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     await group.finish()
-
-
-async def write_response(
-    response: ResponseStream,
-    work: Awaitable[None],
-    write: ResponseWriter,
-    outlet: Outlet | None = None,
-) -> None:
-    """Writes a response to the client while `work` fills it in this task. Raises its error.
-
-    A reader in a task of its own writes the messages. With `outlet`, the response sends itself, and the reader starts
-    when the client does not take a message at once.
-    """
-    producer = asyncio.current_task()
-    assert producer is not None, "a response is written in a task"
-    reading: asyncio.Task[None] | None = None
-    producing, failed = True, False
-
-    def end(task: asyncio.Task[None]) -> None:
-        nonlocal failed
-        if producing and not task.cancelled() and task.exception() is not None:
-            # Nothing else would make room for more tokens.
-            failed = True
-            producer.cancel()
-
-    def start_reading() -> None:
-        nonlocal reading
-        reading = asyncio.create_task(_write_all(response, write))
-        reading.add_done_callback(end)
-
-    if outlet is None:
-        start_reading()
-    else:
-        response.use_outlet(outlet, start_reading)
-    try:
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not failed:
-                raise
-            producer.uncancel()
-        # `next_message` raises it again.
-        except Exception as error:  # noqa: BLE001
-            response.fail(error)
-        producing = False
-        last = response.last_message()
-        if last is not None:
-            await write(last)
-        else:
-            await (_write_all(response, write) if reading is None else reading)
-    finally:
-        producing = False
-        response.stop_sending()
-        if reading is not None:
-            await end_task(reading)
-
-
-async def _write_all(response: ResponseStream, write: ResponseWriter) -> None:
-    while (message := await response.next_message()) is not None:
-        await write(message)
 
 
 def request_id_of(request: inference_pb2.GenerateRequest) -> str:

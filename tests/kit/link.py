@@ -9,12 +9,13 @@ from typing import TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
+from headrace_router.decode_link.answer import LinkedAnswer
 
 AnswerEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
 
 
-class KeptEvents:
-    """An AnswerSink. `has_room`: what it reports about tokens."""
+class KeptEvents(LinkedAnswer):
+    """`has_room`: what it reports about tokens."""
 
     vocabulary_size = 1 << 32
 

@@ -18,7 +18,7 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.http.exchange import HttpExchange
-from headrace_frontend.answers import ResponseWriter, request_id_of
+from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
@@ -27,7 +27,7 @@ from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import no_promise
 from headrace_frontend.request.computations import Computation, Result, TextThreads
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.response_stream import Outlet
+from headrace_frontend.request.response_stream import Outlet, ResponseWriter
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.runner import RequestCounter

@@ -11,8 +11,8 @@ import gc
 import ipaddress
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
@@ -350,6 +350,25 @@ def _ignore_refusal(reason: str, count: int) -> None:
     pass
 
 
+class _Call(RequestInput):
+    """A call in flight. Its request is an input of its caller."""
+
+    def __init__(self, caller: str, calls: Counter[str]) -> None:
+        super().__init__(caller)
+        self._calls = calls
+
+    def __enter__(self) -> RequestInput:
+        _CALLER.set(self.caller)
+        self._calls[self.caller] += 1
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        self._calls[self.caller] -= 1
+        if not self._calls[self.caller]:
+            del self._calls[self.caller]
+        super().__exit__(kind, *others)
+
+
 class CallerBounds:
     """One event loop owns it. Every client listener of a process shares it.
 
@@ -376,8 +395,7 @@ class CallerBounds:
         """Calls in flight of a caller."""
         return self._calls[caller]
 
-    @contextmanager
-    def call(self, caller: str) -> Iterator[None]:
+    def call(self, caller: str) -> RequestInput:
         """Counts a call while the block runs. Raises QueueFull for one that exceeds the caller's calls in flight."""
         if self._calls[caller] >= self._calls_max:
             self.count_refused(REFUSED_CALLS, 1)
@@ -386,15 +404,7 @@ class CallerBounds:
                 "max_concurrent_requests",
                 metadata={"queue": "calls", "maxsize": str(self._calls_max)},
             )
-        _CALLER.set(caller)
-        self._calls[caller] += 1
-        try:
-            with RequestInput(caller):
-                yield
-        finally:
-            self._calls[caller] -= 1
-            if not self._calls[caller]:
-                del self._calls[caller]
+        return _Call(caller, self._calls)
 
     def rechecked(self, tenant_now: Callable[[], str], tenant: str) -> AbstractContextManager[None]:
         """Ends the block with Unauthenticated once `tenant_now` does not return the tenant of the call any more."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
+import os
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import Mapping
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from headrace_common.callers.bounds import COUNTED_BYTES, RequestInput, current_input
 from headrace_common.errors import Cancelled
 from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S
 
-Result = TypeVar("Result")
-
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NO_HEADERS: Final[Mapping[str, str]] = {}
 _NO_HEADER_CHARACTER: Final = re.compile(r"[^ -~\x80-\xff]")
 _STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in HTTPStatus}
 
@@ -75,7 +73,7 @@ class HttpExchange:
         self.method, self.path, self.query, self.headers = method, path, query, headers
         # The client's X-Request-Id, or a new one.
         request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
-        self.request_id = request_id or secrets.token_hex(12)
+        self.request_id = request_id or os.urandom(12).hex()
         # The client's host.
         self.host = connection.caller
         # The URIs in the client's certificate.
@@ -88,7 +86,7 @@ class HttpExchange:
         self._chunked = chunks and method != "HEAD"
         self._response_headers: dict[str, str] = {}
         self._ended = self._disconnected = False
-        self._worker: asyncio.Task[Any] | None = None
+        self._serving: asyncio.Task[Any] | None = None
         # What has arrived of the body. A list of its parts could take many times its bytes.
         self._body = bytearray()
         self._body_complete = False
@@ -119,8 +117,8 @@ class HttpExchange:
         """The client has closed the connection."""
         self._disconnected = True
         self._arrived.set()
-        if self._worker is not None and not self._ended:
-            self._worker.cancel()
+        if self._serving is not None and not self._ended:
+            self._serving.cancel()
 
     def count_body(self) -> int:
         """Counts what a handler reads of the body for its caller. The number of bytes that none reads yet."""
@@ -130,23 +128,20 @@ class HttpExchange:
             self._input.set_size(len(self._body))
         return 0
 
-    @contextlib.asynccontextmanager
-    async def json_body(self, bytes_max: int) -> AsyncIterator[bytes]:
-        """The body of a JSON request, which the block parses.
+    async def json_body(self, bytes_max: int) -> bytes:
+        """The body of a JSON request. It counts as the current input.
 
         Raises HttpError before it receives more than `bytes_max` bytes, and QueueFull as RequestInput does.
         """
         _check_json(self.headers, bytes_max)
-        own = current_input()
+        self._input = current_input()
+        assert self._input is not None, "a body is an input of its caller"
         try:
-            with contextlib.nullcontext(own) if own else RequestInput(self.host) as self._input:
-                self._connection.count_input()
-                if len(self._body) < COUNTED_BYTES and self._has_body(bytes_max):
-                    yield bytes(self._body)
-                else:
-                    async with asyncio.timeout(BODY_WAIT_S) as clock:
-                        data = await self._read(bytes_max, clock)
-                    yield data
+            self._connection.count_input()
+            if len(self._body) < COUNTED_BYTES and self._has_body(bytes_max):
+                return bytes(self._body)
+            async with asyncio.timeout(BODY_WAIT_S) as clock:
+                return await self._read(bytes_max, clock)
         except TimeoutError:
             raise _late_body() from None
         finally:
@@ -169,68 +164,42 @@ class HttpExchange:
         return data
 
     def _has_body(self, bytes_max: int) -> bool:
-        """Whether the body is complete. Raises HttpError when it exceeds its bounds."""
-        self._check_connected()
+        """Whether the body is complete. Raises HttpError beyond its bounds, and Cancelled."""
+        if self._disconnected:
+            raise Cancelled("the client closed the connection")
         if len(self._body) > bytes_max:
             raise too_large(bytes_max)
         return self._body_complete
 
-    async def run_while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, which is cancelled when the client closes the connection. Raises Cancelled then."""
-        self._worker = task = asyncio.current_task()
-        try:
-            self._check_connected()
-            return await work
-        except asyncio.CancelledError:
-            if task is not None and self._disconnected:
-                task.uncancel()
-            self._check_connected()
-            raise
-        finally:
-            self._worker = None
-            work.close()
-
-    def _check_connected(self) -> None:
-        if self._disconnected:
-            raise Cancelled("the client closed the connection")
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Sends the status and the headers."""
-        # It is before what others may send at once.
-        self._connection.write(self._head(status, headers, chunked=self._chunked))
-        await self._connection.until_writable()
-
-    async def write(self, data: bytes) -> None:
-        """Sends a part of the body. Waits while the client does not read."""
-        await self._connection.until_writable()
-        self._connection.write(self._framed(data))
-
-    async def finish(self, data: bytes = b"") -> None:
-        """Sends the last part of the body, and ends it."""
-        await self._end(self._framed(data) + (b"0\r\n\r\n" if self._chunked else b""))
+    def end_with_client(self) -> None:
+        """Cancels the current task when the client closes the connection before the end of the response."""
+        self._serving = asyncio.current_task()
+        if self._serving is not None and self._disconnected:
+            self._serving.cancel()
 
     @property
     def writable(self) -> bool:
         """Whether the response has no end yet, and nothing waits for the client to read."""
         return not (self._ended or self._connection.write_paused)
 
-    def start_now(self, headers: Mapping[str, str], data: bytes) -> bool:
-        """Sends status 200, these headers and the first part of the body, without an event loop's turn.
-
-        False, and nothing is sent, when the response is not `writable` or has started.
-        """
-        if self.started or not self.writable:
-            return False
-        head = self._head(200, headers, chunked=self._chunked)
-        self._connection.write(head + self._framed(data))
-        return True
-
-    def write_now(self, data: bytes) -> bool:
+    def write_now(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> bool:
         """As `write`, without an event loop's turn. False, and nothing is sent, when the response is not `writable`."""
-        if not self.started or self._ended or self._connection.write_paused:
+        if self._ended or self._connection.write_paused:
             return False
-        self._connection.write(self._framed(data))
+        self._connection.write(self._part(data, headers))
         return True
+
+    async def write(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
+        """Sends a part of the body, the first one after status 200 and `headers`.
+
+        Waits while the client does not read.
+        """
+        await self._connection.until_writable()
+        self._connection.write(self._part(data, headers))
+
+    async def finish(self, data: bytes = b"", headers: Mapping[str, str] = _NO_HEADERS) -> None:
+        """As `write`, for the last part of the body."""
+        await self._end(self._part(data, headers) + (b"0\r\n\r\n" if self._chunked else b""))
 
     def _head(self, status: int, headers: Mapping[str, str], *, chunked: bool) -> bytes:
         sent = {"date": _date(int(time.time())), **headers, **self._response_headers}
@@ -245,11 +214,12 @@ class HttpExchange:
         lines += [f"{name}: {value}" for name, value in sent.items()]
         return "\r\n".join((*lines, "", "")).encode("latin-1")
 
-    def _framed(self, data: bytes) -> bytes:
+    def _part(self, data: bytes, headers: Mapping[str, str]) -> bytes:
         self.parts += 1
+        head = b"" if self.started else self._head(200, headers, chunked=self._chunked)
         if self._chunked and data:
-            return b"%x\r\n%b\r\n" % (len(data), data)
-        return b"" if self.method == "HEAD" else data
+            return b"%b%x\r\n%b\r\n" % (head, len(data), data)
+        return head if self.method == "HEAD" else head + data
 
     async def respond(
         self, status: int, data: bytes, headers: Mapping[str, str] | None = None

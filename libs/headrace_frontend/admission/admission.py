@@ -53,11 +53,8 @@ class BoundedResource:
         self._mean_hold_s = 0.0
         self._probe: asyncio.TimerHandle | None = None
         self._probe_units, self._probe_s = 1, _PROBE_S
-
-    def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> Held | None:
-        """As `acquire`, without a wait. None when the units are not free, or others wait."""
-        taken = self.pool.take(tenant, amount, priority)
-        return Held(self, tenant, amount, priority) if taken else None
+        self._fits = False
+        """Whether no request has waited again since the last probe."""
 
     async def acquire(
         self,
@@ -70,6 +67,8 @@ class BoundedResource:
 
         Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait.
         """
+        if self.pool.take(tenant, amount, priority):
+            return Held(self, tenant, amount, priority)
         granted = asyncio.Event()
         request = CapacityRequest(tenant, amount, granted.set, priority)
         grant = self.pool.acquire(request)
@@ -93,10 +92,17 @@ class BoundedResource:
         granted = asyncio.Event()
         request = CapacityRequest(tenant, amount, granted.set, priority)
         self.pool.requeue(request)
-        self._probe_units, self._probe_s = 1, min(_PROBE_MAX_S, 2 * self._probe_s)
+        self._probe_units, self._probe_s = amount, min(_PROBE_MAX_S, 2 * self._probe_s)
+        self._fits = False
         if self._probe is None:
             self._probe = asyncio.get_running_loop().call_later(self._probe_s, self._raise_limit)
         await self._wait(granted, request, deadline, bound)
+
+    def probe(self) -> None:
+        """Lets a request find out now whether it can use its units, if some cannot be used."""
+        if self._probe is not None:
+            self._probe.cancel()
+            self._raise_limit()
 
     def _raise_limit(self) -> None:
         """Lets more requests find out whether they can use their units. Twice as many each time that all can.
@@ -104,10 +110,10 @@ class BoundedResource:
         The pause grows while none can.
         """
         self._probe = None
-        if self._probe_units > 1:
+        if self._fits:
             self._probe_s = _PROBE_S
         if self.pool.raise_limit(self._probe_units):
-            self._probe_units *= 2
+            self._probe_units, self._fits = 2 * self._probe_units, True
             self._probe = asyncio.get_running_loop().call_later(self._probe_s, self._raise_limit)
 
     async def _wait(
@@ -271,9 +277,7 @@ class AdmissionPermit:
         self._slot: Held | None = None
 
     async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
-        held = resource.take(self.tenant, amount, self.priority)
-        if held is None:
-            held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
+        held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
         self._held.append(held)
         return held
 
@@ -412,7 +416,5 @@ class Admission:
         Raises QueueFull with a retry delay, or DeadlineExceeded.
         """
         self.tokens.reject_if_full(tenant, priority)
-        place = self.requests.take(tenant, 1, priority)
-        if place is None:
-            place = await self.requests.acquire(tenant, 1, deadline, priority)
+        place = await self.requests.acquire(tenant, 1, deadline, priority)
         return AdmissionPermit(tenant, priority, deadline, place, self)

@@ -113,11 +113,12 @@ class FairPool:
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """Grants units at once. False when they are not free, or others wait."""
-        if self.waiting or self.used + amount > self.usable:
+        used = self.used + amount
+        if self.waiting or used > self.capacity or used > self.limit:
             return False
         claimant = tenant, priority
         self._used[claimant] = self._used.get(claimant, 0) + amount
-        self.used += amount
+        self.used = used
         return True
 
     def acquire(self, request: CapacityRequest) -> Grant:

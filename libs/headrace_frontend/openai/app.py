@@ -122,6 +122,7 @@ class OpenAiApp:
 
     async def __call__(self, exchange: HttpExchange) -> None:
         """Serves one HTTP request."""
+        exchange.end_with_client()
         route = self._route_of(exchange.path)
         errors = _ERRORS.get(route, OPENAI_ERRORS)
         exchange.add_header("x-request-id", exchange.request_id)

@@ -48,9 +48,7 @@ class EventStream:
     def _ping(self, interval_s: float) -> None:
         exchange = self.exchange
         if exchange.parts == self._parts and exchange.writable:
-            data = self._begin(0) + self.form.ping
-            if not exchange.start_now(STREAM_HEADERS, data):
-                exchange.write_now(data)
+            exchange.write_now(self._begin(0) + self.form.ping, STREAM_HEADERS)
         self._parts = exchange.parts
         self.ping_each(interval_s)
 
@@ -68,10 +66,8 @@ class EventStream:
                 # One write for all that is left.
                 self._ending = data
                 return
-        if not self.exchange.started:
-            await self.exchange.start(200, STREAM_HEADERS)
-        if data:
-            await self.exchange.write(data)
+        if data or not self.exchange.started:
+            await self.exchange.write(data, STREAM_HEADERS)
 
     def outlet(self, index: int) -> Outlet:
         """Sends messages of choice `index` at once."""
@@ -79,12 +75,9 @@ class EventStream:
 
     async def finish(self) -> None:
         """Sends what is left, once all choices have ended."""
-        exchange = self.exchange
         data = self._ending + self.form.last_event(self._usages, self._prompts)
         await self.form.stored()
-        if not exchange.started:
-            await exchange.start(200, STREAM_HEADERS)
-        await exchange.finish(data)
+        await self.exchange.finish(data, STREAM_HEADERS)
 
     def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
         """The events for a message of choice `index`."""
@@ -111,14 +104,12 @@ class _ChoiceOutlet:
 
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
         data = self._events.event(self._index, message)
-        if not self._exchange.started:
-            self._exchange.start_now(STREAM_HEADERS, data)
-        elif data:
-            self._exchange.write_now(data)
+        if data or not self._exchange.started:
+            self._exchange.write_now(data, STREAM_HEADERS)
 
     def write_text(self, text: str) -> bool:
         # A format remembers the texts of its events.
-        data = self._events.form.text_event(self._index, text) if self.writable else None
+        data = self._events.form.text_event(self._index, text) if self._exchange.writable else None
         if data is None:
             return False
         # Tokens without text are a part of a character.

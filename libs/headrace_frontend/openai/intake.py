@@ -172,16 +172,16 @@ class Intake:
     ) -> tuple[str, BodyKind, Result]:
         """As `read`, with what `convert` makes of the body. On a thread, unless the body has few values."""
         tenant = self.tenant_of(exchange)
-        async with exchange.json_body(self._parts.body_bytes_max) as data:
-            await self._parts.callers.wait_turn()
+        data = await exchange.json_body(self._parts.body_bytes_max)
+        await self._parts.callers.wait_turn()
 
-            def parse() -> tuple[BodyKind, list[str], Result]:
-                body = parse_body(kind, data)
-                converted = convert(body)
-                parts = (body, converted) if isinstance(converted, Body) else (body,)
-                return body, self._unknown_fields.check(*parts), converted
+        def parse() -> tuple[BodyKind, list[str], Result]:
+            body = parse_body(kind, data)
+            converted = convert(body)
+            parts = (body, converted) if isinstance(converted, Body) else (body,)
+            return body, self._unknown_fields.check(*parts), converted
 
-            body, unknown, converted = await parsed_json(self._parts, tenant, data, parse)
+        body, unknown, converted = await parsed_json(self._parts, tenant, data, parse)
         if unknown:
             exchange.add_header("x-headrace-ignored-fields", ", ".join(unknown))
         return tenant, body, converted

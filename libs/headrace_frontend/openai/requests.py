@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -267,6 +267,7 @@ class GenerationBody(Body):
             usage=options.include_usage,
             continuous_usage=options.include_usage and options.continuous_usage_stats,
             token_ids=self.return_token_ids,
+            prompt_text=self.echoed,
             names_tokens_by_id=self.return_tokens_as_token_ids,
             prompt_logprobs=self.prompt_logprobs is not None and not self.stream,
         )
@@ -278,6 +279,11 @@ class GenerationBody(Body):
         ttl = "" if options is None else options.get("ttl", "30m")
         shortest = "5m" if retention or self.prompt_cache_key else ""
         return max(map(ttl_s, (ttl, retention, shortest)))
+
+    @property
+    def echoed(self) -> bool:
+        """Whether the answers begin with the prompt."""
+        return False
 
     @property
     def formatted(self) -> bool:
@@ -419,9 +425,9 @@ class CompletionBody(GenerationBody):
     best_of: Uint32 = 0
     echo: bool = False
 
-    @cached_property
-    def includes(self) -> Includes:
-        return replace(super().includes, prompt_text=self.echo)
+    @property
+    def echoed(self) -> bool:
+        return self.echo
 
     @model_validator(mode="after")
     def _check_choices(self) -> CompletionBody:

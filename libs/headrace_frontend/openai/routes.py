@@ -96,7 +96,7 @@ class _Answering:
                 for request in generation.requests:
                     tokens, text = await self._prompt_of(generation, request)
                     form.add_prompt(tokens, request.n, text)
-            await exchange.run_while_connected(respond(exchange, generation))
+            await respond(exchange, generation)
         except HeadraceError as error:
             shown = error
             if isinstance(error, InvalidRequest):

@@ -179,7 +179,7 @@ class RequestPreparer:
             start_ns=time.monotonic_ns(),
             add_generation_prompt=add_generation_prompt,
         )
-        if any(map(has_image, request.chat.messages)):
+        if request.HasField("chat") and any(map(has_image, request.chat.messages)):
             sent = current_input()
             image_bytes = 0 if sent is None else sent.size
             cost_bytes = text_bytes(request.chat) + image_bytes // _IMAGE_BYTES_PER_TEXT_BYTE

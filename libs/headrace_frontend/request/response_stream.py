@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from heapq import heappop, heappush
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import LoopLoad
+from headrace_common.tasks import end_task
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.request.completion_text import (
     CompletionText,
@@ -27,6 +28,10 @@ from headrace_kv.layout import WorkerRef
 PENDING_TOKENS_MAX = 1_024
 _PACED_SHARE: Final = 0.5
 _LONGEST_MAX: Final = 8
+
+
+ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+"""Sends one message to the client. It returns when the client can take another."""
 
 
 class Outlet(Protocol):
@@ -209,11 +214,63 @@ class ResponseStream:
         """
         self._outlet, self._need_reader = outlet, need_reader
 
-    def stop_sending(self) -> None:
-        """Sends nothing from now on by itself. Refers to no outlet and no caller any more."""
-        self._outlet = self._need_reader = None
-        self._on_stopped = self._on_drained = _nothing
-        self._stop_timer()
+    async def write(
+        self, work: Awaitable[None], write: ResponseWriter, outlet: Outlet | None = None
+    ) -> None:
+        """Writes the response to the client while `work` fills it in this task. Raises its error.
+
+        A reader in a task of its own writes the messages. With `outlet`, the response sends itself, and the reader
+        starts when the client does not take a message at once.
+        """
+        producer = asyncio.current_task()
+        assert producer is not None, "a response is written in a task"
+        reading: asyncio.Task[None] | None = None
+        producing, failed = True, False
+
+        def end(task: asyncio.Task[None]) -> None:
+            nonlocal failed
+            if producing and not task.cancelled() and task.exception() is not None:
+                # Nothing else would make room for more tokens.
+                failed = True
+                producer.cancel()
+
+        def start_reading() -> None:
+            nonlocal reading
+            reading = asyncio.create_task(self._write_all(write))
+            reading.add_done_callback(end)
+
+        if outlet is None:
+            start_reading()
+        else:
+            self.use_outlet(outlet, start_reading)
+        try:
+            try:
+                await work
+            except asyncio.CancelledError:
+                if not failed:
+                    raise
+                producer.uncancel()
+            # `next_message` raises it again.
+            except Exception as error:  # noqa: BLE001
+                self.fail(error)
+            producing = False
+            prompt = self._prompt
+            if self._outlet is None or self._last_message is None or (prompt and prompt.pending):
+                await (self._write_all(write) if reading is None else reading)
+            else:
+                await write(self._build_message())
+        finally:
+            producing = False
+            # Refers to no outlet and no caller any more.
+            self._outlet = self._need_reader = None
+            self._on_stopped = self._on_drained = _nothing
+            self._stop_timer()
+            if reading is not None:
+                await end_task(reading)
+
+    async def _write_all(self, write: ResponseWriter) -> None:
+        while (message := await self.next_message()) is not None:
+            await write(message)
 
     def add_tokens(
         self,
@@ -296,13 +353,6 @@ class ResponseStream:
         """Ends the response with an error. `next_message` raises it after the tokens that arrived before."""
         self._error = error
         self._end()
-
-    def last_message(self) -> inference_pb2.GenerateResponse | None:
-        """The last message, if nothing else is to be read. None while `next_message` must be called."""
-        prompt = self._prompt
-        if self._outlet is None or self._last_message is None or (prompt and prompt.pending):
-            return None
-        return self._build_message()
 
     async def next_message(self) -> inference_pb2.GenerateResponse | None:
         """The next message, with all tokens that have arrived. None after the last message.

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from headrace.inference.v1 import inference_pb2
@@ -15,38 +14,19 @@ from headrace_common.callers.bounds import CallerBounds, current_input
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, HeadraceError
-from headrace_common.latency.clocks import ClockPair, clocks_now
+from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
-from headrace_frontend.answers import (
-    Answer,
-    ResponseWriter,
-    answer_count,
-    request_id_of,
-    run_answers,
-    write_response,
-)
+from headrace_frontend.answers import Answer, answer_count, request_id_of, run_answers
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.response_stream import Outlet, ResponseStream
-from headrace_frontend.running.completion import AdmittedRequest
+from headrace_frontend.request.response_stream import Outlet, ResponseStream, ResponseWriter
+from headrace_frontend.running.attempt import AdmittedRequest
 from headrace_frontend.running.record import RequestRecord, finish_reason_name
 from headrace_frontend.running.tracer import RequestTracer
 
 READ_GRACE_S: Final = 5.0
 """Seconds after its deadline in which a client may read what a response has. Then it loses its slot."""
-
-
-@dataclass(slots=True)
-class _Terms:
-    """What all answers to one request share."""
-
-    request: inference_pb2.GenerateRequest
-    tenant: str
-    priority: Priority
-    deadline: Deadline
-    arrival: ClockPair
-    on_lowered: Callable[[int], None] | None
 
 
 class RequestCounter:
@@ -130,28 +110,37 @@ class RequestRunner:
         prompt leaves of the context, where max_tokens is more. Raises HeadraceError, before or between messages.
         """
         arrival = clocks_now()
-        answer = Answer(request_id_of(request), write, outlet)
         self.requests += 1
         try:
             if not self.runs_while_draining:
                 self.reject_when_draining()
-            priority = self.priority_of(request.priority, tenant)
-            terms = _Terms(request, tenant, priority, deadline, arrival, on_lowered)
+            answer = Answer(
+                request,
+                request_id_of(request),
+                tenant,
+                self.priority_of(request.priority, tenant),
+                deadline,
+                arrival,
+                write,
+                outlet,
+                on_lowered,
+            )
             if answer_count(request) == 1:
-                await self._answer(terms, answer)
+                await self._answer(answer)
             else:
-                await run_answers(request, answer, partial(self._answer, terms))
+                await run_answers(answer, self._answer)
         except BaseException as error:
             self.counter.count_failure(error)
             raise
         finally:
             self.requests -= 1
 
-    async def _answer(self, terms: _Terms, answer: Answer) -> None:
-        permit = await self.admission.admit(terms.tenant, terms.deadline, terms.priority)
-        record = self.tracer.start(answer.request_id, terms.arrival, priority=terms.priority.label)
+    async def _answer(self, answer: Answer) -> None:
+        priority = answer.priority
+        permit = await self.admission.admit(answer.tenant, answer.deadline, priority)
+        record = self.tracer.start(answer.request_id, answer.arrival, priority=priority.label)
         try:
-            response = await self._run_admitted(terms, answer, permit, record)
+            response = await self._run_admitted(answer, permit, record)
         except BaseException as error:
             self.tracer.end(record, error)
             raise
@@ -162,26 +151,26 @@ class RequestRunner:
         self.counter.count_answer(
             end_reason=finish_reason_name(response.finish_reason),
             answer=response,
-            arrival_ns=terms.arrival.monotonic_ns,
-            priority=terms.priority,
+            arrival_ns=answer.arrival.monotonic_ns,
+            priority=priority,
         )
 
     async def _run_admitted(
-        self, terms: _Terms, answer: Answer, permit: AdmissionPermit, record: RequestRecord
+        self, answer: Answer, permit: AdmissionPermit, record: RequestRecord
     ) -> ResponseStream:
         prepared = answer.prepared
         if prepared is None:
             prepared = await self.preparer.prepare(
-                terms.request,
+                answer.request,
                 answer.request_id,
-                terms.deadline,
-                terms.tenant,
-                terms.priority,
-                terms.on_lowered,
+                answer.deadline,
+                answer.tenant,
+                answer.priority,
+                answer.on_lowered,
             )
         if answer.group is not None:
             prepared = answer.group.first_prepared(prepared)
-        record.prepared(terms.request, prepared)
+        record.prepared(answer.request, prepared)
         response = ResponseStream(
             prepared,
             record.trace_id,
@@ -190,25 +179,15 @@ class RequestRunner:
             gaps=self.counter.token_gaps(),
             on_first_message=permit.release_tokens,
         )
-
-        async def wait_for_room() -> None:
-            self.check_arrival(admitted, permit.expected_slot_wait_s(prepared.model))
-            await permit.wait_for_room()
-
         admitted = AdmittedRequest(
-            prepared,
-            response,
-            terms.deadline,
-            record,
-            lambda: permit.slot_wait_s,
-            wait_for_room,
+            prepared, response, answer.deadline, record, permit, self.check_arrival
         )
         if prepared.images:
             await permit.acquire_images(prepared.image_bytes)
         if (sent := current_input()) is not None:
             sent.admit()
         await permit.acquire_tokens(len(prepared.token_ids))
-        self.check_arrival(admitted, permit.expected_slot_wait_s(prepared.model))
+        admitted.check_slot_wait()
         record.slot_wanted()
         await permit.acquire_slot(prepared.model)
         record.slot_acquired()
@@ -216,10 +195,10 @@ class RequestRunner:
         record.starts(response)
         if answer.group is not None:
             answer.group.first_started(response)
-        bound = asyncio.timeout(terms.deadline.remaining_s() + READ_GRACE_S)
+        bound = asyncio.timeout(answer.deadline.remaining_s() + READ_GRACE_S)
         try:
             async with bound:
-                await write_response(response, self.dispatch(admitted), answer.write, answer.outlet)
+                await response.write(self.dispatch(admitted), answer.write, answer.outlet)
         except TimeoutError:
             if not bound.expired():
                 raise

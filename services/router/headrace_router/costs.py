@@ -30,7 +30,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -110,12 +109,12 @@ class AnswerLengths:
         return max(1.0, min(self._means.get(model, _FIRST_LENGTH), tokens_max))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Asked:
     """What a request asks of each worker: `missing` has the prompt tokens that it lacks, of `needed_tokens`.
 
     `missing_weight` is a factor on the time of these in costs, and not in times. `early_first`: whether the first token
-    waits for no hand-over.
+    waits for no hand-over. It must not be changed.
     """
 
     missing: Numbers
@@ -123,18 +122,14 @@ class Asked:
     targets: TokenTargets
     missing_weight: float = 1.0
     early_first: bool = False
+    before: Numbers = field(init=False)
+    """The mean number of tokens before each missing one."""
+    lacks: Flags = field(init=False)
+    """Whether a worker lacks tokens."""
 
-    @cached_property
-    def before(self) -> Numbers:
-        """The mean number of tokens before each missing one."""
-        before: Numbers = self.needed_tokens - self.missing / 2
-        return before
-
-    @cached_property
-    def lacks(self) -> Flags:
-        """Whether a worker lacks tokens."""
-        lacks: Flags = self.missing > 0
-        return lacks
+    def __post_init__(self) -> None:
+        self.before = self.needed_tokens - self.missing / 2
+        self.lacks = self.missing > 0
 
     def late_s(self, first_s: Numbers, step_s: Numbers, tpot_s: _Bound) -> Numbers | float:
         """What late tokens cost, where steps have this bound."""
@@ -302,7 +297,7 @@ def costs_of_both(
     cost_s = begun_s + _OTHERS_WEIGHT * others_s + asked.late_s(first_s, step_s, tpot_s)
     if asked.missing_weight != 1.0:
         cost_s += (asked.missing_weight - 1.0) * missing_s[prefill_row]
-    started_s = np.where(missing > 0, np.where(now_step_s > 0, np.inf, fixed), now_step_s / 2)
+    started_s = np.where(asked.lacks, np.where(now_step_s > 0, np.inf, fixed), now_step_s / 2)
     joined_s = np.where(table.times.prompts[0] > 0, np.inf, now_step_s / 2)
     return CostsOfBoth(
         cost_s, first_s, step_s, prefill_row, local_s, computed_s, started_s, joined_s

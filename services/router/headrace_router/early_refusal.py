@@ -19,7 +19,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import FirstTokenLate
 from headrace_common.time_model.model import TimeModel
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AdmittedRequest
+from headrace_frontend.running.attempt import AdmittedRequest
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.placement import Decision

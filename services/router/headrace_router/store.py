@@ -11,11 +11,11 @@ import grpc.aio
 from headrace.inference.v1 import inference_pb2, store_pb2, store_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import InvalidRequest, NotFound
-from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import error_from_rpc
-from headrace_frontend.answers import ResponseWriter, request_id_of
+from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.block_apis.stored import StoredObjects
+from headrace_frontend.request.response_stream import ResponseWriter
 
 _ASK_S: Final = 2.0
 # Asked at once.
@@ -69,7 +69,6 @@ class OtherRouters:
                     raise error from rpc_error
                 # It has no such entry, or does not answer. Then the client sends the whole.
                 return None
-        require_bounds(answer)
         return answer.result
 
 

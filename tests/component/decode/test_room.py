@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DecodeFull, InvalidRequest
+from headrace_decode.admission import Capacity
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.http.room import RoomQueue
+from headrace_decode.http.dispatcher import BlockShares
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import RESERVATION, next_event
 from tests.linked_call import LinkedCall
@@ -21,11 +26,28 @@ WAIT_S = 30.0
 SLOTS = 2
 
 
+def shares(served: Served, wait_s: float = WAIT_S) -> BlockShares:
+    return BlockShares(served.service.attempts, Capacity(1_000, 16, 256, SLOTS), dict, wait_s)
+
+
 def start(
-    room: RoomQueue, name: str, wait_s: float = WAIT_S, deadline_s: float = WAIT_S
+    own: BlockShares, name: str, deadline_s: float = WAIT_S, *, closes: bool = True, **changes: Any
 ) -> asyncio.Task[DecodeAttempt]:
-    asked = request(name, remote_prefill=False)
-    return asyncio.create_task(room.start(asked, Deadline.after(deadline_s), wait_s))
+    asked = request(name, remote_prefill=False, **changes)
+    prepared: Any = SimpleNamespace(
+        token_ids=asked.token_ids,
+        sampling=asked.sampling,
+        tenant="a",
+        priority=Priority.NORMAL,
+    )
+
+    async def run() -> DecodeAttempt:
+        deadline = Deadline.after(deadline_s)
+        held = await own.acquire(prepared, deadline)
+        with closing(held) if closes else nullcontext():
+            return await own.start(held, deadline, asked)
+
+    return asyncio.create_task(run())
 
 
 async def fill(served: Served) -> list[LinkedCall]:
@@ -42,12 +64,10 @@ async def fill(served: Served) -> list[LinkedCall]:
 
 
 async def test_own_requests_start_in_order_as_others_end(served: Served) -> None:
-    room = RoomQueue(served.service.attempts)
+    own = shares(served)
     routed = await fill(served)
-    tasks = [start(room, f"own-{number}") for number in range(3)]
-    with pytest.raises(DecodeFull, match="all 2 request slots are taken"):
-        await start(room, "impatient", wait_s=0.01)
-    assert not any(task.done() for task in tasks)
+    tasks = [start(own, f"own-{number}") for number in range(3)]
+    await until(lambda: own.pool.waiting == 3)
     routed[0].cancel()
     first = await tasks[0]
     assert not tasks[1].done()
@@ -60,47 +80,30 @@ async def test_own_requests_start_in_order_as_others_end(served: Served) -> None
         one.end()
 
 
-async def test_a_request_that_arrives_as_room_becomes_free_overtakes_none(served: Served) -> None:
-    room = RoomQueue(served.service.attempts)
-    routed = await fill(served)
-    waiting = start(room, "own-0")
-    await asyncio.sleep(0)
-    arrived: list[asyncio.Task[DecodeAttempt]] = []
-
-    def room_is_free() -> None:
-        # The new request runs before those that the queue wakes.
-        arrived.append(start(room, f"late-{len(arrived)}"))
-        room._freed.set()
-
-    served.service.attempts.notify_room(room_is_free)
-    routed[0].cancel()
-    first = await waiting
-    assert len(arrived) == 1
-    assert not arrived[0].done()
-    served.service.attempts.notify_room(room._freed.set)
-    routed[1].cancel()
-    for one in (first, await arrived[0]):
-        one.end()
+async def test_a_request_beyond_its_share_is_refused_by_what_is_missing(served: Served) -> None:
+    own = shares(served, wait_s=0.01)
+    (await start(own, "own-0", closes=False)).end()
+    await fill(served)
+    with pytest.raises(DecodeFull, match="all 2 request slots are taken"):
+        await start(own, "own-1")
 
 
 async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> None:
-    room = RoomQueue(served.service.attempts)
+    own = shares(served)
     routed = await fill(served)
-    with pytest.raises(DeadlineExceeded, match="room beside other requests"):
-        await start(room, "own-0", deadline_s=0.05)
-    cancelled = start(room, "own-1")
+    with pytest.raises(DeadlineExceeded, match="room for"):
+        await start(own, "own-0", deadline_s=0.05)
+    cancelled = start(own, "own-1")
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
     for call in routed:
         call.cancel()
-    running = await start(room, "own-2")
-    running.end()
+    (await start(own, "own-2")).end()
     await until(lambda: served.service.attempts.status().reserved_blocks == 0)
+    assert (own.pool.used, own.pool.waiting) == (0, 0)
 
 
 async def test_an_error_that_no_wait_helps_is_raised_at_once(served: Served) -> None:
-    room = RoomQueue(served.service.attempts)
-    asked = request("own-0", token_ids=list(range(300)), remote_prefill=False)
     with pytest.raises(InvalidRequest, match="shorter than the context"):
-        await room.start(asked, Deadline.after(WAIT_S), WAIT_S)
+        await start(shares(served), "own-0", token_ids=list(range(300)))

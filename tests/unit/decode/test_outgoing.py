@@ -7,7 +7,7 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
-from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
+from headrace_router.decode_link.answer import LinkedAnswers
 from tests.kit.link import KeptEvents
 
 _END = decode_pb2.Finished(cached_tokens=3)
@@ -73,14 +73,15 @@ async def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprob
     own = (TokenLogprobs(-0.1, ()), TokenLogprobs(-0.2, ())) if logprobs else ()
     streams[1].add_first(DecodeTokens((10, 11), own, prompt_logprobs=entries), None)
     streams[1].finish(_END)
-    answers, sink = LinkedAnswers(), KeptEvents()
-    answers.add(LinkedAnswer(1, 9, lambda stream_id, tokens: None, sink))
+    answers, answer = LinkedAnswers(), KeptEvents()
+    answer.opened(1, 9, lambda stream_id, tokens: None)
+    answers.add(answer)
     sizes: list[int] = []
     found = decode_pb2.Tokens()
     while (message := outgoing.next_message()) is not None:
         sizes.append(message.ByteSize())
         answers.receive(message)
-        if isinstance(tokens := sink.poll(), decode_pb2.Tokens):
+        if isinstance(tokens := answer.poll(), decode_pb2.Tokens):
             found.MergeFrom(tokens)
             assert len(found.prompt_logprobs) == len(entries)
     assert len(sizes) > 4
@@ -88,4 +89,4 @@ async def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprob
     assert [entry.rank for entry in found.prompt_logprobs] == list(range(1, 100))
     assert list(found.token_ids) == [10, 11]
     assert [entry.logprob for entry in found.logprobs] == ([-0.1, -0.2] if logprobs else [])
-    assert sink.poll() == _END
+    assert answer.poll() == _END

@@ -12,7 +12,7 @@ import pytest
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import DecodeFull
 from headrace_common.process.pacing import LoopLoad
-from headrace_frontend.answers import AnswerGroup, answer_count, write_response
+from headrace_frontend.answers import AnswerGroup, answer_count
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout import WorkerRef
@@ -187,7 +187,7 @@ async def test_a_client_that_does_not_read_gets_the_rest_from_a_task_in_order() 
         finish(response)
 
     async with asyncio.timeout(10):
-        await write_response(response, produce(), client.write, client)
+        await response.write(produce(), client.write, client)
     assert "".join(client.received) == "abcd"
     assert asyncio.current_task() not in client.tasks
 
@@ -205,7 +205,7 @@ async def test_an_error_follows_the_tokens_before_it(room: int) -> None:
 
     async with asyncio.timeout(10):
         with pytest.raises(DecodeFull):
-            await write_response(response, produce(), client.write, client)
+            await response.write(produce(), client.write, client)
     assert "".join(client.received) == "ab"
 
 
@@ -221,7 +221,7 @@ async def test_a_cancelled_response_leaves_no_task_and_sends_nothing_more() -> N
         await asyncio.Event().wait()
 
     before = asyncio.all_tasks()
-    writing = asyncio.create_task(write_response(response, produce(), client.write, client))
+    writing = asyncio.create_task(response.write(produce(), client.write, client))
     async with asyncio.timeout(10):
         await full.wait()
         writing.cancel()
@@ -254,7 +254,7 @@ async def test_a_bug_in_a_write_ends_the_response(by_timer: bool) -> None:
         await asyncio.Event().wait()
 
     client = Broken(room=2) if by_timer else Client(room=1)
-    writing = asyncio.create_task(write_response(response, produce(), broken, client))
+    writing = asyncio.create_task(response.write(produce(), broken, client))
     # A timeout that cancels it would end it, too.
     done, _ = await asyncio.wait({writing}, timeout=10)
     assert done == {writing}

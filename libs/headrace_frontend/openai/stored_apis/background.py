@@ -30,7 +30,7 @@ class BackgroundClient:
         )
         """The request, with this client."""
         # So that each error becomes an event.
-        self.exchange.start_now({}, b"")
+        self.exchange.write_now(b"")
         entry.run_until(self.exchange.disconnect)
 
     def write(self, data: bytes) -> None:

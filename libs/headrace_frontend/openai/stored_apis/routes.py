@@ -155,6 +155,7 @@ class ResponsesRoutes:
         client = BackgroundClient(entry, exchange, partial(self._objects.put, turn.tenant, entry))
 
         async def run() -> None:
+            client.exchange.end_with_client()
             with self._intake.in_bounds(client.exchange):
                 if (sent := current_input()) is not None:
                     sent.add(sum(request.ByteSize() for request in generation.requests))
@@ -165,7 +166,7 @@ class ResponsesRoutes:
         task.add_done_callback(self._running.discard)
         if turn.body.stream:
             response_id = PREFIXES["responses"] + generation.requests[0].request_id
-            await exchange.run_while_connected(self._follow(exchange, turn.tenant, response_id))
+            await self._follow(exchange, turn.tenant, response_id)
         else:
             await exchange.respond(200, entry.value.encode())
 
@@ -185,10 +186,9 @@ class ResponsesRoutes:
             silent_s = 0.0 if events else silent_s + loop.time() - begun_s
             if ping_s and silent_s >= ping_s:
                 events, silent_s = [":"], 0.0
-            if not exchange.started:
-                await exchange.start(200, STREAM_HEADERS)
-            if events:
-                await exchange.write("".join(f"{event}\n\n" for event in events).encode())
+            if events or not exchange.started:
+                data = "".join(f"{event}\n\n" for event in events).encode()
+                await exchange.write(data, STREAM_HEADERS)
         await exchange.finish()
 
     async def count_tokens(self, exchange: HttpExchange) -> None:
@@ -289,8 +289,7 @@ class ResponsesRoutes:
             await self.use("retrieve", exchange)
             return
         tenant, (response_id, *_) = self._intake.tenant_of(exchange), _names(exchange)
-        following = self._follow(exchange, tenant, response_id, query.starting_after)
-        await exchange.run_while_connected(following)
+        await self._follow(exchange, tenant, response_id, query.starting_after)
 
     async def use(self, operation: str, exchange: HttpExchange) -> None:
         """Answers with the result of an operation on the entry that the path names."""

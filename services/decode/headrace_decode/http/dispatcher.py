@@ -3,24 +3,82 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
-from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InvalidRequest
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DecodeFull,
+    HeadraceError,
+    InvalidRequest,
+    QueueFull,
+)
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.registry.view import RegistryView
+from headrace_decode.admission import Capacity
+from headrace_decode.attempt import DecodeAttempt
+from headrace_decode.attempts import Attempts
 from headrace_decode.http.own_attempt import OwnAttempt
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_decode.http.room import BlockShares, RoomQueue
+from headrace_frontend.admission.admission import BoundedResource, Held
+from headrace_frontend.admission.fair_share import FairPool
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AdmittedRequest, finish_response
+from headrace_frontend.running.attempt import AdmittedRequest, finish_response
 from headrace_kv.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
 
 _FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
+
+
+class BlockShares:
+    """Shares the worker's KV blocks among tenants. Requests wait until the engine has room for them beside routers'."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        capacity: Capacity,
+        weights: Callable[[], Mapping[str, float]],
+        wait_s: float,
+    ) -> None:
+        """`weights`: the current weights of tenants. `wait_s` bounds the wait of requests beyond their share."""
+        self._attempts = attempts
+        self._capacity = capacity
+        self.pool = FairPool(capacity.usable_blocks, weights, queue_above_share=True)
+        self._blocks = BoundedResource("blocks", "KV blocks", self.pool, wait_s)
+        attempts.notify_room(self._blocks.probe)
+
+    async def acquire(self, request: PreparedRequest, deadline: Deadline) -> Held:
+        """Blocks for a request. Raises QueueFull or DeadlineExceeded."""
+        needed = self._capacity.blocks_for(len(request.token_ids), request.sampling.max_tokens)
+        # The engine rejects a request for more blocks than there are.
+        blocks = min(needed, self._capacity.usable_blocks)
+        return await self._blocks.acquire(request.tenant, blocks, deadline, request.priority)
+
+    async def start(
+        self, held: Held, deadline: Deadline, request: decode_pb2.GenerateRequest
+    ) -> DecodeAttempt:
+        """Starts an attempt with these blocks, once the engine has room for it. The caller must end it.
+
+        Raises DecodeFull, DeadlineExceeded, or as `Attempts.start_own` does.
+        """
+        while True:
+            try:
+                return self._attempts.start_own(request, deadline)
+            except DecodeFull as error:
+                full = error
+            try:
+                await held.wait_again(deadline)
+            except QueueFull:
+                # The engine's error names what is missing.
+                raise full from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +92,6 @@ class OwnDispatcher:
 
     ref: WorkerRef
     model: str
-    room: RoomQueue
     blocks: BlockShares
     prefills: RouterPrefills
     members: RegistryView
@@ -42,15 +99,16 @@ class OwnDispatcher:
     async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
         request.record.slot_wanted()
-        with closing(await self.blocks.acquire(request.prepared, request.deadline)):
-            await self._run(request)
+        with closing(await self.blocks.acquire(request.prepared, request.deadline)) as held:
+            await self._run(request, held)
 
-    async def _run(self, request: AdmittedRequest) -> None:
+    async def _run(self, request: AdmittedRequest, held: Held) -> None:
+        start = partial(self.blocks.start, held, request.deadline)
         remote = self._prefills_remotely(request.prepared)
         attempts = 1
         attempt = OwnAttempt(request, self.ref, self.prefills, remote=remote)
         try:
-            outcome = await attempt.run(self.room)
+            outcome = await attempt.run(start)
         except HeadraceError as error:
             useless = isinstance(error, _FINAL_ERRORS) or request.response.started
             if useless or not remote or not attempt.reserved:
@@ -58,7 +116,7 @@ class OwnDispatcher:
             _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
             attempts = 2
             attempt = OwnAttempt(request, self.ref, self.prefills, remote=False)
-            outcome = await attempt.run(self.room)
+            outcome = await attempt.run(start)
         await finish_response(
             request, outcome, attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
         )

@@ -21,9 +21,8 @@ from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.config import DecodeConfig
-from headrace_decode.http.dispatcher import OwnDispatcher
+from headrace_decode.http.dispatcher import BlockShares, OwnDispatcher
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_decode.http.room import BlockShares, RoomQueue
 from headrace_engine.interface import Engine
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import served_model
@@ -173,12 +172,12 @@ class HttpDoor:
         )
         parts.admission.resize_slots(model.name, self._capacity.max_num_seqs)
         blocks = BlockShares(
+            self._attempts,
             self._capacity,
             lambda: host.members.policy.tenant_weights,
             config.admission_wait_s or math.inf,
         )
-        room = RoomQueue(self._attempts)
-        dispatcher = OwnDispatcher(self._ref, model.name, room, blocks, self.prefills, host.members)
+        dispatcher = OwnDispatcher(self._ref, model.name, blocks, self.prefills, host.members)
         runner = RequestRunner(
             callers=parts.callers,
             admission=parts.admission,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -20,12 +20,10 @@ from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_decode.http.room import RoomQueue
 from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import DecodeTokens
-from headrace_frontend.running.attempt import RunningAttempt
-from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
 from headrace_frontend.running.record import AttemptRecord, now_us
 from headrace_kv.layout import WorkerRef
 
@@ -102,14 +100,19 @@ class OwnAttempt(RunningAttempt):
         """The prefill worker, once the router has reported it. Empty for a local prefill."""
         return self._record.answer.worker_id if self._record is not None else ""
 
-    async def run(self, room: RoomQueue) -> AttemptOutcome:
-        """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
+    async def run(
+        self, start: Callable[[decode_pb2.GenerateRequest], Awaitable[DecodeAttempt]]
+    ) -> AttemptOutcome:
+        """Runs once `start` has started it. Raises HeadraceError.
+
+        Cancellation gives back the blocks and cancels the prefill.
+        """
         request = self._request
         token = otel_context.attach(
             trace.set_span_in_context(NonRecordingSpan(request.record.context))
         )
         try:
-            running = await room.start(self._call, request.deadline, request.slot_wait_s())
+            running = await start(self._call)
         finally:
             otel_context.detach(token)
         if not request.record.attempts:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias, TypeVar
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
@@ -15,83 +16,71 @@ from headrace_common.rpc.status import error_from_status
 
 _Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
 AddBatch: TypeAlias = Callable[[Sequence[int], _Logprobs, _Logprobs], bool]
-"""See AnswerSink.add_batch."""
+"""See LinkedAnswer.add_batch."""
+_Event = TypeVar("_Event")
 
 
-class AnswerSink(Protocol):
-    """Uses the events of one request, until one of them ends it."""
+class LinkedAnswer(ABC):
+    """One request on a link: its credit, its deadline, and the worker's times.
+
+    A subclass uses the worker's events, until one of them ends the request.
+    """
 
     vocabulary_size: int
     """Every token is below this."""
+    stream_id = 0
+    times: decode_pb2.AttemptTimes | None = None
+    """The worker's times, once it has sent a token."""
+    reserved_ns = 0
+    """Arrival of the reservation by the monotonic clock; 0 before it."""
+    _window_tokens = _allowed_tokens = _used_tokens = 0
+    _on_used: Callable[[int, int], None]
+    _add: AddBatch | None = None
+    """Gets new tokens in place of `add_batch`."""
+    _prompt_logprobs: list[sampling_pb2.TokenLogprobs]
+    _timer: asyncio.TimerHandle | None = None
 
+    @abstractmethod
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
 
+    @abstractmethod
     def add_batch(
         self,
         token_ids: Sequence[int],
         logprobs: _Logprobs,
         prompt_logprobs: _Logprobs,
     ) -> bool:
-        """New tokens. Without room for more it returns False, and calls `LinkedAnswer.return_credit` later.
+        """New tokens. Without room for more it returns False, and calls `return_credit` later.
 
-        With `LinkedAnswer.forward`, they go elsewhere.
+        With `forward`, they go elsewhere.
         """
 
+    @abstractmethod
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The request has ended."""
 
+    @abstractmethod
     def worker_failed(self, error: HeadraceError) -> None:
         """The request has failed on the worker, or has no answer in time."""
 
+    @abstractmethod
     def fail(self, error: Exception) -> None:
         """Another method has raised an error."""
 
-
-class LinkedAnswer:
-    """One request on a link: its credit, its deadline, and the worker's times.
-
-    `on_used` gets the number of tokens that the worker may send in addition, in few calls.
-    """
-
-    __slots__ = (
-        "_add",
-        "_allowed_tokens",
-        "_on_used",
-        "_prompt_logprobs",
-        "_sink",
-        "_timer",
-        "_used_tokens",
-        "_vocabulary_size",
-        "_window_tokens",
-        "reserved_ns",
-        "stream_id",
-        "times",
-    )
-
-    def __init__(
-        self,
-        stream_id: int,
-        window_tokens: int,
-        on_used: Callable[[int, int], None],
-        sink: AnswerSink,
+    def opened(
+        self, stream_id: int, window_tokens: int, on_used: Callable[[int, int], None]
     ) -> None:
+        """The request is on a link.
+
+        `on_used` gets the number of tokens that the worker may send in addition, in few calls.
+        """
         self.stream_id = stream_id
-        self.times: decode_pb2.AttemptTimes | None = None
-        """The worker's times, once it has sent a token."""
-        self.reserved_ns = 0
-        """Arrival of the reservation by the monotonic clock; 0 before it."""
         self._window_tokens = self._allowed_tokens = window_tokens
-        self._used_tokens = 0
-        self._on_used = on_used
-        self._sink = sink
-        self._add: AddBatch = sink.add_batch
-        self._vocabulary_size = sink.vocabulary_size
-        self._prompt_logprobs: list[sampling_pb2.TokenLogprobs] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._on_used, self._prompt_logprobs = on_used, []
 
     def forward(self, add: AddBatch) -> None:
-        """From now on `add` gets new tokens in place of the sink."""
+        """From now on `add` gets new tokens."""
         self._add = add
 
     def expire_after(self, seconds: float) -> None:
@@ -99,23 +88,29 @@ class LinkedAnswer:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        self._sink.worker_failed(DeadlineExceeded("the deadline passed"))
+        self.worker_failed(DeadlineExceeded("the deadline passed"))
 
-    def close(self) -> AnswerSink:
-        """Nothing follows. Refers to the sink no more, and returns it."""
+    def unlink(self) -> None:
+        """No event follows."""
         if self._timer is not None:
             self._timer.cancel()
-        sink = self._sink
-        del self._sink, self._add
-        return sink
+        self._add = None
 
-    def reserve(self, reserved: decode_pb2.Reserved) -> None:
-        """The blocks are reserved."""
-        self.reserved_ns = time.monotonic_ns()
+    def use(self, event: Callable[[_Event], None], value: _Event) -> None:
+        """Calls a method with an event. The request fails by its error, and others go on."""
         try:
-            self._sink.reserve(reserved)
-        except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
-            self._sink.fail(error)
+            event(value)
+        except Exception as error:  # noqa: BLE001 - the attempt raises it
+            self.fail(error)
+
+    def receive_reserved(self, reserved: decode_pb2.Reserved) -> None:
+        """The blocks are reserved now."""
+        self.reserved_ns = time.monotonic_ns()
+        self.use(self.reserve, reserved)
+
+    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
+        """The worker's times until now."""
+        self.times = times
 
     def add_prompt_logprobs(self, logprobs: _Logprobs) -> None:
         """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
@@ -133,12 +128,12 @@ class LinkedAnswer:
             )
         if not count:
             return
-        if max(token_ids) >= self._vocabulary_size:
+        if max(token_ids) >= self.vocabulary_size:
             # Those after it would join what came before.
             self._add = _ignore
-            self._sink.worker_failed(
+            self.worker_failed(
                 ProtocolViolation(
-                    f"sent token {max(token_ids)}, and the vocabulary has {self._vocabulary_size}"
+                    f"sent token {max(token_ids)}, and the vocabulary has {self.vocabulary_size}"
                 )
             )
             return
@@ -147,10 +142,10 @@ class LinkedAnswer:
         if self._prompt_logprobs:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         try:
-            has_room = self._add(token_ids, logprobs, prompt_logprobs)
+            has_room = (self._add or self.add_batch)(token_ids, logprobs, prompt_logprobs)
         except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
             self._add = _ignore
-            self._sink.fail(error)
+            self.fail(error)
         else:
             if has_room and self._used_tokens * 2 >= self._window_tokens:
                 self.return_credit()
@@ -161,22 +156,6 @@ class LinkedAnswer:
             self._on_used(self.stream_id, self._used_tokens)
             self._allowed_tokens += self._used_tokens
             self._used_tokens = 0
-
-    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
-        """The worker's times until now."""
-        self.times = times
-
-    def finish(self, finished: decode_pb2.Finished) -> None:
-        """The request has ended."""
-        sink = self.close()
-        try:
-            sink.finish(finished)
-        except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
-            sink.fail(error)
-
-    def fail(self, error: HeadraceError) -> None:
-        """The request has failed."""
-        self.close().worker_failed(error)
 
 
 def _ignore(token_ids: Sequence[int], logprobs: _Logprobs, prompt_logprobs: _Logprobs) -> bool:
@@ -210,7 +189,8 @@ class LinkedAnswers:
         """Ends every request with an error of its own."""
         answers, self._answers = self._answers, {}
         for answer in answers.values():
-            answer.fail(failure())
+            answer.unlink()
+            answer.worker_failed(failure())
 
     def receive(self, response: decode_pb2.LinkResponse) -> None:
         """Passes on all events of a message. Raises ProtocolViolation."""
@@ -218,7 +198,7 @@ class LinkedAnswers:
         for reserved in response.reserved:
             answer = answers.get(reserved.stream_id)
             if answer is not None:
-                answer.reserve(reserved.reserved)
+                answer.receive_reserved(reserved.reserved)
         for timed in response.times:
             answer = answers.get(timed.stream_id)
             if answer is not None:
@@ -233,11 +213,13 @@ class LinkedAnswers:
         for finished in response.finished:
             answer = answers.pop(finished.stream_id, None)
             if answer is not None:
-                answer.finish(finished.finished)
+                answer.unlink()
+                answer.use(answer.finish, finished.finished)
         for failure in response.failures:
             answer = answers.pop(failure.stream_id, None)
             if answer is not None:
-                answer.fail(error_from_status(failure.status))
+                answer.unlink()
+                answer.worker_failed(error_from_status(failure.status))
 
     def _receive_columns(self, tokens: decode_pb2.LinkTokens) -> None:
         token_ids, counts = list(tokens.token_ids), list(tokens.token_counts)

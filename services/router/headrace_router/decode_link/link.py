@@ -27,7 +27,7 @@ from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
 from headrace_frontend.request.images import PromptImages
-from headrace_router.decode_link.answer import AnswerSink, LinkedAnswer, LinkedAnswers
+from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
 
 # Most bytes of a credit or a cancel.
 _ENTRY_BYTES = 24
@@ -55,9 +55,8 @@ class OutgoingRequests:
 
         Returns whether the worker must know soon: it joins them for twice as long now, or for half as long.
         """
-        self._interval_us = interval_us
-        low, high = sorted((interval_us, self._sent_interval_us))
-        return high >= 2 * low and high > 0
+        self._interval_us, sent_us = interval_us, self._sent_interval_us
+        return interval_us != sent_us and not sent_us < 2 * interval_us < 4 * sent_us
 
     def open(
         self,
@@ -168,14 +167,12 @@ class DecodeLink:
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
         carrier: Mapping[str, str],
-        sink: AnswerSink,
+        answer: LinkedAnswer,
         images: PromptImages = (),
-    ) -> LinkedAnswer:
+    ) -> None:
         """Sends a request, with these tokens and images. `carrier` is that of the caller's span.
 
-        `sink` gets all events.
-
-        The caller must end it by `release`.
+        `answer` gets all events. The caller must end it by `release`.
         """
         self._last_stream_id += 1
         stream_id = self._last_stream_id
@@ -194,15 +191,14 @@ class DecodeLink:
         )
         self._outgoing.set_token_interval(self._token_interval_us)
         self._wake.set()
-        answer = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant, sink)
+        answer.opened(stream_id, WINDOW_TOKENS, self._grant)
         self._answers.add(answer)
         answer.expire_after(remaining_s)
-        return answer
 
     def release(self, answer: LinkedAnswer) -> None:
         """The caller uses no more of it. Cancels the request unless it has ended. Repeats are ignored."""
         if self._answers.remove(answer.stream_id) is not None:
-            answer.close()
+            answer.unlink()
             self._outgoing.cancel(answer.stream_id)
             self._wake.set()
             self._close_if_unused()
@@ -278,7 +274,8 @@ class DecodeLink:
                 self._answers.receive(response)
                 if self._outgoing.set_token_interval(self._token_interval_us):
                     self._wake.set()
-                self._close_if_unused()
+                if self._retired:
+                    self._close_if_unused()
             except grpc.aio.AioRpcError as error:
                 broken = error
                 return lambda: _failure_of(broken)
@@ -352,12 +349,13 @@ class DecodeLinks:
         token_ids: inference_pb2.TokenIds,
         deadline: Deadline,
         carrier: Mapping[str, str],
-        sink: AnswerSink,
+        answer: LinkedAnswer,
         images: PromptImages = (),
-    ) -> tuple[DecodeLink, LinkedAnswer]:
+    ) -> DecodeLink:
         """As `DecodeLink.open`. The link must release the answer."""
         link = self._usable()
-        return link, link.open(request, token_ids, deadline, carrier, sink, images)
+        link.open(request, token_ids, deadline, carrier, answer, images)
+        return link
 
     def _usable(self) -> DecodeLink:
         link = self._current

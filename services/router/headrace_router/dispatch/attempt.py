@@ -26,9 +26,9 @@ from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
-from headrace_frontend.running.attempt import RunningAttempt
-from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
 from headrace_kv.layout import WorkerRef
+from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.decode_link.link import DecodeLinks
 from headrace_router.dispatch.messages import (
     BY_DECODE,
@@ -47,8 +47,8 @@ from headrace_router.tracing.attempt_record import RoutedAttempt
 _LOG = logging.getLogger(__name__)
 
 
-class Attempt(RunningAttempt):
-    """Runs once, from its construction to `close`. An AnswerSink.
+class Attempt(RunningAttempt, LinkedAnswer):
+    """Runs once, from its construction to `close`.
 
     Every error of the decode worker names it. A passed deadline also names what was waited for.
     """
@@ -103,7 +103,7 @@ class Attempt(RunningAttempt):
             call.bounds.CopyFrom(bounds)
         self._token_ids = request.prepared.all_token_ids(self._given)
         self._links = links
-        self._link, self._answer = links.open(
+        self._link = links.open(
             call,
             self._token_ids,
             request.deadline,
@@ -111,7 +111,7 @@ class Attempt(RunningAttempt):
             self,
             request.prepared.images,
         )
-        record.opened(self._answer, first_token)
+        record.opened(self, first_token)
         if terms is not None:
             tokens = terms.missing_tokens(len(self._token_ids.ids) - 1)
             layout = decision.worker.layout
@@ -125,7 +125,7 @@ class Attempt(RunningAttempt):
     def close(self) -> None:
         """Ends the requests to both workers, unless they have ended."""
         self._count_no_more()
-        self._link.release(self._answer)
+        self._link.release(self)
         if self._calling is not None:
             self._calling.cancel()
         ended, queued = self.ended, self._queued
@@ -295,12 +295,12 @@ class Attempt(RunningAttempt):
         # The token from a hidden state alone does not prove that prefill has succeeded.
         self._generates = not from_state or count > 1
         if self._generates:
-            self._answer.forward(self.response.add_tokens)
+            self.forward(self.response.add_tokens)
         self._received_tokens = True
         self._on_computed()
 
     def _drained(self) -> None:
-        self._answer.return_credit()
+        self.return_credit()
 
     def _count_no_more(self) -> None:
         expected, self._expected = self._expected, None

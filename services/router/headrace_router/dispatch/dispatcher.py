@@ -17,7 +17,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, QueueFull, WorkerGone
 from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
+from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord, now_us
 from headrace_kv.compatibility import fingerprint
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
@@ -339,7 +339,7 @@ class RequestDispatcher:
                 attempt.failure(error),
                 client_has_tokens=request.response.completion_tokens > 0,
                 time_left_s=request.deadline.remaining_s(),
-                slot_wait_s=request.slot_wait_s(),
+                slot_wait_s=request.permit.slot_wait_s,
             )
             if request.response.ended_by:
                 return None

@@ -9,6 +9,7 @@ from typing import Final
 
 from headrace_common.access.authorizer import URI_NAMES, Authorizer
 from headrace_common.access.roles import TOKEN_KEY
+from headrace_common.callers.bounds import RequestInput
 from headrace_common.errors import PermissionDenied, Unauthenticated
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.openai.errors import serve
@@ -70,8 +71,8 @@ class StatusApp:
         if path == DOCUMENT_PATH:
             await exchange.respond(200, await self._reader.read(), _DOCUMENT_HEADERS)
             return
-        async with exchange.json_body(BODY_BYTES_MAX) as body:
-            request = bytes(body)
+        with RequestInput(exchange.host):
+            request = await exchange.json_body(BODY_BYTES_MAX)
         await exchange.respond(200, await answer_http(self._adapters, path, request), _TEXT_HEADERS)
 
     def _require_operator(self, exchange: HttpExchange) -> None:

@@ -13,8 +13,7 @@ from headrace_common.durations import unix_ns_from_timestamp
 from headrace_common.latency.breakdown import Breakdown, breakdown_to_proto
 from headrace_common.latency.parts import Sum, TimePart
 from headrace_common.telemetry import schema
-from headrace_frontend.running.gaps import Gap
-from headrace_frontend.running.record import RequestRecord
+from headrace_frontend.running.record import Gap, RequestRecord
 from headrace_router.tracing.attempt_record import RoutedAttempt
 from headrace_router.tracing.record import routed_attempts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -16,13 +16,20 @@ _START_TOKENS: Final = 64
 _COMPARED_MAX: Final = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PromptUnderWay:
-    """A prompt, in the words that prefixes are hashed from, on the worker that is to compute it."""
+    """A prompt, in the words that prefixes are hashed from, on the worker that is to compute it.
+
+    It must not be changed.
+    """
 
     ref: WorkerRef
     token_ids: array[int]
     cache_salt: str
+    start: tuple[str, bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = _start_of(self.token_ids, self.cache_salt)
 
 
 class PromptsUnderWay:
@@ -33,17 +40,16 @@ class PromptsUnderWay:
 
     def add(self, prompt: PromptUnderWay) -> None:
         """A worker is to compute a prompt. Call `remove` once it has, or will not."""
-        self._by_start.setdefault(_start_of(prompt.token_ids, prompt.cache_salt), {})[prompt] = None
+        self._by_start.setdefault(prompt.start, {})[prompt] = None
 
     def remove(self, prompt: PromptUnderWay) -> bool:
         """The worker announces its blocks by itself, or has none. False for a repeat."""
-        start = _start_of(prompt.token_ids, prompt.cache_salt)
-        prompts = self._by_start.get(start, {})
+        prompts = self._by_start.get(prompt.start, {})
         if prompt not in prompts:
             return False
         del prompts[prompt]
         if not prompts:
-            del self._by_start[start]
+            del self._by_start[prompt.start]
         return True
 
     def credited(

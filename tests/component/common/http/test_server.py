@@ -19,8 +19,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from headrace_common.callers.bounds import RequestInput
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, ConfigError
+from headrace_common.errors import ConfigError
 from headrace_common.http.bounds import HEADERS_MAX, PIPELINED_MAX, HttpBounds
 from headrace_common.http.connection import Connection
 from headrace_common.http.exchange import HttpExchange
@@ -138,8 +139,6 @@ class ChunkApp:
         self.refused = asyncio.Event()
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        assert not exchange.write_now(b"too early")
-        await exchange.start(200, {})
         number = 0
         # More than the buffers of both sockets take.
         while exchange.write_now(_chunk(number)) and number < 4_096:
@@ -174,16 +173,13 @@ class BothWays:
     async def __call__(self, exchange: HttpExchange) -> None:
         exchange.add_header("x-more", "1")
         if exchange.method == "POST":
-            async with exchange.json_body(100) as body:
-                assert body == b"{}"
+            with RequestInput(exchange.host):
+                assert await exchange.json_body(100) == b"{}"
         if exchange.path == "/waiting":
-            await exchange.start(200, {"x-name": "value"})
-            await exchange.write(b"first")
+            await exchange.write(b"first", {"x-name": "value"})
             await exchange.write(b"second")
         else:
-            assert not exchange.write_now(b"too early")
-            assert exchange.start_now({"x-name": "value"}, b"first")
-            assert not exchange.start_now({}, b"again")
+            assert exchange.write_now(b"first", {"x-name": "value"})
             assert exchange.write_now(b"second")
         await exchange.finish(b"last")
         assert not exchange.writable
@@ -290,7 +286,7 @@ async def _fail(exchange: HttpExchange) -> None:
     if exchange.path == "/header":
         await exchange.respond(200, b"{}", {"x-name": "a\r\nx-other: b"})
     if exchange.path == "/started":
-        await exchange.start(200, {})
+        await exchange.write(b"")
 
 
 @pytest.mark.parametrize("path", ["/header", "/nothing", "/started"])
@@ -339,9 +335,10 @@ class WaitingApp:
         self.ended = asyncio.Event()
 
     async def __call__(self, exchange: HttpExchange) -> None:
+        exchange.end_with_client()
         self.entered.set()
-        with pytest.raises(Cancelled):
-            await exchange.run_while_connected(asyncio.Event().wait())
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.Event().wait()
         self.ended.set()
 
 

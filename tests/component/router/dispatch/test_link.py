@@ -15,7 +15,6 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ProtocolViolation
 from headrace_common.rpc.channel import open_channel
-from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.decode_link.link import DecodeLink, DecodeLinks
 from tests.kit.link import KeptEvents
 from tests.kit.router import Rig, text_of
@@ -65,14 +64,14 @@ async def channel(worker: FakeDecode) -> AsyncIterator[grpc.aio.Channel]:
 
 def opened_on(
     links: DecodeLinks, name: str = "x", deadline_s: float = 30.0
-) -> tuple[DecodeLink, LinkedAnswer, KeptEvents]:
-    request, sink = decode_pb2.GenerateRequest(transfer_id=name), KeptEvents()
+) -> tuple[DecodeLink, KeptEvents]:
+    request, answer = decode_pb2.GenerateRequest(transfer_id=name), KeptEvents()
     token_ids = inference_pb2.TokenIds(ids=[1, 2])
-    return *links.open(request, token_ids, Deadline.after(deadline_s), {}, sink), sink
+    return links.open(request, token_ids, Deadline.after(deadline_s), {}, answer), answer
 
 
-async def kind_of(call: tuple[DecodeLink, LinkedAnswer, KeptEvents]) -> str:
-    event = await asyncio.wait_for(call[2].read(), PATIENCE_S)
+async def kind_of(call: tuple[DecodeLink, KeptEvents]) -> str:
+    event = await asyncio.wait_for(call[1].read(), PATIENCE_S)
     return type(event).__name__.lower()
 
 
@@ -83,7 +82,7 @@ async def test_a_full_or_old_link_is_replaced_and_ends_with_its_last_request(
     calls = [opened_on(links, f"x{number}") for number in range(3)]
     assert [await kind_of(call) for call in calls] == ["reserved"] * 3
     assert (worker.links, links.count) == (2, 2)
-    links_of, answers, sinks = zip(*calls, strict=True)
+    links_of, answers = zip(*calls, strict=True)
     links_of[0].release(answers[0])
     await until(lambda: worker.cancelled == {"x0"}, what="the cancel")
     assert worker.open_links == 2
@@ -93,7 +92,7 @@ async def test_a_full_or_old_link_is_replaced_and_ends_with_its_last_request(
     await links.close()
     assert links.count == 0
     with pytest.raises(Cancelled):
-        await sinks[2].read()
+        await answers[2].read()
 
     aged = DecodeLinks(lambda: channel, age_max_s=0.0)
     one, two = opened_on(aged), opened_on(aged)
@@ -116,5 +115,5 @@ async def test_a_worker_that_breaks_the_protocol_loses_its_link(
     call = opened_on(links)
     assert await kind_of(call) == "reserved"
     with pytest.raises(ProtocolViolation, match="credit"):
-        await asyncio.wait_for(call[2].read(), PATIENCE_S)
+        await asyncio.wait_for(call[1].read(), PATIENCE_S)
     await until(lambda: links.count == 0, what="the end of the link")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, QueueFull
 from headrace_decode.admission import Capacity
-from headrace_decode.http.room import BlockShares
+from headrace_decode.http.dispatcher import BlockShares
 from tests.waiting import until
 
 # Created at import, so it must outlast the whole run.
@@ -25,7 +26,7 @@ BLOCKS_EACH = 2
 
 def shares(blocks: int, *, wait_s: float = 30.0) -> BlockShares:
     """A worker with blocks of 16 tokens."""
-    return BlockShares(Capacity(blocks, 16, 256, 100), dict, wait_s)
+    return BlockShares(Mock(), Capacity(blocks, 16, 256, 100), dict, wait_s)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""One request on a link: credit for what was used, and the errors of its sink."""
+"""One request on a link: credit for what was used, and the errors of its own methods."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import ProtocolViolation
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
-from headrace_router.decode_link.answer import LinkedAnswer
 from tests.kit.link import KeptEvents
 
 
-async def test_a_sink_fails_by_its_own_error_and_others_go_on() -> None:
+async def test_an_answer_fails_by_its_own_error_and_others_go_on() -> None:
     class Broken(KeptEvents):
         def add_batch(
             self, token_ids: Sequence[int], logprobs: Sequence[Any], prompt_logprobs: Sequence[Any]
@@ -25,22 +24,21 @@ async def test_a_sink_fails_by_its_own_error_and_others_go_on() -> None:
         def reserve(self, reserved: decode_pb2.Reserved) -> None:
             raise ValueError("another bug")
 
-    sink = Broken()
-    answer = LinkedAnswer(1, 8, lambda *_: None, sink)
+    answer = Broken()
+    answer.opened(1, 8, lambda *_: None)
     answer.add_tokens([1])
     with pytest.raises(ValueError, match="a bug"):
-        sink.poll()
-    answer.reserve(decode_pb2.Reserved())
+        answer.poll()
+    answer.receive_reserved(decode_pb2.Reserved())
     with pytest.raises(ValueError, match="another bug"):
-        sink.poll()
+        answer.poll()
 
 
 @pytest.mark.parametrize("has_room", [True, False])
 async def test_credit_is_returned_once_tokens_are_used(has_room: bool) -> None:
     granted: list[int] = []
-    answer = LinkedAnswer(
-        1, 8, lambda _, tokens: granted.append(tokens), KeptEvents(has_room=has_room)
-    )
+    answer = KeptEvents(has_room=has_room)
+    answer.opened(1, 8, lambda _, tokens: granted.append(tokens))
     for count in (3, 1, 4):
         answer.add_tokens([1] * count)
     assert granted == ([4, 4] if has_room else [])
@@ -52,7 +50,8 @@ async def test_credit_is_returned_once_tokens_are_used(has_room: bool) -> None:
 
 
 async def test_more_prompt_logprobs_than_a_request_may_have_are_a_violation() -> None:
-    answer = LinkedAnswer(1, 8, lambda *_: None, KeptEvents())
+    answer = KeptEvents()
+    answer.opened(1, 8, lambda *_: None)
     many = [sampling_pb2.TokenLogprobs()] * (PROMPT_LOGPROBS_VALUES_MAX // 2)
     answer.add_prompt_logprobs(many)
     answer.add_prompt_logprobs(many)

@@ -16,7 +16,7 @@ from headrace_common.errors import HeadraceError, ProtocolViolation, TransferFai
 from headrace_common.rpc.status import status_of
 from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
-from headrace_router.decode_link.answer import LinkedAnswer, LinkedAnswers
+from headrace_router.decode_link.answer import LinkedAnswers
 from headrace_router.decode_link.link import OutgoingRequests
 from tests.kit.link import AnswerEvent, KeptEvents
 
@@ -41,12 +41,12 @@ class _Reader(KeptEvents):
 
     def __init__(self, stream_id: int, window: int, grant: Callable[[int, int], None]) -> None:
         super().__init__(has_room=False)
-        self.answer = LinkedAnswer(stream_id, window, grant, self)
+        self.opened(stream_id, window, grant)
 
     def poll(self) -> AnswerEvent | None:
         event = super().poll()
         if not self._events:
-            self.answer.return_credit()
+            self.return_credit()
         return event
 
 
@@ -69,7 +69,7 @@ class _Link:
         self.cancelled: set[int] = set()
         for stream_id in _STREAMS:
             reader = self.readers[stream_id] = _Reader(stream_id, window, self._grant)
-            self.answers.add(reader.answer)
+            self.answers.add(reader)
             stream = self.streams[stream_id] = self.worker.open(stream_id, window)
             stream.reserve(decode_pb2.Reserved(start_token=stream_id))
             self.generated[stream_id], self.read_tokens[stream_id] = [], []

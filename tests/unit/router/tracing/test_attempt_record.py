@@ -6,7 +6,6 @@ import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from opentelemetry.trace import SpanContext
@@ -16,13 +15,13 @@ from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import TimePart
-from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome, finish_response
+from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing import attempt_record
 from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
+from tests.kit.link import KeptEvents
 from tests.unit.router.tracing.records import decision
 
 DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
@@ -54,11 +53,11 @@ async def started(clocks: WorkerClocks) -> tuple[RequestRecord, QueuedTask, int]
     )
     attempt = RoutedAttempt(start_ns // 1_000, worker_clocks=clocks)
     record.attempts.append(attempt)
-    answer = LinkedAnswer(1, 8, lambda *_: None, Mock())
+    answer = KeptEvents()
     attempt.routed(decision(remote=True))
     attempt.opened(answer, first_token_pb2.FIRST_TOKEN_POLICY_DECODE)
     await asyncio.sleep(10e-6)
-    answer.reserve(decode_pb2.Reserved(end_token=5))
+    answer.receive_reserved(decode_pb2.Reserved(end_token=5))
     unix_ns = answer.reserved_ns + AHEAD_NS
     answer.add_times(
         decode_pb2.AttemptTimes(

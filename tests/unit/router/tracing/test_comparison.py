@@ -10,8 +10,7 @@ import pytest
 from headrace_common.latency.steps import DecodeSteps
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
-from headrace_frontend.running.gaps import Gap
-from headrace_frontend.running.record import RequestRecord
+from headrace_frontend.running.record import Gap, RequestRecord
 from headrace_router.tracing.comparison import LIKE_MIN
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from tests.unit.router.tracing.records import START_UNIX_NS, attempt, decision, ended
