@@ -41,6 +41,7 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.receipts import EngineTime
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
@@ -273,6 +274,7 @@ class SimEngine(Engine):
             del self._outgoing[outgoing.transfer_id]
             sequence.close()
             self._requests.update(sequence)
+            cost = self._requests.meter.costs.bill(outgoing.transfer_id)
             for report in outgoing.reports:
                 if on_report is not None:
                     on_report(report)
@@ -286,6 +288,7 @@ class SimEngine(Engine):
             reports=outgoing.reports,
             fetched_tokens=times.fetched_tokens,
             tier_tokens=sequence.tier_tokens,
+            cost=cost,
         )
 
     async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
@@ -302,6 +305,7 @@ class SimEngine(Engine):
             self.max_model_len,
             self._shape.block_tokens,
             keep,
+            self._requests.meter.costs.bill,
             sink,
         )
         self._requests.submit(sequence, DecodeFull)
@@ -310,6 +314,7 @@ class SimEngine(Engine):
         finally:
             sequence.close()
             self._requests.update(sequence)
+            self._requests.meter.costs.drop(work.transfer_id)
 
     @property
     def promises(self) -> PromiseCounts:
@@ -368,6 +373,10 @@ class SimEngine(Engine):
     @property
     def step_times(self) -> StepTimes:
         return NO_STEPS if self._scheduler is None else self._scheduler.meter.times
+
+    @property
+    def engine_time(self) -> EngineTime:
+        return EngineTime() if self._scheduler is None else self._scheduler.meter.engine_time
 
     def usage(self) -> EngineUsage:
         requests = self._requests

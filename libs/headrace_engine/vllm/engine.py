@@ -35,6 +35,8 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.proto import device_time_from_proto
+from headrace_engine.receipts import EngineTime
 from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
@@ -118,6 +120,7 @@ class VllmEngine(Engine):
         self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
         self.steps: StepWatch = StepWatch(config.step_stall_s, reports_regularly=True)
+        self._time = EngineTime()
 
     async def start(self) -> None:
         with interruptible():
@@ -319,6 +322,10 @@ class VllmEngine(Engine):
         return self.load.step_times
 
     @property
+    def engine_time(self) -> EngineTime:
+        return self._time
+
+    @property
     def promises(self) -> PromiseCounts:
         return self.load.promises
 
@@ -405,6 +412,7 @@ class VllmEngine(Engine):
                 self.load = load_from_proto(message.load)
             case "steps":
                 self.steps.report(steps_from_proto(message.steps))
+                self._time = device_time_from_proto(message.steps.device_time)
             case "blocks_compared":
                 self._comparisons.reported(message.blocks_compared)
             case "tier_loaded":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, astuple, dataclass, field, fields
+from typing import Any, Final, Literal
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
@@ -14,6 +14,7 @@ from headrace_engine.connector.transfers import (
     ReceiveParams,
     SendParams,
 )
+from headrace_engine.receipts import RequestCost
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import TransferTarget
 from headrace_kv.prefix.events import Tier
@@ -182,5 +183,19 @@ def times_params(times: PrefillTimes) -> dict[str, Any]:
 
 def read_times(params: Mapping[str, Any] | None) -> PrefillTimes | None:
     """None when the request ended without them."""
-    ours = (params or {}).get(PARAMS_KEY)
-    return PrefillTimes(**ours) if ours else None
+    ours = (params or {}).get(PARAMS_KEY) or {}
+    times = {name: value for name, value in ours.items() if name != _COST}
+    return PrefillTimes(**times) if times else None
+
+
+_COST: Final = "cost"
+
+
+def with_cost(params: Mapping[str, Any] | None, cost: RequestCost) -> dict[str, Any]:
+    """The kv_transfer_params of a request's last output, with what it has cost."""
+    return {PARAMS_KEY: {**(params or {}).get(PARAMS_KEY, {}), _COST: list(astuple(cost))}}
+
+
+def read_cost(params: Mapping[str, Any] | None) -> RequestCost:
+    """Empty for an output without it."""
+    return RequestCost(*((params or {}).get(PARAMS_KEY) or {}).get(_COST, ()))

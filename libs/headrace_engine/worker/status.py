@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace.worker.v1 import time_model_pb2, worker_pb2, worker_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
 from headrace_common.callers.bounds import host_of_peer
 from headrace_common.deadlines import Deadline
@@ -114,7 +114,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     ResetPrefixCache without `reset_prefix_cache`, which is Engine's, ChangeAdapter without `change_adapter`, which is
     WorkerAdapters', and Drain without `on_drain`. That starts a drain with the given grace in seconds, or with the
     worker's own for None, and returns its deadline. `ticket_keys` gets the keys of routers while their stream is open;
-    a worker without it ignores them. `times` is what the worker has learned.
+    a worker without it ignores them. `times` is what the worker has learned, `device_time` what its time was spent on.
     """
 
     def __init__(
@@ -126,10 +126,11 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         ticket_keys: TicketKeys | None = None,
         signal: StatusSignal | None = None,
         times: Callable[[], TimeModel] = TimeModel,
+        device_time: Callable[[], time_model_pb2.DeviceTime] = time_model_pb2.DeviceTime,
         change_adapter: ChangeAdapter | None = None,
     ) -> None:
         self._signal = signal
-        self._times = times
+        self._times, self._device_time = times, device_time
         self._change_adapter = change_adapter
         self._snapshot = snapshot
         self._reset_prefix_cache = reset_prefix_cache
@@ -208,7 +209,9 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _stamped(self, status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusResponse:
         """The status with the time of sending and the time model, which make no change of the state."""
         stamped = worker_pb2.WatchStatusResponse(
-            sent_unix_ns=time.time_ns(), times=time_model_to_proto(self._times())
+            sent_unix_ns=time.time_ns(),
+            times=time_model_to_proto(self._times()),
+            device_time=self._device_time(),
         )
         stamped.MergeFrom(status)
         return stamped

@@ -38,6 +38,7 @@ from headrace_engine.interface import (
     FirstToken,
     Released,
 )
+from headrace_engine.proto import receipt_to_proto
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
@@ -273,6 +274,9 @@ class DecodeAttempt:
             if ended.stopped
             else sampling_pb2.FINISH_REASON_LENGTH,
             cached_tokens=ended.cached_tokens,
+            receipt=receipt_to_proto(
+                ended.cost, self.engine.descriptor, ended.cached_tokens, ended.kept
+            ),
         )
         if self.work.keep is not None:
             finished.kept.CopyFrom(kept_to_proto(ended.kept))

@@ -18,6 +18,8 @@ from headrace_common.time_model.model import (
     step_times_to_proto,
 )
 from headrace_engine.interface import Arrived, FirstToken, Recompute, Released, TransferEvent
+from headrace_engine.proto import device_time_to_proto
+from headrace_engine.receipts import EngineTime
 from headrace_engine.steps import EngineSteps
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
@@ -120,13 +122,14 @@ def kept_from_proto(answer: link_pb2.KeepAnswer) -> Kept | None:
     return Kept(answer.token_count, Tier(answer.tier), seconds_from_duration(answer.duration))
 
 
-def steps_to_proto(steps: EngineSteps) -> link_pb2.EngineSteps:
+def steps_to_proto(steps: EngineSteps, time: EngineTime) -> link_pb2.EngineSteps:
     expected_s = steps.expected_s
     return link_pb2.EngineSteps(
         count=steps.count,
         request_count=steps.requests,
         token_count=steps.tokens,
         expected=None if expected_s is None else duration_from_seconds(expected_s),
+        device_time=device_time_to_proto(time),
     )
 
 

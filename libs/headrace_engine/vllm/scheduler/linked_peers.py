@@ -35,6 +35,7 @@ from headrace_engine.vllm.settings import (
     keep_terms,
     kept_params,
     times_params,
+    with_cost,
 )
 from headrace_kv.layout import layout_from_proto
 from headrace_kv.messages import Reservation, reservation_to_proto
@@ -84,7 +85,7 @@ class LinkedPeers(Peers):
             report_changes(
                 self._load,
                 lambda load: self._send(load=load_to_proto(load)),
-                lambda steps: self._send(steps=steps_to_proto(steps)),
+                lambda steps, time: self._send(steps=steps_to_proto(steps, time)),
             ),
             self._link.loop,
         )
@@ -155,11 +156,13 @@ class LinkedPeers(Peers):
         block_ids: tuple[tuple[int, ...], ...],
         times: PrefillTimes | None,
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._load.request_finished(request.request_id)
+        answered = continuation.has_answer(request)
+        cost = self._load.request_finished(request.request_id, by_step=answered)
         self._comparisons.request_finished(request.request_id)
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
-        return False, self._keep(request) if times is None else times_params(times)
+        params = self._keep(request) if times is None else times_params(times)
+        return False, with_cost(params, cost) if answered else params
 
     def _keep(self, request: Request) -> dict[str, Any] | None:
         """Promises the KV of an answered request that asks for it."""

@@ -9,6 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from headrace_common.time_model.model import Step, StepTimes
+from headrace_engine.receipts import EngineTime, RequestCost, StepColumns
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
@@ -39,6 +40,7 @@ class LoadMeter:
     def request_added(self, request_id: str) -> None:
         """The scheduler has a new request."""
         self._known.add(request_id)
+        self._meter.costs.request_added(request_id)
         self._meter.request_added()
 
     def step_planned(self, output: SchedulerOutput, sending: Container[str] = ()) -> None:
@@ -46,18 +48,30 @@ class LoadMeter:
         self._running.difference_update(output.preempted_req_ids or ())
         self._running.update(output.num_scheduled_tokens)
         continues = bool(output.scheduled_cached_reqs.req_ids)
-        self._meter.planned(step_of(output, sending), len(self._known), continues=continues)
+        step, columns = step_of(output, sending), columns_of(output)
+        self._meter.planned(step, len(self._known), continues=continues, columns=columns)
 
     def step_ended(self) -> None:
         """The results of the oldest planned step are handled."""
         self._meter.ended()
 
-    def request_finished(self, request_id: str) -> None:
-        """A request has ended, in whatever state."""
+    def request_finished(self, request_id: str, *, by_step: bool = True) -> RequestCost:
+        """A request has ended: by the results of the oldest planned step, or in another state, which has no receipt."""
+        cost = RequestCost()
+        if by_step:
+            self._meter.book()
+            cost = self._meter.costs.bill(request_id)
+        self._meter.costs.drop(request_id)
         self._known.discard(request_id)
         self._running.discard(request_id)
         if not self._known:
             self._meter.idle()
+        return cost
+
+    @property
+    def engine_time(self) -> EngineTime:
+        """What its time was spent on until now."""
+        return self._meter.engine_time
 
     @property
     def steps(self) -> EngineSteps:
@@ -105,10 +119,22 @@ def step_of(output: SchedulerOutput, sending: Container[str] = ()) -> Step:
     return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
 
 
+def columns_of(output: SchedulerOutput) -> StepColumns:
+    """The requests of a step, with prompts as in step_of."""
+    cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+    request_ids = [*cached.req_ids, *(request.req_id for request in new)]
+    contexts = [*cached.num_computed_tokens, *(request.num_computed_tokens for request in new)]
+    added, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    if output.total_num_scheduled_tokens == len(added):
+        return StepColumns(request_ids, contexts)
+    counts = (added[one] - len(drafts.get(one, ())) for one in request_ids)
+    return StepColumns(request_ids, contexts, [count if count > 1 else 0 for count in counts])
+
+
 async def report_changes(
     meter: LoadMeter,
     send: Callable[[EngineLoad], None],
-    send_steps: Callable[[EngineSteps], None] = lambda steps: None,
+    send_steps: Callable[[EngineSteps, EngineTime], None] = lambda steps, time: None,
 ) -> None:
     """Sends the load at the start and after each change. Polls every `REPORT_S`: no hook follows a block's return.
 
@@ -122,7 +148,7 @@ async def report_changes(
             send(load)
             last = load
         if poll % _POLLS_PER_SECOND == 0 or (poll % _POLLS_PER_STEPS == 0 and steps != last_steps):
-            send_steps(steps)
+            send_steps(steps, meter.engine_time)
             last_steps = steps
         await asyncio.sleep(REPORT_S)
 

@@ -29,7 +29,7 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
-from headrace_engine.vllm.settings import read_kept, receive_params
+from headrace_engine.vllm.settings import read_cost, read_kept, receive_params
 from headrace_kv.messages import Reservation
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ class DecodeRequest:
             cached_tokens = last.num_cached_tokens or 0
         stopped = await self._stopped(last.outputs[0].finish_reason)
         kept = read_kept(last.kv_transfer_params)
-        self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept))
+        cost = read_cost(last.kv_transfer_params)
+        self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept, cost=cost))
 
     def _output_arrived(self, output: RequestOutput | Exception) -> None:
         """Called by vLLM's task that reads the outputs of all requests, which must not fail."""

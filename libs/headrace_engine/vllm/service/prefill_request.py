@@ -20,6 +20,7 @@ from headrace_common.errors import (
 from headrace_common.tasks import end_task
 from headrace_engine.connector.transfers import PrefillTimes, PrefixParams
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
+from headrace_engine.receipts import RequestCost
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
     rejected,
@@ -27,7 +28,7 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
-from headrace_engine.vllm.settings import read_times, send_params
+from headrace_engine.vllm.settings import read_cost, read_times, send_params
 from headrace_kv.messages import Reservation, SendReport
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class PrefillRequest:
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 await self._wait(compute)
-                times = compute.result()
+                times, cost = compute.result()
                 await self._wait(self._quiet)
             return PrefillOutcome(
                 cached_tokens=times.cached_tokens,
@@ -120,6 +121,7 @@ class PrefillRequest:
                 compute_end_unix_ns=times.compute_end_unix_ns,
                 reports=self.reports,
                 fetched_tokens=times.fetched_tokens,
+                cost=cost,
             )
         except TimeoutError:
             raise TransferTimeout(
@@ -131,18 +133,20 @@ class PrefillRequest:
             if not (compute.done() and self._quiet.done()):
                 await asyncio.shield(asyncio.create_task(self._stop(compute)))
 
-    async def _compute(self) -> PrefillTimes:
+    async def _compute(self) -> tuple[PrefillTimes, RequestCost]:
         name, prefix = self.work.target.transfer_id, self._prefix_params()
-        times = await self._run(name, prefix)
+        params = await self._run(name, prefix)
+        times = read_times(params)
         if times is None and prefix is not None:
             # An engine that also decodes ends a request without its KV.
-            times = await self._run(f"{name} alone", None)
+            params = await self._run(f"{name} alone", None)
+            times = read_times(params)
         if times is None:
             raise InternalError("vLLM ended the prefill without its times")
-        return times
+        return times, read_cost(params)
 
-    async def _run(self, request_id: str, prefix: PrefixParams | None) -> PrefillTimes | None:
-        """None when vLLM has ended the request without computing it."""
+    async def _run(self, request_id: str, prefix: PrefixParams | None) -> dict[str, Any] | None:
+        """The kv_transfer_params of the last output. None when vLLM has ended the request without computing it."""
         target = self.work.target
         sampling = GREEDY_ONE_TOKEN
         if self.work.sampling is not None:
@@ -175,7 +179,7 @@ class PrefillRequest:
             raise rejected(exc, sampling, "token_ids") from exc
         except Exception as exc:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
-        return read_times(last.kv_transfer_params if last is not None else None)
+        return last.kv_transfer_params if last is not None else None
 
     def _prefix_params(self) -> PrefixParams | None:
         prefix = self.work.prefix
@@ -183,7 +187,7 @@ class PrefillRequest:
             return None
         return PrefixParams(prefix.transfer_id, prefix.end_token, prefix.least_tokens)
 
-    async def _stop(self, compute: asyncio.Task[PrefillTimes]) -> None:
+    async def _stop(self, compute: asyncio.Task[Any]) -> None:
         """Ends the computation and waits until every rank is quiet (I2)."""
         transfer_id = self.work.target.transfer_id
         start_s = time.monotonic()
