@@ -22,6 +22,7 @@ from headrace_cli.commands import (
     status,
     trace,
     up,
+    usage,
     workers,
 )
 from headrace_common.version import version
@@ -38,7 +39,7 @@ app = typer.Typer(
 COMMANDS: Final = {
     "Deployment on this machine": (up,),
     "Requests": (chat, route, trace),
-    "Operation": (workers, status, policy, doctor),
+    "Operation": (workers, status, usage, policy, doctor),
     "Credentials": (credentials,),
     "Numbers of workers": (advise, profile, simulate, planner),
     "Stock vLLM": (pair,),

@@ -22,7 +22,11 @@ class StepColumns(NamedTuple):
 
     def only(self, kept: Sequence[bool]) -> StepColumns:
         """Those requests alone."""
-        return StepColumns(*(tuple(compress(column, kept)) for column in self))
+        return StepColumns(
+            tuple(compress(self.request_ids, kept)),
+            tuple(compress(self.context_tokens, kept)),
+            tuple(compress(self.prompt_tokens, kept)),
+        )
 
 
 NO_REQUESTS: Final = StepColumns()

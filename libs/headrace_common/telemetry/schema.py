@@ -283,8 +283,28 @@ ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
 ATTRIBUTE_LATENCY_PART: Final = "headrace.latency.part"
 # The token that a sum leads to: "first_token" or "second_token".
 ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
-# Tier below KV memory: "host", "disk" or "remote".
+# Tier below KV memory: "host", "disk" or "remote". Usage also has "device", KV memory itself.
 ATTRIBUTE_TIER: Final = "headrace.tier"
+# Tenant of the API key.
+ATTRIBUTE_TENANT: Final = "headrace.tenant"
+# "prefill", "decode", or "operator": of attempts that failed by a fault.
+ATTRIBUTE_USAGE_KIND: Final = "headrace.usage.kind"
+# "idle", "computing", or "billed": those of "computing" that receipts have.
+ATTRIBUTE_DEVICE_STATE: Final = "headrace.device.state"
+# Device time of the prompt.
+ATTRIBUTE_PREFILL_DEVICE_S: Final = "headrace.receipt.prefill_device_time"
+# Device time of the answer.
+ATTRIBUTE_DECODE_DEVICE_S: Final = "headrace.receipt.decode_device_time"
+# Device time of attempts that failed by a fault.
+ATTRIBUTE_OPERATOR_DEVICE_S: Final = "headrace.receipt.operator_device_time"
+# Bytes of KV in KV memory times the seconds of the steps that they were in.
+ATTRIBUTE_KV_BYTE_S: Final = "headrace.receipt.kv_time"
+# Prompt tokens that workers computed, those of all attempts.
+ATTRIBUTE_COMPUTED_TOKENS: Final = "headrace.receipt.computed_tokens"
+# Those that an attempt had computed before it failed.
+ATTRIBUTE_RECOMPUTED_TOKENS: Final = "headrace.receipt.recomputed_tokens"
+# Attempts that continued the answer on another worker.
+ATTRIBUTE_MOVES: Final = "headrace.receipt.moves"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).
 ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
@@ -457,6 +477,12 @@ METRIC_WRITE_LEASES: Final = "headrace.leases"
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"
 # Requests or tasks on a worker, by headrace.worker.state.
 METRIC_WORKER_REQUESTS: Final = "headrace.worker.requests"
+# Device time of requests that have ended, by tenant, model and kind of usage.
+METRIC_USAGE_DEVICE_TIME: Final = "headrace.usage.device_time"
+# Bytes of KV times the seconds in which requests had them, by tenant, model and tier.
+METRIC_USAGE_KV: Final = "headrace.usage.kv_time"
+# Device time since the start of a worker, by state, from the log of its steps.
+METRIC_DEVICE_TIME: Final = "headrace.worker.device_time"
 # How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.
 METRIC_WORKER_STALL: Final = "headrace.worker.stall"
 # How long the event loop of the process has been stuck; 0 while it runs.

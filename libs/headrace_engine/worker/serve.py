@@ -20,7 +20,6 @@ from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.tickets import TicketKeys
-from headrace_engine.proto import device_time_to_proto
 from headrace_engine.worker.config import (
     REGISTRATION_TIMEOUT_S,
     Config,
@@ -106,9 +105,7 @@ async def serve_worker(
             ticket_keys=worker.ticket_keys,
             signal=worker.status_signal,
             times=hosted.times,
-            device_time=lambda: device_time_to_proto(
-                engine.engine_time, len(engine.descriptor.ranks)
-            ),
+            device_time=hosted.device_time,
             change_adapter=hosted.adapters.change,
         ),
         server.server,
@@ -187,6 +184,7 @@ async def _serve(
             prefixes=engine.prefix_events,
             times=hosted.times,
             promises=lambda: engine.promises,
+            device_time=hosted.device_time,
         ):
             await host.serve(server, drain)
     finally:

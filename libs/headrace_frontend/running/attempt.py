@@ -29,6 +29,7 @@ class RunningAttempt:
         self.response = request.response
         self._prepared = request.prepared
         self._given = request.response.generated
+        self._records = request.record.attempts
         self._call = decode_request(
             request.prepared,
             new_transfer_id(),
@@ -58,6 +59,8 @@ class RunningAttempt:
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The decode worker has ended the request."""
         self._require_reservation()
+        if self._records:
+            self._records[-1].decoded(finished.receipt)
         kept = kept_of(finished, self._call.incarnation, self._call.transfer_id)
         self._end(
             self._outcome(

@@ -83,6 +83,7 @@ async def finish_response(
         completion_tokens=response.completion_tokens,
         decode_cached_tokens=outcome.cached_tokens,
         transferred_tokens=outcome.transferred_tokens,
+        receipt=record.receipt_now(),
     )
     if request.prepared.keep_s is not None:
         usage.kept.CopyFrom(outcome.kept or _NO_PROMISE)

@@ -19,7 +19,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.time_model.model import NO_STEPS
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, TokenLogprobs
-from headrace_kv.layout import WorkerRef
+from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.messages import SendReport
 from headrace_prefill.worker import PrefillWorker
 from tests.transfer_links import sent_link
@@ -35,6 +35,7 @@ class ScriptedEngine:
     """Prefills with the behaviour of a test. A prefill worker calls nothing else."""
 
     adapters = (Adapter("poet", "aa"),)
+    descriptor = KvDescriptor(KvLayout("m", 1, ()), ())
     step_times = NO_STEPS
     vocabulary_size = 32_000
 

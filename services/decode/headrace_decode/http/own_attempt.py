@@ -14,7 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
@@ -26,6 +26,7 @@ from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import DecodeTokens
 from headrace_frontend.running.attempt import RunningAttempt
 from headrace_frontend.running.completion import AdmittedRequest, AttemptOutcome
+from headrace_frontend.running.receipt import AttemptReceipt
 from headrace_frontend.running.record import AttemptRecord, now_us
 from headrace_kv.layout import WorkerRef
 
@@ -63,6 +64,15 @@ class OwnRecord(AttemptRecord):
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return prefill_pb2.EnqueueResponse()
         return task.result()
+
+    def receipt(self) -> AttemptReceipt:
+        answer = self.answer
+        if not answer.worker_id:
+            return self._receipt(None)
+        link = receipt_pb2.LinkUse(
+            source_worker_id=answer.worker_id, payload_bytes=answer.payload_bytes
+        )
+        return self._receipt(answer.receipt, *((link,) if link.payload_bytes else ()))
 
     def update(self) -> None:
         self.start = self.route_start

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2
+from headrace.inference.v1 import first_token_pb2, receipt_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.clocks import ClockOffset
@@ -25,6 +25,7 @@ from headrace_common.latency.steps import (
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import decode_intervals
 from headrace_common.telemetry.later import SpanMaker
+from headrace_frontend.running.receipt import AttemptReceipt
 from headrace_frontend.running.record import AttemptRecord, Attributes, RequestRecord, now_us
 from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
@@ -77,9 +78,6 @@ class RoutedAttempt(AttemptRecord):
     route_error: str = ""
     transfer_id: str = ""
     number: int = 0
-    generated_tokens: int = 0
-    reason: str = ""
-    """That of its error."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
@@ -151,6 +149,19 @@ class RoutedAttempt(AttemptRecord):
                 # The spans of this worker move as its steps do.
                 ahead_ns = known.ahead_ns - 1_000 * by_us
                 self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
+
+    def receipt(self) -> AttemptReceipt:
+        queued, done = self._queued, self.done
+        if done is None and queued is not None and queued.outcome.done():
+            done = queued.outcome.result().done
+        if done is None:
+            return self._receipt(None)
+        link = receipt_pb2.LinkUse(
+            source_worker_id=self.prefill_worker_id,
+            destination_worker_id=self.worker_id("decode"),
+            payload_bytes=done.payload_bytes,
+        )
+        return self._receipt(done.receipt, *((link,) if link.payload_bytes else ()))
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None

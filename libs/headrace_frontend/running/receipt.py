@@ -1,0 +1,115 @@
+"""The receipt of a request, from those of its attempts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from opentelemetry.util.types import AttributeValue
+
+from headrace.inference.v1 import receipt_pb2
+from headrace_common.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from headrace_common.telemetry import schema
+
+RECEIPT_FIELD: Final = "headrace_receipt"
+"""With the receipt, in the usage of answers over HTTP."""
+_OF_CLIENTS: Final = frozenset(
+    {"", Cancelled.reason, DeadlineExceeded.reason, InvalidRequest.reason}
+)
+"""Errors with which an attempt ends through its client. Other ones are faults."""
+_NUMBERS: Final = tuple(
+    field.name for field in receipt_pb2.Receipt.DESCRIPTOR.fields if field.message_type is None
+)
+
+
+class AttemptReceipt(NamedTuple):
+    """What is known of the cost of one attempt. `generated_tokens`: those of earlier attempts, which it continues."""
+
+    parts: Sequence[receipt_pb2.Receipt]
+    reason: str
+    """That of its error. Empty without one."""
+    generated_tokens: int
+    links: Sequence[receipt_pb2.LinkUse] = ()
+
+
+def device_us(receipt: receipt_pb2.Receipt) -> int:
+    """The device time of a worker's part."""
+    return receipt.prefill_device_us + receipt.decode_device_us
+
+
+def add_receipt(total: receipt_pb2.Receipt, one: receipt_pb2.Receipt) -> None:
+    """Adds all but the links."""
+    for name in _NUMBERS:
+        setattr(total, name, getattr(total, name) + getattr(one, name))
+    for use in one.kv:
+        known = next((known for known in total.kv if known.tier == use.tier), None)
+        if known is None:
+            known = total.kv.add(tier=use.tier)
+        known.byte_seconds += use.byte_seconds
+
+
+def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
+    """The receipt of a request. The device time of attempts that failed by a fault is the operator's."""
+    total = receipt_pb2.Receipt()
+    lost_tokens = False
+    for attempt in attempts:
+        failed = attempt.reason not in _OF_CLIENTS
+        computed = sum(part.computed_tokens for part in attempt.parts)
+        total.attempts += 1
+        total.moves += attempt.generated_tokens > 0
+        total.links.extend(attempt.links)
+        if lost_tokens or attempt.generated_tokens:
+            total.recomputed_tokens += computed
+        lost_tokens |= failed and computed > 0
+        for part in attempt.parts:
+            if failed:
+                total.operator_device_us += device_us(part)
+                total.computed_tokens += part.computed_tokens
+                total.cached_tokens += part.cached_tokens
+            else:
+                add_receipt(total, part)
+    return total
+
+
+def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
+    """The sum of the receipts of an answer's choices, as a field of its usage over HTTP.
+
+    Nothing where no worker has reported a cost.
+    """
+    total = receipt_pb2.Receipt()
+    for one in receipts:
+        add_receipt(total, one)
+        total.links.extend(one.links)
+    if not device_us(total):
+        return {}
+    return {
+        RECEIPT_FIELD: {
+            **{name: getattr(total, name) for name in _NUMBERS},
+            "kv_byte_seconds": {use.tier: use.byte_seconds for use in total.kv},
+            "links": [
+                {
+                    "source": link.source_worker_id,
+                    "destination": link.destination_worker_id,
+                    "bytes": link.payload_bytes,
+                }
+                for link in total.links
+            ],
+        }
+    }
+
+
+def receipt_attributes(receipt: receipt_pb2.Receipt) -> dict[str, AttributeValue]:
+    """Those of a request's span."""
+    if not device_us(receipt) + receipt.operator_device_us:
+        return {}
+    return {
+        schema.ATTRIBUTE_PREFILL_DEVICE_S: 1e-6 * receipt.prefill_device_us,
+        schema.ATTRIBUTE_DECODE_DEVICE_S: 1e-6 * receipt.decode_device_us,
+        schema.ATTRIBUTE_OPERATOR_DEVICE_S: 1e-6 * receipt.operator_device_us,
+        schema.ATTRIBUTE_KV_BYTE_S: sum(
+            use.byte_seconds for use in receipt.kv if use.tier == "device"
+        ),
+        schema.ATTRIBUTE_COMPUTED_TOKENS: receipt.computed_tokens,
+        schema.ATTRIBUTE_RECOMPUTED_TOKENS: receipt.recomputed_tokens,
+        schema.ATTRIBUTE_MOVES: receipt.moves,
+    }

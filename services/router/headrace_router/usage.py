@@ -1,0 +1,83 @@
+"""What requests have cost, by the hour of their end, tenant, model and adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from headrace.inference.v1 import load_pb2
+from headrace_common.durations import timestamp_from_unix_ns
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.metrics.instruments import OTHER
+from headrace_common.telemetry.metrics.process import Metrics
+from headrace_frontend.running.receipt import add_receipt
+from headrace_frontend.running.record import RequestRecord
+
+HOUR_NS: Final = 3_600_000_000_000
+HOURS_MAX: Final = 168
+LINES_MAX: Final = 256
+"""Of an hour. Further tenants share one line."""
+
+
+class UsageBook:
+    """Adds up the receipts of requests. One event loop owns it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._hours: dict[int, dict[tuple[str, str, str], load_pb2.HourlyUsage]] = {}
+        self._device_time = metrics.store.counter(
+            schema.METRIC_USAGE_DEVICE_TIME,
+            schema.ATTRIBUTE_TENANT,
+            schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,
+            schema.ATTRIBUTE_USAGE_KIND,
+        )
+        self._kv = metrics.store.counter(
+            schema.METRIC_USAGE_KV,
+            schema.ATTRIBUTE_TENANT,
+            schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,
+            schema.ATTRIBUTE_TIER,
+        )
+
+    def add(self, record: RequestRecord) -> None:
+        """A request has ended. One that was never valid has cost nothing."""
+        tenant, model, _ = payer = record.payer
+        if not tenant:
+            return
+        receipt = record.receipt
+        lines = self._lines(record.end_unix_ns // HOUR_NS * HOUR_NS)
+        if payer not in lines and len(lines) >= LINES_MAX:
+            payer = (OTHER, model, "")
+        line = lines.setdefault(payer, load_pb2.HourlyUsage())
+        line.request_count += 1
+        line.prompt_tokens += record.prompt_tokens
+        line.answer_tokens += record.usage.completion_tokens if record.usage is not None else 0
+        line.sent_bytes += sum(link.payload_bytes for link in receipt.links)
+        add_receipt(line.receipt, receipt)
+        for kind, device_us in (
+            ("prefill", receipt.prefill_device_us),
+            ("decode", receipt.decode_device_us),
+            ("operator", receipt.operator_device_us),
+        ):
+            self._device_time.add(1e-6 * device_us, tenant, model, kind)
+        for use in receipt.kv:
+            self._kv.add(use.byte_seconds, tenant, model, use.tier)
+
+    def since(self, unix_ns: int) -> Iterator[load_pb2.HourlyUsage]:
+        """The lines of the hours that end after this time, oldest first."""
+        for start_ns, lines in sorted(self._hours.items()):
+            if start_ns + HOUR_NS <= unix_ns:
+                continue
+            for (tenant, model, adapter), line in lines.items():
+                head = load_pb2.HourlyUsage(
+                    start_time=timestamp_from_unix_ns(start_ns),
+                    tenant=tenant,
+                    model=model,
+                    adapter=adapter,
+                )
+                head.MergeFrom(line)
+                yield head
+
+    def _lines(self, start_ns: int) -> dict[tuple[str, str, str], load_pb2.HourlyUsage]:
+        lines = self._hours.setdefault(start_ns, {})
+        while len(self._hours) > HOURS_MAX:
+            del self._hours[min(self._hours)]
+        return lines
