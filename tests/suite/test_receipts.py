@@ -55,7 +55,7 @@ async def test_tenants_operator_and_idle_time_add_up_beside_a_killed_worker(tmp_
     async with suite(tmp_path, settings=settings) as it:
         await it.wait_joined(1, 1)
         # Three times as much work of one tenant, in the same steps.
-        await asyncio.gather(*(ask(it, "aaab"[n % 4], n, 150) for n in range(16)))
+        await asyncio.gather(*(ask(it, "aaab"[n % 4], n, 250) for n in range(16)))
         for name in WORKERS[:2]:
             await it.wait_empty(name)
         found = await device_us(it)

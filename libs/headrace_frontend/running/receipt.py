@@ -50,25 +50,40 @@ def add_receipt(total: receipt_pb2.Receipt, one: receipt_pb2.Receipt) -> None:
 
 def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
     """The receipt of a request. The device time of attempts that failed by a fault is the operator's."""
-    total = receipt_pb2.Receipt()
+    count = moves = operator_us = prefill_us = decode_us = computed = cached = recomputed = 0
+    kv: dict[str, float] = {}
+    links: list[receipt_pb2.LinkUse] = []
     lost_tokens = False
     for attempt in attempts:
-        failed = attempt.reason not in _OF_CLIENTS
-        computed = sum(part.computed_tokens for part in attempt.parts)
-        total.attempts += 1
-        total.moves += attempt.generated_tokens > 0
-        total.links.extend(attempt.links)
-        if lost_tokens or attempt.generated_tokens:
-            total.recomputed_tokens += computed
-        lost_tokens |= failed and computed > 0
+        failed, before = attempt.reason not in _OF_CLIENTS, computed
         for part in attempt.parts:
+            computed += part.computed_tokens
+            cached += part.cached_tokens
             if failed:
-                total.operator_device_us += device_us(part)
-                total.computed_tokens += part.computed_tokens
-                total.cached_tokens += part.cached_tokens
-            else:
-                add_receipt(total, part)
-    return total
+                operator_us += device_us(part)
+                continue
+            prefill_us += part.prefill_device_us
+            decode_us += part.decode_device_us
+            for use in part.kv:
+                kv[use.tier] = kv.get(use.tier, 0.0) + use.byte_seconds
+        count += 1
+        moves += attempt.generated_tokens > 0
+        if lost_tokens or attempt.generated_tokens:
+            recomputed += computed - before
+        lost_tokens |= failed and computed > before
+        links += attempt.links
+    return receipt_pb2.Receipt(
+        prefill_device_us=prefill_us,
+        decode_device_us=decode_us,
+        kv=[receipt_pb2.KvUse(tier=tier, byte_seconds=one) for tier, one in kv.items()],
+        computed_tokens=computed,
+        cached_tokens=cached,
+        recomputed_tokens=recomputed,
+        operator_device_us=operator_us,
+        attempts=count,
+        moves=moves,
+        links=links,
+    )
 
 
 def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:

@@ -31,11 +31,16 @@ OUTCOME = PrefillOutcome(2, 500, 4_000, (REPORT,))
 Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
 
 
+LAYOUT = KvLayout.attention(
+    model="m", dtype="f", layer_count=1, kv_head_count=1, block_tokens=16, parts={"kv": 4}
+)
+
+
 class ScriptedEngine:
     """Prefills with the behaviour of a test. A prefill worker calls nothing else."""
 
     adapters = (Adapter("poet", "aa"),)
-    descriptor = KvDescriptor(KvLayout("m", 1, ()), ())
+    descriptor = KvDescriptor(LAYOUT, ())
     step_times = NO_STEPS
     vocabulary_size = 32_000
 
