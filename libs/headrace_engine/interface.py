@@ -234,7 +234,8 @@ class DecodeEnded:
     cost: RequestCost = field(default_factory=RequestCost, compare=False)
 
 
-DecodeEvent = Reservation | DecodeTokens | DecodeEnded
+DecodeEvent = Reservation | DecodeTokens | DecodeEnded | RequestCost
+"""Of a request that fails or is aborted, `RequestCost` may come last, also once `Engine.decode` has ended."""
 
 
 class AnswerSink(Protocol):

@@ -41,7 +41,7 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.receipts import EngineTime
+from headrace_engine.receipts import EngineTime, RequestCost
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
@@ -268,13 +268,15 @@ class SimEngine(Engine):
         sequence = Prompt(work, outgoing, on_first_token, self.model, block_tokens)
         self._requests.submit(sequence, QueueFull)
         self._outgoing[outgoing.transfer_id] = outgoing
+        costs, cost = self._requests.meter.costs, RequestCost()
         try:
             await outgoing.wait()
+            cost = costs.bill(outgoing.transfer_id)
         finally:
+            costs.drop(outgoing.transfer_id)
             del self._outgoing[outgoing.transfer_id]
             sequence.close()
             self._requests.update(sequence)
-            cost = self._requests.meter.costs.bill(outgoing.transfer_id)
             for report in outgoing.reports:
                 if on_report is not None:
                     on_report(report)
@@ -314,7 +316,9 @@ class SimEngine(Engine):
         finally:
             sequence.close()
             self._requests.update(sequence)
-            self._requests.meter.costs.drop(work.transfer_id)
+            cost = self._requests.meter.costs.bill(work.transfer_id)
+            if cost.prefill_s or cost.decode_s:
+                sink.put(cost)
 
     @property
     def promises(self) -> PromiseCounts:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,7 +121,7 @@ class VllmEngine(Engine):
         self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
         self.steps: StepWatch = StepWatch(config.step_stall_s, reports_regularly=True)
-        self._time = EngineTime()
+        self._time, self._idle_since_s = EngineTime(), 0.0
 
     async def start(self) -> None:
         with interruptible():
@@ -323,7 +324,8 @@ class VllmEngine(Engine):
 
     @property
     def engine_time(self) -> EngineTime:
-        return self._time
+        idle_s = time.monotonic() - self._idle_since_s if self._idle_since_s else 0.0
+        return replace(self._time, idle_s=self._time.idle_s + idle_s)
 
     @property
     def promises(self) -> PromiseCounts:
@@ -413,6 +415,7 @@ class VllmEngine(Engine):
             case "steps":
                 self.steps.report(steps_from_proto(message.steps))
                 self._time = device_time_from_proto(message.steps.device_time)
+                self._idle_since_s = 0.0 if message.steps.request_count else time.monotonic()
             case "blocks_compared":
                 self._comparisons.reported(message.blocks_compared)
             case "tier_loaded":

@@ -60,6 +60,8 @@ class AttemptRecord(AttemptSteps):
     """Those of the answer before it."""
     decode_receipt: receipt_pb2.Receipt | None = None
     """What it has cost the decode worker, once that has ended it."""
+    on_late: Callable[[receipt_pb2.Receipt], None] | None = None
+    """Gets what comes after the end of the request."""
     end: int = 0
     """When it ended, by the clock of its steps; 0 before that."""
     context: SpanContext | None = None
@@ -73,6 +75,12 @@ class AttemptRecord(AttemptSteps):
     def decoded(self, receipt: receipt_pb2.Receipt) -> None:
         """The decode worker has ended it, and this is what it has cost there."""
         self.decode_receipt = receipt
+        self.charge_late(receipt)
+
+    def charge_late(self, receipt: receipt_pb2.Receipt) -> None:
+        """A worker has reported what it has cost, perhaps after the end of the request."""
+        if self.on_late is not None:
+            self.on_late(receipt)
 
     def receipt(self) -> AttemptReceipt:
         """What it has cost, as far as its workers have reported it."""

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 from opentelemetry.trace import Span
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_ns
 from headrace_common.errors import (
@@ -39,6 +39,7 @@ from headrace_engine.interface import (
     Released,
 )
 from headrace_engine.proto import receipt_to_proto
+from headrace_engine.receipts import RequestCost
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
@@ -106,6 +107,8 @@ class DecodeAttempt:
     """Called once. It must call `close`."""
     signer: TicketKey | None = None
     """See HandoffTickets."""
+    on_cost: Callable[[receipt_pb2.Receipt], None] = lambda receipt: None
+    """Gets the receipt of an attempt that was ended before the engine had ended it."""
     error: HeadraceError | None = field(
         default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
     )
@@ -165,6 +168,8 @@ class DecodeAttempt:
 
     def put(self, event: DecodeEvent) -> None:
         """See AnswerSink."""
+        if isinstance(event, RequestCost):
+            self.on_cost(receipt_to_proto(event, self.engine.descriptor, self.cached_tokens))
         if self._over:
             return
         try:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
-from headrace.inference.v1 import load_pb2
+from headrace.inference.v1 import load_pb2, receipt_pb2
 from headrace_common.durations import timestamp_from_unix_ns
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import OTHER
 from headrace_common.telemetry.metrics.process import Metrics
-from headrace_frontend.running.receipt import add_receipt
+from headrace_frontend.running.receipt import AttemptReceipt, add_receipt, receipt_of
 from headrace_frontend.running.record import RequestRecord
 
 HOUR_NS: Final = 3_600_000_000_000
@@ -39,18 +40,27 @@ class UsageBook:
 
     def add(self, record: RequestRecord) -> None:
         """A request has ended. One that was never valid has cost nothing."""
-        tenant, model, _ = payer = record.payer
-        if not tenant:
+        if not record.payer[0]:
             return
         receipt = record.receipt
-        lines = self._lines(record.end_unix_ns // HOUR_NS * HOUR_NS)
-        if payer not in lines and len(lines) >= LINES_MAX:
-            payer = (OTHER, model, "")
-        line = lines.setdefault(payer, load_pb2.HourlyUsage())
+        line = self._line(record)
         line.request_count += 1
         line.prompt_tokens += record.prompt_tokens
         line.answer_tokens += record.usage.completion_tokens if record.usage is not None else 0
         line.sent_bytes += sum(link.payload_bytes for link in receipt.links)
+        self._charge(record, line, receipt)
+        for attempt in record.attempts:
+            attempt.on_late = partial(self._add_late, record, attempt.reason)
+
+    def _add_late(self, record: RequestRecord, reason: str, part: receipt_pb2.Receipt) -> None:
+        late = receipt_of([AttemptReceipt([part], reason, 0)])
+        late.attempts = 0
+        self._charge(record, self._line(record), late)
+
+    def _charge(
+        self, record: RequestRecord, line: load_pb2.HourlyUsage, receipt: receipt_pb2.Receipt
+    ) -> None:
+        tenant, model, _ = record.payer
         add_receipt(line.receipt, receipt)
         for kind, device_us in (
             ("prefill", receipt.prefill_device_us),
@@ -76,8 +86,11 @@ class UsageBook:
                 head.MergeFrom(line)
                 yield head
 
-    def _lines(self, start_ns: int) -> dict[tuple[str, str, str], load_pb2.HourlyUsage]:
-        lines = self._hours.setdefault(start_ns, {})
+    def _line(self, record: RequestRecord) -> load_pb2.HourlyUsage:
+        lines = self._hours.setdefault(record.end_unix_ns // HOUR_NS * HOUR_NS, {})
         while len(self._hours) > HOURS_MAX:
             del self._hours[min(self._hours)]
-        return lines
+        payer = record.payer
+        if payer not in lines and len(lines) >= LINES_MAX:
+            payer = (OTHER, payer[1], "")
+        return lines.setdefault(payer, load_pb2.HourlyUsage())

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace_common.errors import DeadlineExceeded, HeadraceError, ProtocolViolation
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import error_from_status
 
+_UNPAID_MAX: Final = 4_096
 _Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
 AddBatch: TypeAlias = Callable[[Sequence[int], _Logprobs, _Logprobs], bool]
 """See AnswerSink.add_batch."""
@@ -64,6 +65,7 @@ class LinkedAnswer:
         "_used_tokens",
         "_vocabulary_size",
         "_window_tokens",
+        "on_receipt",
         "reserved_ns",
         "stream_id",
         "times",
@@ -79,6 +81,8 @@ class LinkedAnswer:
         self.stream_id = stream_id
         self.times: decode_pb2.AttemptTimes | None = None
         """The worker's times, once it has sent a token."""
+        self.on_receipt: Callable[[receipt_pb2.Receipt], None] = lambda receipt: None
+        """Gets a receipt that comes after the end."""
         self.reserved_ns = 0
         """Arrival of the reservation by the monotonic clock; 0 before it."""
         self._window_tokens = self._allowed_tokens = window_tokens
@@ -189,6 +193,8 @@ class LinkedAnswers:
 
     def __init__(self) -> None:
         self._answers: dict[int, LinkedAnswer] = {}
+        self._unpaid: dict[int, Callable[[receipt_pb2.Receipt], None]] = {}
+        """Of cancelled and failed requests, of which a receipt may come."""
 
     @property
     def count(self) -> int:
@@ -204,7 +210,15 @@ class LinkedAnswers:
 
     def remove(self, stream_id: int) -> LinkedAnswer | None:
         """None when the request has ended."""
-        return self._answers.pop(stream_id, None)
+        answer = self._answers.pop(stream_id, None)
+        if answer is not None:
+            self._await_receipt(answer)
+        return answer
+
+    def _await_receipt(self, answer: LinkedAnswer) -> None:
+        self._unpaid[answer.stream_id] = answer.on_receipt
+        if len(self._unpaid) > _UNPAID_MAX:
+            del self._unpaid[next(iter(self._unpaid))]
 
     def fail_all(self, failure: Callable[[], HeadraceError]) -> None:
         """Ends every request with an error of its own."""
@@ -230,6 +244,10 @@ class LinkedAnswers:
             if answer is not None:
                 answer.add_prompt_logprobs(one.tokens.prompt_logprobs)
                 answer.add_tokens(one.tokens.token_ids, one.tokens.logprobs)
+        self._receive_ends(response)
+
+    def _receive_ends(self, response: decode_pb2.LinkResponse) -> None:
+        answers = self._answers
         for finished in response.finished:
             answer = answers.pop(finished.stream_id, None)
             if answer is not None:
@@ -237,7 +255,11 @@ class LinkedAnswers:
         for failure in response.failures:
             answer = answers.pop(failure.stream_id, None)
             if answer is not None:
+                self._await_receipt(answer)
                 answer.fail(error_from_status(failure.status))
+        for one in response.receipts:
+            if (on_receipt := self._unpaid.pop(one.stream_id, None)) is not None:
+                on_receipt(one.receipt)
 
     def _receive_columns(self, tokens: decode_pb2.LinkTokens) -> None:
         token_ids, counts = list(tokens.token_ids), list(tokens.token_counts)

@@ -115,6 +115,8 @@ class QueuedTask:
         self.pulled_s = 0.0
         self.has_started = False
         """Whether the worker may have opened the transfer."""
+        self.on_late_report: Callable[[prefill_pb2.TaskDone], None] = lambda done: None
+        """Gets the worker's report of a task that was given up before."""
         self.may_wait = bool(terms.cached) and terms.planned is None
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
@@ -205,10 +207,12 @@ class QueuedTask:
         self.pulled_ns = 0
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
-        """Settles the outcome. Only the first call counts."""
+        """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
         if not self.outcome.done():
             self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
+        elif done is not None:
+            self.on_late_report(done)
 
     def cancel(self) -> None:
         """Removes the task from the queue, or asks its worker to stop. Ends it with WorkerGone."""
