@@ -81,6 +81,8 @@ ATTRIBUTE_CONVERSATION_ID: Final = "gen_ai.conversation.id"
 ATTRIBUTE_COMPLETION_TOKENS: Final = "gen_ai.usage.output_tokens"
 # Prompt tokens found in the decode worker's prefix cache, as in the usage over HTTP.
 ATTRIBUTE_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+# Prompt tokens that were not in the decode worker's prefix cache. Their KV is written there.
+ATTRIBUTE_CACHE_CREATION_TOKENS: Final = "gen_ai.usage.cache_creation.input_tokens"
 # Tokens of the answer that earlier workers generated.
 ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 # One reason, "stop" or "length".

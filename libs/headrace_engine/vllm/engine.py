@@ -49,6 +49,7 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
+    cost_from_proto,
     kept_from_proto,
     load_from_proto,
     report_from_proto,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 60.0
+_ABORTED_MAX = 256
 
 
 class VllmEngine(Engine):
@@ -114,6 +116,8 @@ class VllmEngine(Engine):
         self._rank_memories: Mapping[int, MappedMemory] = {}
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
+        # The last ones that were aborted. Their cost comes later.
+        self._aborted: dict[str, AnswerSink] = {}
         # Those with tokens from KV, by vLLM's id.
         self._takers: dict[str, AnswerSink] = {}
         # Those that may fetch a prefix, by the transfer that brings it.
@@ -275,6 +279,11 @@ class VllmEngine(Engine):
             except InternalError as error:
                 await self._raise_loss(error)
                 raise
+            except asyncio.CancelledError:
+                self._aborted[work.transfer_id] = sink
+                if len(self._aborted) > _ABORTED_MAX:
+                    del self._aborted[next(iter(self._aborted))]
+                raise
             finally:
                 del self._decodes[work.transfer_id]
 
@@ -397,9 +406,7 @@ class VllmEngine(Engine):
             case "reservation":
                 self._blocks_reserved(reservation_from_proto(message.reservation))
             case "report":
-                report = report_from_proto(message.report)
-                if report.transfer_id in self._prefills:
-                    self._prefills[report.transfer_id].transfer_quiet(report)
+                self._report_received(report_from_proto(message.report))
             case "step_started":
                 started = message.step_started
                 if started.transfer_id in self._decodes:
@@ -410,18 +417,33 @@ class VllmEngine(Engine):
                     self._decodes[failed.transfer_id].failure_reported(
                         load_failed=failed.load_failed
                     )
+            case "request_cost":
+                self._cost_reported(message.request_cost)
             case "load":
                 self.load = load_from_proto(message.load)
             case "steps":
-                self.steps.report(steps_from_proto(message.steps))
-                self._time = device_time_from_proto(message.steps.device_time)
-                self._idle_since_s = 0.0 if message.steps.request_count else time.monotonic()
+                self._steps_reported(message.steps)
             case "blocks_compared":
                 self._comparisons.reported(message.blocks_compared)
             case "tier_loaded":
                 self._tier_loaded(rank, tier_load_from_proto(message.tier_loaded))
             case other:
                 log.error("rank %d of the engine has sent %s", rank, other)
+
+    def _report_received(self, report: SendReport) -> None:
+        if report.transfer_id in self._prefills:
+            self._prefills[report.transfer_id].transfer_quiet(report)
+
+    def _steps_reported(self, message: link_pb2.EngineSteps) -> None:
+        self.steps.report(steps_from_proto(message))
+        self._time = device_time_from_proto(message.device_time)
+        self._idle_since_s = 0.0 if message.request_count else time.monotonic()
+
+    def _cost_reported(self, message: link_pb2.RequestCost) -> None:
+        request, aborted = self._decodes.get(message.transfer_id), self._aborted
+        sink = aborted.pop(message.transfer_id, None) if request is None else request.sink
+        if sink is not None:
+            sink.put(cost_from_proto(message))
 
     def _blocks_reserved(self, reservation: Reservation) -> None:
         name = reservation.transfer_id

@@ -339,6 +339,8 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
             known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens
             known[schema.ATTRIBUTE_CACHE_READ_TOKENS] = usage.decode_cached_tokens
+            missed = usage.prompt_tokens - usage.decode_cached_tokens
+            known[schema.ATTRIBUTE_CACHE_CREATION_TOKENS] = missed
             known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
             known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
             known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]

@@ -20,6 +20,7 @@ from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
+    cost_to_proto,
     keep_answer,
     load_to_proto,
     steps_to_proto,
@@ -129,7 +130,7 @@ class LinkedPeers(Peers):
     def request_added(self, request: Request) -> None:
         self._load.request_added(request.request_id)
         extra = getattr(request.sampling_params, "extra_args", None) or {}
-        self._starts.request_added(request.request_id, extra.get(STEP_KEY, ""))
+        self._starts.request_added(request.request_id, _step_name(request))
         self._comparisons.request_added(request)
         continuation.add_generated_tokens(request)
         priority = Priority(extra.get(PRIORITY_KEY, Priority.NORMAL))
@@ -157,7 +158,12 @@ class LinkedPeers(Peers):
         times: PrefillTimes | None,
     ) -> tuple[bool, dict[str, Any] | None]:
         answered = continuation.has_answer(request)
-        cost = self._load.request_finished(request.request_id, by_step=answered)
+        name = _step_name(request)
+        cost = self._load.request_finished(
+            request.request_id, by_step=answered, billed=answered or bool(name)
+        )
+        if not answered and (cost.prefill_s or cost.decode_s):
+            self._send(request_cost=cost_to_proto(name, cost))
         self._comparisons.request_finished(request.request_id)
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
@@ -187,6 +193,12 @@ class LinkedPeers(Peers):
         self._link.close()
         if self._pool is not None:
             self._pool.close()
+
+
+def _step_name(request: Request) -> str:
+    """The transfer of an answer. Empty for a prompt."""
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    return str(extra.get(STEP_KEY, ""))
 
 
 def _log_failure(reports: Future[None]) -> None:

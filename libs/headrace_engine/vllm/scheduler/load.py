@@ -55,13 +55,15 @@ class LoadMeter:
         """The results of the oldest planned step are handled."""
         self._meter.ended()
 
-    def request_finished(self, request_id: str, *, by_step: bool = True) -> RequestCost:
-        """A request has ended: by the results of the oldest planned step, or in another state, which has no receipt."""
-        cost = RequestCost()
+    def request_finished(
+        self, request_id: str, *, by_step: bool = True, billed: bool = True
+    ) -> RequestCost:
+        """A request has ended, `by_step`: by the results of the oldest planned step. `billed`: it gets a receipt."""
         if by_step:
             self._meter.book()
-            cost = self._meter.costs.bill(request_id)
-        self._meter.costs.drop(request_id)
+        costs = self._meter.costs
+        cost = costs.bill(request_id) if billed else RequestCost()
+        costs.drop(request_id)
         self._known.discard(request_id)
         self._running.discard(request_id)
         if not self._known:
