@@ -10,7 +10,7 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.commands.usage import By, focus_rows, sums_by
+from headrace_cli.usage import By, focus_rows, sums_by
 from headrace_client import Client
 from tests.suite.deployment import Suite
 from tests.waiting import until

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 from typer.models import CommandInfo, TyperInfo
 
+from headrace_cli import usage
 from headrace_cli.commands import (
     advise,
     chat,
@@ -22,7 +23,6 @@ from headrace_cli.commands import (
     status,
     trace,
     up,
-    usage,
     workers,
 )
 from headrace_common.version import version

@@ -73,6 +73,17 @@ class RequestCost:
     computed_tokens: int = 0
     """Those of prompts."""
 
+    def generated(self, share_s: float, kv_token_s: float) -> None:
+        """A step has generated a token of it."""
+        self.decode_s += share_s
+        self.kv_token_s += kv_token_s
+
+    def computed(self, share_s: float, kv_token_s: float, tokens: int) -> None:
+        """A step has computed tokens of its prompt."""
+        self.prefill_s += share_s
+        self.kv_token_s += kv_token_s
+        self.computed_tokens += tokens
+
 
 @dataclass(frozen=True, slots=True)
 class EngineTime:
@@ -112,16 +123,13 @@ class CostLedger:
         parts = zip(costs, shares(step, times, duration_s), step.context_tokens, strict=True)
         if not step.prompt_tokens:
             for cost, share_s, context in parts:
-                cost.decode_s += share_s
-                cost.kv_token_s += context * duration_s
+                cost.generated(share_s, context * duration_s)
             return
         for (cost, share_s, context), tokens in zip(parts, step.prompt_tokens, strict=True):
             if tokens:
-                cost.prefill_s += share_s
-                cost.computed_tokens += tokens
+                cost.computed(share_s, (context + tokens) * duration_s, tokens)
             else:
-                cost.decode_s += share_s
-            cost.kv_token_s += (context + tokens) * duration_s
+                cost.generated(share_s, context * duration_s)
 
     def bill(self, request_id: str) -> RequestCost:
         """A request has ended, and gets its receipt. Empty the second time."""

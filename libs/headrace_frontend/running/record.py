@@ -60,8 +60,7 @@ class AttemptRecord(AttemptSteps):
     """Those of the answer before it."""
     decode_receipt: receipt_pb2.Receipt | None = None
     """What it has cost the decode worker, once that has ended it."""
-    on_late: Callable[[receipt_pb2.Receipt], None] | None = None
-    """Gets what comes after the end of the request."""
+    _on_late: Callable[[receipt_pb2.Receipt], None] | None = None
     end: int = 0
     """When it ended, by the clock of its steps; 0 before that."""
     context: SpanContext | None = None
@@ -79,8 +78,12 @@ class AttemptRecord(AttemptSteps):
 
     def charge_late(self, receipt: receipt_pb2.Receipt) -> None:
         """A worker has reported what it has cost, perhaps after the end of the request."""
-        if self.on_late is not None:
-            self.on_late(receipt)
+        if self._on_late is not None:
+            self._on_late(receipt)
+
+    def report_late(self, on_receipt: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_receipt` gets what workers report from now on."""
+        self._on_late = on_receipt
 
     def receipt(self) -> AttemptReceipt:
         """What it has cost, as far as its workers have reported it."""

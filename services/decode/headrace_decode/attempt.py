@@ -107,8 +107,9 @@ class DecodeAttempt:
     """Called once. It must call `close`."""
     signer: TicketKey | None = None
     """See HandoffTickets."""
-    on_cost: Callable[[receipt_pb2.Receipt], None] = lambda receipt: None
-    """Gets the receipt of an attempt that was ended before the engine had ended it."""
+    _on_cost: Callable[[receipt_pb2.Receipt], None] = field(
+        default=lambda receipt: None, init=False
+    )
     error: HeadraceError | None = field(
         default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
     )
@@ -166,10 +167,14 @@ class DecodeAttempt:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.deadline.remaining_s(), self._fail, late)
 
+    def report_cost(self, on_cost: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_cost` gets the receipt if the attempt is ended before the engine has ended it."""
+        self._on_cost = on_cost
+
     def put(self, event: DecodeEvent) -> None:
         """See AnswerSink."""
         if isinstance(event, RequestCost):
-            self.on_cost(receipt_to_proto(event, self.engine.descriptor, self.cached_tokens))
+            self._on_cost(receipt_to_proto(event, self.engine.descriptor, self.cached_tokens))
         if self._over:
             return
         try:

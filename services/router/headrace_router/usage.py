@@ -50,7 +50,7 @@ class UsageBook:
         line.sent_bytes += sum(link.payload_bytes for link in receipt.links)
         self._charge(record, line, receipt)
         for attempt in record.attempts:
-            attempt.on_late = partial(self._add_late, record, attempt.reason)
+            attempt.report_late(partial(self._add_late, record, attempt.reason))
 
     def _add_late(self, record: RequestRecord, reason: str, part: receipt_pb2.Receipt) -> None:
         late = receipt_of([AttemptReceipt([part], reason, 0)])

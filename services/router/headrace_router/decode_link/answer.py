@@ -82,7 +82,7 @@ class LinkedAnswer:
         self.times: decode_pb2.AttemptTimes | None = None
         """The worker's times, once it has sent a token."""
         self.on_receipt: Callable[[receipt_pb2.Receipt], None] = lambda receipt: None
-        """Gets a receipt that comes after the end."""
+        """See report_late."""
         self.reserved_ns = 0
         """Arrival of the reservation by the monotonic clock; 0 before it."""
         self._window_tokens = self._allowed_tokens = window_tokens
@@ -93,6 +93,10 @@ class LinkedAnswer:
         self._vocabulary_size = sink.vocabulary_size
         self._prompt_logprobs: list[sampling_pb2.TokenLogprobs] = []
         self._timer: asyncio.TimerHandle | None = None
+
+    def report_late(self, on_receipt: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_receipt` gets a receipt that comes after the end."""
+        self.on_receipt = on_receipt
 
     def forward(self, add: AddBatch) -> None:
         """From now on `add` gets new tokens in place of the sink."""

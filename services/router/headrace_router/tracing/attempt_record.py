@@ -109,7 +109,7 @@ class RoutedAttempt(AttemptRecord):
     ) -> None:
         """The decode worker is asked."""
         self._start_ns, self._answer = time.monotonic_ns(), answer
-        answer.on_receipt = self.decoded
+        answer.report_late(self.decoded)
         self.start = self._start_ns // 1_000
         self.remote = self.decision is not None and self.decision.remote
         self.first_token_by = MAKERS.get(first_token, BY_DECODE)
@@ -117,7 +117,7 @@ class RoutedAttempt(AttemptRecord):
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
         self._queued, self.outcome = task, task.outcome
-        task.on_late_report = self._reported_late
+        task.report_late(self._reported_late)
 
     def _reported_late(self, done: prefill_pb2.TaskDone) -> None:
         self.done = self.done or done
