@@ -433,7 +433,7 @@ class Engine(ABC):
     @property
     def engine_time(self) -> EngineTime:
         """What the time of one of its devices was spent on until now."""
-        return EngineTime()
+        return EngineTime() if self.steps is None else self.steps.engine_time
 
     @property
     def promises(self) -> PromiseCounts:

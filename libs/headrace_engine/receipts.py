@@ -56,8 +56,7 @@ def shares(step: StepColumns, times: StepTimes, duration_s: float) -> list[float
     if not (total_s := sum(weights)):
         weights = [max(1.0, tokens) for tokens in prompts] or [1.0] * count
         total_s = sum(weights)
-    scale = duration_s / total_s if count else 0.0
-    return [scale * weight for weight in weights]
+    return [duration_s * (weight / total_s) for weight in weights]
 
 
 @dataclass(slots=True)

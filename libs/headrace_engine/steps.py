@@ -42,6 +42,8 @@ class EngineSteps:
     requests: int = 0
     tokens: int = 0
     expected_s: float | None = None
+    time: EngineTime = field(default=EngineTime(), compare=False)
+    """Until the latest step began, or the engine had nothing more to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +204,20 @@ class StepMeter:
         if columns.request_ids:
             self.costs.step_took(columns, self.times, now_s - begin_s)
 
-    @property
-    def engine_time(self) -> EngineTime:
-        """What the engine's time was spent on until now, without the running step."""
-        time, since_s = self.costs.time, self._booked_s
-        waits = 0.0 if self._planned else max(0.0, self._clock() - since_s)
-        return replace(time, idle_s=time.idle_s + waits)
-
     def idle(self) -> None:
         """The last request has ended."""
-        self.steps = EngineSteps(self.steps.count)
+        self.steps = EngineSteps(self.steps.count, time=self.time_now())
 
     def _show(self, requests: int, step: Step) -> None:
         expected_s = self._history.expected_s(step)
-        self.steps = EngineSteps(self.steps.count + 1, requests, step.tokens, expected_s)
+        count, time = self.steps.count + 1, self.time_now()
+        self.steps = EngineSteps(count, requests, step.tokens, expected_s, time)
+
+    def time_now(self) -> EngineTime:
+        """What the time was spent on until now, without the steps that are planned. Any thread may call it."""
+        time, since_s = self.costs.time, self._booked_s
+        waits_s = 0.0 if self._planned else max(0.0, self._clock() - since_s)
+        return replace(time, idle_s=time.idle_s + waits_s)
 
 
 class StepWatch:
@@ -233,16 +235,25 @@ class StepWatch:
     ) -> None:
         self._step_stall_s = step_stall_s
         self._reports_regularly = reports_regularly
-        self._clock = RunningClock(clock)
+        self._clock, self._whole_clock = RunningClock(clock), clock
         self._steps = EngineSteps()
+        self._timed_s = clock()
         self._since_s = self._reported_s = self._clock.now_s()
 
     def report(self, steps: EngineSteps) -> None:
         """The engine's steps until now."""
-        self._reported_s = self._clock.now_s()
+        self._reported_s, self._timed_s = self._clock.now_s(), self._whole_clock()
         if steps.count != self._steps.count:
             self._since_s = self._reported_s
         self._steps = steps
+
+    @property
+    def engine_time(self) -> EngineTime:
+        """What the time of one of its devices was spent on until now. Of a running step that is not known."""
+        time = self._steps.time
+        if self._steps.requests:
+            return time
+        return replace(time, idle_s=time.idle_s + self._whole_clock() - self._timed_s)
 
     def stall(self) -> Stall | None:
         """None while the engine steps, or has nothing to do."""

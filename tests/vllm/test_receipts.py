@@ -29,5 +29,5 @@ async def test_tenants_operator_and_idle_time_add_up_beside_a_killed_worker(tmp_
         print("RATIO", ratio)
         assert ratio == pytest.approx(3.0, rel=0.05)
         await it.add("decode-1", "decode-0")
-        total = await check_sums(it, [greedy(prompt_of(20 + n), 400) for n in range(16)])
+        total = await check_sums(it, [greedy(prompt_of(20 + n), 700) for n in range(16)])
         assert total == pytest.approx(1.0, rel=0.01)

@@ -41,7 +41,7 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.receipts import EngineTime, RequestCost
+from headrace_engine.receipts import RequestCost
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
@@ -377,10 +377,6 @@ class SimEngine(Engine):
     @property
     def step_times(self) -> StepTimes:
         return NO_STEPS if self._scheduler is None else self._scheduler.meter.times
-
-    @property
-    def engine_time(self) -> EngineTime:
-        return EngineTime() if self._scheduler is None else self._scheduler.meter.engine_time
 
     def usage(self) -> EngineUsage:
         requests = self._requests

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +35,7 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.proto import device_time_from_proto
-from headrace_engine.receipts import EngineTime
+from headrace_engine.receipts import RequestCost
 from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
@@ -49,7 +47,6 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
-    cost_from_proto,
     kept_from_proto,
     load_from_proto,
     report_from_proto,
@@ -125,7 +122,6 @@ class VllmEngine(Engine):
         self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
         self.steps: StepWatch = StepWatch(config.step_stall_s, reports_regularly=True)
-        self._time, self._idle_since_s = EngineTime(), 0.0
 
     async def start(self) -> None:
         with interruptible():
@@ -332,11 +328,6 @@ class VllmEngine(Engine):
         return self.load.step_times
 
     @property
-    def engine_time(self) -> EngineTime:
-        idle_s = time.monotonic() - self._idle_since_s if self._idle_since_s else 0.0
-        return replace(self._time, idle_s=self._time.idle_s + idle_s)
-
-    @property
     def promises(self) -> PromiseCounts:
         return self.load.promises
 
@@ -406,23 +397,19 @@ class VllmEngine(Engine):
             case "reservation":
                 self._blocks_reserved(reservation_from_proto(message.reservation))
             case "report":
-                self._report_received(report_from_proto(message.report))
+                report = report_from_proto(message.report)
+                if report.transfer_id in self._prefills:
+                    self._prefills[report.transfer_id].transfer_quiet(report)
             case "step_started":
                 started = message.step_started
                 if started.transfer_id in self._decodes:
                     self._decodes[started.transfer_id].step_started(started.monotonic_ns)
             case "request_failed":
-                failed = message.request_failed
-                if failed.transfer_id in self._decodes:
-                    self._decodes[failed.transfer_id].failure_reported(
-                        load_failed=failed.load_failed
-                    )
-            case "request_cost":
-                self._cost_reported(message.request_cost)
+                self._request_failed(message.request_failed)
             case "load":
                 self.load = load_from_proto(message.load)
             case "steps":
-                self._steps_reported(message.steps)
+                self.steps.report(steps_from_proto(message.steps))
             case "blocks_compared":
                 self._comparisons.reported(message.blocks_compared)
             case "tier_loaded":
@@ -430,20 +417,14 @@ class VllmEngine(Engine):
             case other:
                 log.error("rank %d of the engine has sent %s", rank, other)
 
-    def _report_received(self, report: SendReport) -> None:
-        if report.transfer_id in self._prefills:
-            self._prefills[report.transfer_id].transfer_quiet(report)
-
-    def _steps_reported(self, message: link_pb2.EngineSteps) -> None:
-        self.steps.report(steps_from_proto(message))
-        self._time = device_time_from_proto(message.device_time)
-        self._idle_since_s = 0.0 if message.request_count else time.monotonic()
-
-    def _cost_reported(self, message: link_pb2.RequestCost) -> None:
-        request, aborted = self._decodes.get(message.transfer_id), self._aborted
-        sink = aborted.pop(message.transfer_id, None) if request is None else request.sink
+    def _request_failed(self, failed: link_pb2.RequestFailed) -> None:
+        request, aborted = self._decodes.get(failed.transfer_id), self._aborted
+        sink = aborted.pop(failed.transfer_id, None) if request is None else request.sink
         if sink is not None:
-            sink.put(cost_from_proto(message))
+            prefill_s, decode_s, kv_token_s, tokens = failed.cost
+            sink.put(RequestCost(prefill_s, decode_s, kv_token_s, int(tokens)))
+        if request is not None:
+            request.failure_reported(load_failed=failed.load_failed)
 
     def _blocks_reserved(self, reservation: Reservation) -> None:
         name = reservation.transfer_id

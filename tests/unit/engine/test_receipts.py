@@ -74,7 +74,8 @@ def test_time_is_idle_billed_or_of_requests_that_have_no_receipt(
             # The rest of the step's results.
             time.now_s += step_s
         meter.ended()
-    found = meter.engine_time
+    meter.idle()
+    found = meter.steps.time
     assert found.idle_s + found.computing_s == pytest.approx(time.now_s - 100.0)
     assert found.billed_s == pytest.approx(billed_s)
     left = [costs.bill(one) for one in running]

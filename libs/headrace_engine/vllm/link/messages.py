@@ -18,8 +18,7 @@ from headrace_common.time_model.model import (
     step_times_to_proto,
 )
 from headrace_engine.interface import Arrived, FirstToken, Recompute, Released, TransferEvent
-from headrace_engine.proto import device_time_to_proto
-from headrace_engine.receipts import EngineTime, RequestCost
+from headrace_engine.proto import device_time_from_proto, device_time_to_proto
 from headrace_engine.steps import EngineSteps
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
@@ -122,14 +121,14 @@ def kept_from_proto(answer: link_pb2.KeepAnswer) -> Kept | None:
     return Kept(answer.token_count, Tier(answer.tier), seconds_from_duration(answer.duration))
 
 
-def steps_to_proto(steps: EngineSteps, time: EngineTime) -> link_pb2.EngineSteps:
+def steps_to_proto(steps: EngineSteps) -> link_pb2.EngineSteps:
     expected_s = steps.expected_s
     return link_pb2.EngineSteps(
         count=steps.count,
         request_count=steps.requests,
         token_count=steps.tokens,
         expected=None if expected_s is None else duration_from_seconds(expected_s),
-        device_time=device_time_to_proto(time),
+        device_time=device_time_to_proto(steps.time),
     )
 
 
@@ -140,25 +139,7 @@ def steps_from_proto(message: link_pb2.EngineSteps) -> EngineSteps:
         requests=message.request_count,
         tokens=message.token_count,
         expected_s=seconds_from_duration(message.expected) if known else None,
-    )
-
-
-def cost_to_proto(transfer_id: str, cost: RequestCost) -> link_pb2.RequestCost:
-    return link_pb2.RequestCost(
-        transfer_id=transfer_id,
-        prefill_us=round(1e6 * cost.prefill_s),
-        decode_us=round(1e6 * cost.decode_s),
-        kv_token_us=round(1e6 * cost.kv_token_s),
-        computed_tokens=cost.computed_tokens,
-    )
-
-
-def cost_from_proto(message: link_pb2.RequestCost) -> RequestCost:
-    return RequestCost(
-        1e-6 * message.prefill_us,
-        1e-6 * message.decode_us,
-        1e-6 * message.kv_token_us,
-        message.computed_tokens,
+        time=device_time_from_proto(message.device_time),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,11 @@ from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import LONG_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import PrefillTimes
+from headrace_engine.receipts import RequestCost
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
-    cost_to_proto,
     keep_answer,
     load_to_proto,
     steps_to_proto,
@@ -86,7 +87,7 @@ class LinkedPeers(Peers):
             report_changes(
                 self._load,
                 lambda load: self._send(load=load_to_proto(load)),
-                lambda steps, time: self._send(steps=steps_to_proto(steps, time)),
+                lambda steps: self._send(steps=steps_to_proto(steps)),
             ),
             self._link.loop,
         )
@@ -158,14 +159,12 @@ class LinkedPeers(Peers):
         times: PrefillTimes | None,
     ) -> tuple[bool, dict[str, Any] | None]:
         answered = continuation.has_answer(request)
-        name = _step_name(request)
         cost = self._load.request_finished(
-            request.request_id, by_step=answered, billed=answered or bool(name)
+            request.request_id, by_step=answered, billed=answered or bool(_step_name(request))
         )
-        if not answered and (cost.prefill_s or cost.decode_s):
-            self._send(request_cost=cost_to_proto(name, cost))
         self._comparisons.request_finished(request.request_id)
-        self._report_failure(request)
+        if not answered:
+            self._report_failure(request, cost)
         self._starts.request_finished(request.request_id)
         params = self._keep(request) if times is None else times_params(times)
         return False, with_cost(params, cost) if answered else params
@@ -178,13 +177,12 @@ class LinkedPeers(Peers):
         kept = self._tiers.keep(request.request_id, request.num_computed_tokens, terms)
         return None if kept is None else kept_params(kept)
 
-    def _report_failure(self, request: Request) -> None:
-        failed_id = continuation.failure_id(request)
-        if failed_id:
+    def _report_failure(self, request: Request, cost: RequestCost) -> None:
+        if name := _step_name(request):
             load_failed = self._tiers.loads_for(request.request_id)
             self._send(
                 request_failed=link_pb2.RequestFailed(
-                    transfer_id=failed_id, load_failed=load_failed
+                    transfer_id=name, load_failed=load_failed, cost=astuple(cost)
                 )
             )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from headrace_common.time_model.model import Step, StepTimes
-from headrace_engine.receipts import EngineTime, RequestCost, StepColumns
+from headrace_engine.receipts import RequestCost, StepColumns
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
@@ -71,14 +72,9 @@ class LoadMeter:
         return cost
 
     @property
-    def engine_time(self) -> EngineTime:
-        """What its time was spent on until now."""
-        return self._meter.engine_time
-
-    @property
     def steps(self) -> EngineSteps:
         """The steps until now."""
-        return self._meter.steps
+        return replace(self._meter.steps, time=self._meter.time_now())
 
     @property
     def step_times(self) -> StepTimes:
@@ -136,7 +132,7 @@ def columns_of(output: SchedulerOutput) -> StepColumns:
 async def report_changes(
     meter: LoadMeter,
     send: Callable[[EngineLoad], None],
-    send_steps: Callable[[EngineSteps, EngineTime], None] = lambda steps, time: None,
+    send_steps: Callable[[EngineSteps], None] = lambda steps: None,
 ) -> None:
     """Sends the load at the start and after each change. Polls every `REPORT_S`: no hook follows a block's return.
 
@@ -150,7 +146,7 @@ async def report_changes(
             send(load)
             last = load
         if poll % _POLLS_PER_SECOND == 0 or (poll % _POLLS_PER_STEPS == 0 and steps != last_steps):
-            send_steps(steps, meter.engine_time)
+            send_steps(steps)
             last_steps = steps
         await asyncio.sleep(REPORT_S)
 

@@ -85,9 +85,11 @@ def test_only_a_request_that_ends_by_a_step_gets_a_receipt() -> None:
     meter.step_planned(output({"a": (0, 9), "b": (0, 9)}))
     assert meter.request_finished("b", by_step=False, billed=False).computed_tokens == 0
     cost = meter.request_finished("a")
+    meter.step_ended()
     assert cost.computed_tokens == 9
     # The whole step is of the request that is left.
-    assert meter.engine_time.billed_s == meter.engine_time.computing_s == cost.prefill_s > 0
+    time = meter.steps.time
+    assert time.billed_s == time.computing_s == cost.prefill_s > 0
 
 
 def test_requests_count_as_waiting_and_running_through_every_state() -> None:
