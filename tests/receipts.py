@@ -95,7 +95,23 @@ async def check_sums(it: Suite, requests: Sequence[inference_pb2.GenerateRequest
     lost_us = computing_us - billed_us
     assert lost_us > 0
     # Receipts have what the workers have given them.
-    print("FIG", paid_us, billed_us, lost_us, idle_us, wall_us, [(n, str(first[n].device_time), str(last[n].device_time), (last[n].sent_unix_ns-first[n].sent_unix_ns)/1e9) for n in last])
+    print(
+        "FIG",
+        paid_us,
+        billed_us,
+        lost_us,
+        idle_us,
+        wall_us,
+        [
+            (
+                n,
+                str(first[n].device_time),
+                str(last[n].device_time),
+                (last[n].sent_unix_ns - first[n].sent_unix_ns) / 1e9,
+            )
+            for n in last
+        ],
+    )
     assert paid_us == pytest.approx(billed_us, rel=0.01)
     rows = focus_rows(await it.operator.usages(0))
     seconds = sum(row[3] for row in rows if row[4] == "Seconds")

@@ -15,6 +15,7 @@ import typer
 
 from headrace.inference.v1 import load_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import time_model_pb2
 from headrace_cli.client import WAIT_S, Wait, open_router_internally, registry_of
 from headrace_cli.members import Row, member_rows
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
@@ -31,32 +32,15 @@ from headrace_common.durations import unix_s_from_timestamp
 from headrace_frontend.running.receipt import add_receipt
 
 _HOURS_MAX: Final = 168
-_COLUMNS: Final = (
-    Column("", rank=1),
-    Column("Requests", right=True),
-    Column("Prompt tokens", right=True),
-    Column("Answer tokens", right=True),
-    Column("Prefill s", right=True),
-    Column("Decode s", right=True),
-    Column("KV GB h", rank=2, right=True),
-    Column("Sent GB", rank=2, right=True),
-    Column("Computed again", rank=2, right=True),
-)
+_COUNTS: Final = ("request_count", "prompt_tokens", "answer_tokens", "sent_bytes")
+_NUMBERS: Final = ("requests", "prompt tokens", "answer tokens", "prefill s", "decode s", "KV GB h")
+_SERVICE: Final = ("Headrace", "AI and Machine Learning", "Headrace")
 FOCUS_COLUMNS: Final = (
-    "ChargeCategory",
-    "ChargePeriodStart",
-    "ChargePeriodEnd",
-    "ConsumedQuantity",
-    "ConsumedUnit",
-    "ProviderName",
-    "ServiceCategory",
-    "ServiceName",
-    "SkuId",
-    "SubAccountId",
-    "x_Model",
-    "x_Adapter",
+    *("ChargeCategory", "ChargePeriodStart", "ChargePeriodEnd"),
+    *("ConsumedQuantity", "ConsumedUnit", "ProviderName", "ServiceCategory", "ServiceName"),
+    *("SkuId", "SubAccountId", "x_Model", "x_Adapter"),
 )
-"""Names of the FinOps Open Cost and Usage Specification. Its own columns begin with "x_"."""
+"""Names of the FinOps Open Cost and Usage Specification. Those of Headrace begin with "x_"."""
 
 
 class By(StrEnum):
@@ -71,8 +55,7 @@ class By(StrEnum):
 async def usage(
     by: Annotated[By, typer.Option(help="What a line stands for.")] = By.TENANT,
     since: Annotated[
-        float,
-        typer.Option(metavar="HOURS", min=0, max=_HOURS_MAX, help="Whole hours from then on."),
+        float, typer.Option(metavar="HOURS", min=0, max=_HOURS_MAX, help="Hours that count, whole.")
     ] = 24.0,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print a line for each hour, in columns of FOCUS.")
@@ -82,24 +65,23 @@ async def usage(
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
-    """Shows what requests have cost: device time, KV memory and transfers, over all routers."""
+    """Shows what requests have cost: device time and KV memory, over all routers."""
 
     rows = await member_rows(await registry_of(router, registry))
-    lines = await read_usages(rows, time.time_ns() - int(since * 3.6e12))
+    lines = await _read(rows, time.time_ns() - int(since * 3.6e12))
+    times = {row.member.worker_id: row.status.device_time for row in rows if row.status is not None}
     if as_csv:
         writer = csv.writer(sys.stdout)
         writer.writerow(FOCUS_COLUMNS)
         writer.writerows(focus_rows(lines))
     elif as_json:
-        workers = {row.member.worker_id: _device_time(row) for row in rows if row.status}
+        workers = {name: message_object(one) for name, one in times.items()}
         print_json({"usages": list(map(message_object, lines)), "workers": workers})
     else:
-        _show(sums_by(by, lines), rows)
+        _show(by, sums_by(by, lines), times.values())
 
 
-async def read_usages(rows: Iterable[Row], since_unix_ns: int) -> list[load_pb2.HourlyUsage]:
-    """The lines of all routers."""
-
+async def _read(rows: Iterable[Row], since_unix_ns: int) -> list[load_pb2.HourlyUsage]:
     async def of_router(endpoint: str) -> Sequence[load_pb2.HourlyUsage]:
         async with open_router_internally(endpoint) as client:
             return await client.usages(since_unix_ns)
@@ -114,7 +96,7 @@ def sums_by(by: By, lines: Iterable[load_pb2.HourlyUsage]) -> dict[str, load_pb2
     sums: dict[str, load_pb2.HourlyUsage] = {}
     for line in lines:
         total = sums.setdefault(getattr(line, by), load_pb2.HourlyUsage())
-        for name in ("request_count", "prompt_tokens", "answer_tokens", "sent_bytes"):
+        for name in _COUNTS:
             setattr(total, name, getattr(total, name) + getattr(line, name))
         add_receipt(total.receipt, line.receipt)
     return sums
@@ -125,46 +107,34 @@ def focus_rows(lines: Iterable[load_pb2.HourlyUsage]) -> Iterator[tuple[Any, ...
     for line in lines:
         start = datetime.fromtimestamp(unix_s_from_timestamp(line.start_time), UTC)
         period = [f"{one:%Y-%m-%dT%H:%M:%SZ}" for one in (start, start + timedelta(hours=1))]
-        receipt, tenant = line.receipt, line.tenant
+        receipt = line.receipt
         charges = [
-            ("prefill", tenant, 1e-6 * receipt.prefill_device_us, "Seconds"),
-            ("decode", tenant, 1e-6 * receipt.decode_device_us, "Seconds"),
-            ("failed-attempts", "operator", 1e-6 * receipt.operator_device_us, "Seconds"),
-            *(
-                (f"kv-{use.tier}", tenant, use.byte_seconds / 3.6e12, "GB-Hours")
-                for use in receipt.kv
-            ),
-            ("transfer", tenant, 1e-9 * line.sent_bytes, "GB"),
+            ("prefill", 1e-6 * receipt.prefill_device_us, "Seconds"),
+            ("decode", 1e-6 * receipt.decode_device_us, "Seconds"),
+            ("failed-attempts", 1e-6 * receipt.operator_device_us, "Seconds"),
+            *((f"kv-{use.tier}", use.byte_seconds / 3.6e12, "GB-Hours") for use in receipt.kv),
+            ("transfer", 1e-9 * line.sent_bytes, "GB"),
         ]
-        for sku, account, quantity, unit in charges:
+        for sku, quantity, unit in charges:
+            account = "operator" if sku == "failed-attempts" else line.tenant
             if quantity:
-                service = ("Headrace", "AI and Machine Learning", "Headrace")
                 place = (sku, account, line.model, line.adapter)
-                yield ("Usage", *period, round(quantity, 9), unit, *service, *place)
+                yield ("Usage", *period, round(quantity, 9), unit, *_SERVICE, *place)
 
 
-def _device_time(row: Row) -> dict[str, float]:
-    time = row.status.device_time if row.status is not None else None
-    if time is None:
-        return {}
-    return {
-        "idle_s": 1e-6 * time.idle_us,
-        "computing_s": 1e-6 * time.computing_us,
-        "billed_s": 1e-6 * time.billed_us,
-    }
-
-
-def _show(sums: dict[str, load_pb2.HourlyUsage], rows: Iterable[Row]) -> None:
-    console = answer_console()
-    cells = [_cells(name, total) for name, total in sorted(sums.items())]
-    console.print(fitted_table(console, _COLUMNS, cells)[0])
-    failed_s = 1e-6 * sum(total.receipt.operator_device_us for total in sums.values())
-    times = [_device_time(row) for row in rows if row.status is not None]
-    idle_s, computing_s, billed_s = (
-        sum(one[name] for one in times) for name in ("idle_s", "computing_s", "billed_s")
+def _show(
+    by: By, sums: dict[str, load_pb2.HourlyUsage], times: Iterable[time_model_pb2.DeviceTime]
+) -> None:
+    console, totals = answer_console(), sums.values()
+    columns = (Column(by, rank=1), *(Column(name, right=True) for name in _NUMBERS))
+    console.print(
+        fitted_table(console, columns, [_cells(name, sums[name]) for name in sorted(sums)])[0]
     )
+    failed_s = 1e-6 * sum(total.receipt.operator_device_us for total in totals)
+    times = list(times)
+    idle_s = 1e-6 * sum(one.idle_us for one in times)
+    open_s = 1e-6 * sum(one.computing_us - one.billed_us for one in times)
     console.print(f"operator: {failed_s:.1f} s of attempts that failed")
-    open_s = computing_s - billed_s
     console.print(
         f"workers, since their start: {idle_s:.1f} s idle, {open_s:.1f} s in steps without a receipt"
     )
@@ -172,18 +142,10 @@ def _show(sums: dict[str, load_pb2.HourlyUsage], rows: Iterable[Row]) -> None:
 
 def _cells(name: str, total: load_pb2.HourlyUsage) -> tuple[str, ...]:
     receipt = total.receipt
+    seconds = (1e-6 * receipt.prefill_device_us, 1e-6 * receipt.decode_device_us)
     kv_gb_h = sum(use.byte_seconds for use in receipt.kv) / 3.6e12
-    return (
-        name or "-",
-        str(total.request_count),
-        str(total.prompt_tokens),
-        str(total.answer_tokens),
-        f"{1e-6 * receipt.prefill_device_us:.1f}",
-        f"{1e-6 * receipt.decode_device_us:.1f}",
-        f"{kv_gb_h:.3g}",
-        f"{1e-9 * total.sent_bytes:.3g}",
-        str(receipt.recomputed_tokens),
-    )
+    counts = (total.request_count, total.prompt_tokens, total.answer_tokens)
+    return (name or "-", *map(str, counts), *(f"{one:.1f}" for one in seconds), f"{kv_gb_h:.3g}")
 
 
 def register(app: typer.Typer) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.devices import require, shared
-from tests.receipts import check_sums, check_tenants, with_keys
+from tests.receipts import check_cancelled, check_sums, check_tenants, with_keys
 from tests.suite.deployment import greedy, suite
 
 MODEL = Path("models/tiny-llama")
@@ -25,6 +25,7 @@ async def test_tenants_operator_and_idle_time_add_up_beside_a_killed_worker(tmp_
         def prompt_of(seed: int) -> list[int]:
             return [(7 * seed + 13 * index) % 400 + 8 for index in range(120)]
 
+        await check_cancelled(it, greedy(prompt_of(99), 400))
         ratio = await check_tenants(it, [greedy(prompt_of(n), 200) for n in range(16)])
         print("RATIO", ratio)
         assert ratio == pytest.approx(3.0, rel=0.05)

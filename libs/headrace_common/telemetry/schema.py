@@ -293,20 +293,8 @@ ATTRIBUTE_TENANT: Final = "headrace.tenant"
 ATTRIBUTE_USAGE_KIND: Final = "headrace.usage.kind"
 # "idle", "computing", or "billed": those of "computing" that receipts have.
 ATTRIBUTE_DEVICE_STATE: Final = "headrace.device.state"
-# Device time of the prompt.
-ATTRIBUTE_PREFILL_DEVICE_S: Final = "headrace.receipt.prefill_device_time"
-# Device time of the answer.
-ATTRIBUTE_DECODE_DEVICE_S: Final = "headrace.receipt.decode_device_time"
-# Device time of attempts that failed by a fault.
-ATTRIBUTE_OPERATOR_DEVICE_S: Final = "headrace.receipt.operator_device_time"
-# Bytes of KV in KV memory times the seconds of the steps that they were in.
-ATTRIBUTE_KV_BYTE_S: Final = "headrace.receipt.kv_time"
-# Prompt tokens that workers computed, those of all attempts.
-ATTRIBUTE_COMPUTED_TOKENS: Final = "headrace.receipt.computed_tokens"
-# Those that an attempt had computed before it failed.
-ATTRIBUTE_RECOMPUTED_TOKENS: Final = "headrace.receipt.recomputed_tokens"
-# Attempts that continued the answer on another worker.
-ATTRIBUTE_MOVES: Final = "headrace.receipt.moves"
+# What the request has cost, as JSON, with the fields of `headrace_receipt` in the usage over HTTP.
+ATTRIBUTE_RECEIPT: Final = "headrace.receipt"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).
 ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"

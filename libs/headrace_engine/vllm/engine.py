@@ -35,7 +35,6 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.receipts import RequestCost
 from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
@@ -114,7 +113,7 @@ class VllmEngine(Engine):
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
         # The last ones that were aborted. Their cost comes later.
-        self._aborted: dict[str, AnswerSink] = {}
+        self._aborted: dict[str, DecodeRequest] = {}
         # Those with tokens from KV, by vLLM's id.
         self._takers: dict[str, AnswerSink] = {}
         # Those that may fetch a prefix, by the transfer that brings it.
@@ -276,7 +275,7 @@ class VllmEngine(Engine):
                 await self._raise_loss(error)
                 raise
             except asyncio.CancelledError:
-                self._aborted[work.transfer_id] = sink
+                self._aborted[work.transfer_id] = request
                 if len(self._aborted) > _ABORTED_MAX:
                     del self._aborted[next(iter(self._aborted))]
                 raise
@@ -405,7 +404,11 @@ class VllmEngine(Engine):
                 if started.transfer_id in self._decodes:
                     self._decodes[started.transfer_id].step_started(started.monotonic_ns)
             case "request_failed":
-                self._request_failed(message.request_failed)
+                failed = message.request_failed
+                name = failed.transfer_id
+                ending = self._decodes.get(name) or self._aborted.pop(name, None)
+                if ending is not None:
+                    ending.failure_reported(failed.cost, load_failed=failed.load_failed)
             case "load":
                 self.load = load_from_proto(message.load)
             case "steps":
@@ -416,15 +419,6 @@ class VllmEngine(Engine):
                 self._tier_loaded(rank, tier_load_from_proto(message.tier_loaded))
             case other:
                 log.error("rank %d of the engine has sent %s", rank, other)
-
-    def _request_failed(self, failed: link_pb2.RequestFailed) -> None:
-        request, aborted = self._decodes.get(failed.transfer_id), self._aborted
-        sink = aborted.pop(failed.transfer_id, None) if request is None else request.sink
-        if sink is not None:
-            prefill_s, decode_s, kv_token_s, tokens = failed.cost
-            sink.put(RequestCost(prefill_s, decode_s, kv_token_s, int(tokens)))
-        if request is not None:
-            request.failure_reported(load_failed=failed.load_failed)
 
     def _blocks_reserved(self, reservation: Reservation) -> None:
         name = reservation.transfer_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -95,7 +96,7 @@ def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
     for one in receipts:
         add_receipt(total, one)
         total.links.extend(one.links)
-    if not device_us(total):
+    if not device_us(total) + total.operator_device_us:
         return {}
     return {
         RECEIPT_FIELD: {
@@ -115,16 +116,5 @@ def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
 
 def receipt_attributes(receipt: receipt_pb2.Receipt) -> dict[str, AttributeValue]:
     """Those of a request's span."""
-    if not device_us(receipt) + receipt.operator_device_us:
-        return {}
-    return {
-        schema.ATTRIBUTE_PREFILL_DEVICE_S: 1e-6 * receipt.prefill_device_us,
-        schema.ATTRIBUTE_DECODE_DEVICE_S: 1e-6 * receipt.decode_device_us,
-        schema.ATTRIBUTE_OPERATOR_DEVICE_S: 1e-6 * receipt.operator_device_us,
-        schema.ATTRIBUTE_KV_BYTE_S: sum(
-            use.byte_seconds for use in receipt.kv if use.tier == "device"
-        ),
-        schema.ATTRIBUTE_COMPUTED_TOKENS: receipt.computed_tokens,
-        schema.ATTRIBUTE_RECOMPUTED_TOKENS: receipt.recomputed_tokens,
-        schema.ATTRIBUTE_MOVES: receipt.moves,
-    }
+    found = receipt_field([receipt])
+    return {schema.ATTRIBUTE_RECEIPT: json.dumps(found[RECEIPT_FIELD])} if found else {}

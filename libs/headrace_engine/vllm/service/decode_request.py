@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from headrace_engine.interface import (
     DecodeWork,
     FirstToken,
 )
+from headrace_engine.receipts import RequestCost
 from headrace_engine.vllm.compat import take_outputs
 from headrace_engine.vllm.service.sampling import (
     STEP_LIMIT,
@@ -95,8 +97,10 @@ class DecodeRequest:
         """The KV cache will not arrive: vLLM ends the request with an error."""
         self._transfer_failed = True
 
-    def failure_reported(self, *, load_failed: bool) -> None:
-        """vLLM has ended the request with an error, because of a load from a lower tier or of the answer's form."""
+    def failure_reported(self, cost: Sequence[float] = (), *, load_failed: bool) -> None:
+        """vLLM has aborted the request, or ended it because of a load from a lower tier or of the answer's form."""
+        if any(cost):
+            self.sink.put(RequestCost(cost[0], cost[1], cost[2], int(cost[3])))
         if not self._load_failed.done():
             self._load_failed.set_result(load_failed)
 

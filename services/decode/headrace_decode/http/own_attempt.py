@@ -14,7 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import receipt_pb2, sampling_pb2
+from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
@@ -66,13 +66,7 @@ class OwnRecord(AttemptRecord):
         return task.result()
 
     def receipt(self) -> AttemptReceipt:
-        answer = self.answer
-        if not answer.worker_id:
-            return self._receipt(None)
-        link = receipt_pb2.LinkUse(
-            source_worker_id=answer.worker_id, payload_bytes=answer.payload_bytes
-        )
-        return self._receipt(answer.receipt, *((link,) if link.payload_bytes else ()))
+        return self._receipt(self.answer.receipt)
 
     def update(self) -> None:
         self.start = self.route_start
