@@ -85,6 +85,12 @@ class AttemptRecord(AttemptSteps):
         """`on_receipt` gets what workers report from now on."""
         self._on_late = on_receipt
 
+    @property
+    def has_reported(self) -> bool:
+        """Whether both of its workers have reported what it has cost."""
+        outcome = self.outcome
+        return self.decode_receipt is not None and (outcome is None or outcome.done())
+
     def receipt(self) -> AttemptReceipt:
         """What it has cost, as far as its workers have reported it."""
         return self._receipt(None)
@@ -167,6 +173,7 @@ class RequestRecord(RequestSteps):
     end_us: int = 0
     """When the last report had arrived, by the monotonic clock."""
     _sums: Breakdown | None = field(default=None, init=False)
+    _receipt_is_whole: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.trace_id = f"{self.context.trace_id:032x}"
@@ -241,7 +248,12 @@ class RequestRecord(RequestSteps):
 
     def receipt_now(self) -> receipt_pb2.Receipt:
         """What the request has cost, as far as it is known."""
-        return receipt_of(attempt.receipt() for attempt in self.attempts)
+        if not self._receipt_is_whole:
+            self.receipt = receipt_of(attempt.receipt() for attempt in self.attempts)
+            self._receipt_is_whole = bool(self.attempts) and all(
+                one.has_reported for one in self.attempts
+            )
+        return self.receipt
 
     def break_down(self) -> Breakdown:
         """The sums. Without a first token, the first one lasts to the end of the request, or until now."""
@@ -276,7 +288,7 @@ class RequestRecord(RequestSteps):
             self.gaps = gaps_of(response, failures_ns, self.end_unix_ns - own_ns)
             self.usage, self.finish_reason = response.usage, response.finish_reason
             self.first_token_by = response.first_token_by
-        self.receipt = self.receipt_now()
+        self.receipt_now()
         for attempt in self.attempts:
             attempt.close()
 
