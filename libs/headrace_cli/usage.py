@@ -29,7 +29,7 @@ from headrace_cli.output import (
     run_command,
 )
 from headrace_common.durations import unix_s_from_timestamp
-from headrace_frontend.running.receipt import add_receipt
+from headrace_common.time_model.receipts import add_receipt
 
 _HOURS_MAX: Final = 168
 _COUNTS: Final = ("request_count", "prompt_tokens", "answer_tokens", "sent_bytes")

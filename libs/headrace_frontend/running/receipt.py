@@ -11,6 +11,7 @@ from opentelemetry.util.types import AttributeValue
 from headrace.inference.v1 import receipt_pb2
 from headrace_common.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from headrace_common.telemetry import schema
+from headrace_common.time_model.receipts import NUMBERS, add_receipt
 
 RECEIPT_FIELD: Final = "headrace_receipt"
 """With the receipt, in the usage of answers over HTTP."""
@@ -18,9 +19,6 @@ _OF_CLIENTS: Final = frozenset(
     {"", Cancelled.reason, DeadlineExceeded.reason, InvalidRequest.reason}
 )
 """Errors with which an attempt ends through its client. Other ones are faults."""
-_NUMBERS: Final = tuple(
-    field.name for field in receipt_pb2.Receipt.DESCRIPTOR.fields if field.message_type is None
-)
 
 
 class AttemptReceipt(NamedTuple):
@@ -36,17 +34,6 @@ class AttemptReceipt(NamedTuple):
 def device_us(receipt: receipt_pb2.Receipt) -> int:
     """The device time of a worker's part."""
     return receipt.prefill_device_us + receipt.decode_device_us
-
-
-def add_receipt(total: receipt_pb2.Receipt, one: receipt_pb2.Receipt) -> None:
-    """Adds all but the links."""
-    for name in _NUMBERS:
-        setattr(total, name, getattr(total, name) + getattr(one, name))
-    for use in one.kv:
-        known = next((known for known in total.kv if known.tier == use.tier), None)
-        if known is None:
-            known = total.kv.add(tier=use.tier)
-        known.byte_seconds += use.byte_seconds
 
 
 def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
@@ -88,7 +75,7 @@ def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
 
 
 def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
-    """The sum of the receipts of an answer's choices, as a field of its usage over HTTP.
+    """The sum of the receipts of an answer's choices, as a field of its usage over HTTP, without names of workers.
 
     Nothing where no worker has reported a cost.
     """
@@ -100,16 +87,9 @@ def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
         return {}
     return {
         RECEIPT_FIELD: {
-            **{name: getattr(total, name) for name in _NUMBERS},
+            **{name: getattr(total, name) for name in NUMBERS},
             "kv_byte_seconds": {use.tier: use.byte_seconds for use in total.kv},
-            "links": [
-                {
-                    "source": link.source_worker_id,
-                    "destination": link.destination_worker_id,
-                    "bytes": link.payload_bytes,
-                }
-                for link in total.links
-            ],
+            "sent_bytes": sum(link.payload_bytes for link in total.links),
         }
     }
 

@@ -11,7 +11,8 @@ from headrace_common.durations import timestamp_from_unix_ns
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import OTHER
 from headrace_common.telemetry.metrics.process import Metrics
-from headrace_frontend.running.receipt import AttemptReceipt, add_receipt, receipt_of
+from headrace_common.time_model.receipts import add_receipt
+from headrace_frontend.running.receipt import AttemptReceipt, receipt_of
 from headrace_frontend.running.record import RequestRecord
 
 HOUR_NS: Final = 3_600_000_000_000

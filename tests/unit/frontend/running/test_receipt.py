@@ -51,7 +51,7 @@ def test_the_receipts_of_the_choices_of_an_answer_are_added_up() -> None:
     found = receipt_field([one, one])[RECEIPT_FIELD]
     assert found["prefill_device_us"] == 100
     assert found["kv_byte_seconds"] == {"device": 4.0}
-    assert found["links"] == [{"source": "p", "destination": "d", "bytes": 8}] * 2
+    assert found["sent_bytes"] == 16
 
 
 def test_an_answer_of_workers_that_report_no_cost_has_no_field() -> None:
