@@ -15,6 +15,9 @@ from headrace_common.time_model.receipts import NUMBERS, add_receipt
 
 RECEIPT_FIELD: Final = "headrace_receipt"
 """With the receipt, in the usage of answers over HTTP."""
+_TIERS: Final = frozenset(("device", "host", "disk", "remote"))
+_MOST: Final = 10**12
+"""What a worker reports of one request counts as this at most, so that no sum overflows."""
 _OF_CLIENTS: Final = frozenset(
     {"", Cancelled.reason, DeadlineExceeded.reason, InvalidRequest.reason}
 )
@@ -45,15 +48,16 @@ def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
     for attempt in attempts:
         failed, before = attempt.reason not in _OF_CLIENTS, computed
         for part in attempt.parts:
-            computed += part.computed_tokens
-            cached += part.cached_tokens
+            computed += min(part.computed_tokens, _MOST)
+            cached += min(part.cached_tokens, _MOST)
             if failed:
-                operator_us += device_us(part)
+                operator_us += min(device_us(part), _MOST)
                 continue
-            prefill_us += part.prefill_device_us
-            decode_us += part.decode_device_us
+            prefill_us += min(part.prefill_device_us, _MOST)
+            decode_us += min(part.decode_device_us, _MOST)
             for use in part.kv:
-                kv[use.tier] = kv.get(use.tier, 0.0) + use.byte_seconds
+                if use.tier in _TIERS:
+                    kv[use.tier] = kv.get(use.tier, 0.0) + use.byte_seconds
         count += 1
         moves += attempt.generated_tokens > 0
         if lost_tokens or attempt.generated_tokens:

@@ -17,6 +17,8 @@ from headrace_frontend.running.record import RequestRecord
 
 HOUR_NS: Final = 3_600_000_000_000
 HOURS_MAX: Final = 168
+_SENT_MAX: Final = 2**40
+"""Bytes of one link that count, so that no sum overflows."""
 LINES_MAX: Final = 256
 """Of an hour. Further tenants share one line."""
 
@@ -48,7 +50,7 @@ class UsageBook:
         line.request_count += 1
         line.prompt_tokens += record.prompt_tokens
         line.answer_tokens += record.usage.completion_tokens if record.usage is not None else 0
-        line.sent_bytes += sum(link.payload_bytes for link in receipt.links)
+        line.sent_bytes += sum(min(link.payload_bytes, _SENT_MAX) for link in receipt.links)
         self._charge(record, line, receipt)
         for attempt in record.attempts:
             attempt.report_late(partial(self._add_late, record, attempt.reason))

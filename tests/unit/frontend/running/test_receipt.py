@@ -54,5 +54,16 @@ def test_the_receipts_of_the_choices_of_an_answer_are_added_up() -> None:
     assert found["sent_bytes"] == 16
 
 
+def test_no_report_of_a_worker_makes_a_sum_overflow() -> None:
+    worst = receipt_pb2.Receipt(
+        decode_device_us=2**64 - 1,
+        computed_tokens=2**64 - 1,
+        kv=[receipt_pb2.KvUse(tier="a tier of its own", byte_seconds=1.0)],
+    )
+    receipt = receipt_of([AttemptReceipt([worst, worst], "", 0)])
+    assert receipt.decode_device_us == receipt.computed_tokens == 2 * 10**12
+    assert not receipt.kv
+
+
 def test_an_answer_of_workers_that_report_no_cost_has_no_field() -> None:
     assert receipt_field([receipt_of([AttemptReceipt([], "", 0)])]) == {}
