@@ -172,7 +172,11 @@ class StepMeter:
         `continues`: it has requests of the step before. Then it begins when that one ends, so that its time contains
         what the engine does between both.
         """
-        self._planned.append((step, 0.0 if continues else self._clock(), columns))
+        start_s = 0.0 if continues else self._clock()
+        if not (continues or self._planned):
+            self.costs.idled(start_s - self._booked_s)
+            self._booked_s = start_s
+        self._planned.append((step, start_s, columns))
         if requests:
             self._show(requests, step)
         else:

@@ -80,7 +80,8 @@ class _Reporting:
     def new_device_us(self) -> Counts[str]:
         """The device time by state that is not counted yet. It is now."""
         time, before = self.device_time(), self._device_us
-        self._device_us = Counts(
+        # Idle time may be an estimate, and be less in the next report.
+        self._device_us = before | Counts(
             idle=time.idle_us, computing=time.computing_us, billed=time.billed_us
         )
         return self._device_us - before

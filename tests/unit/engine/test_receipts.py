@@ -65,7 +65,10 @@ def test_time_is_idle_billed_or_of_requests_that_have_no_receipt(
             running.append(f"{number} {one}")
             costs.request_added(running[-1])
         columns = StepColumns(running[:], [5] * len(running))
-        meter.planned(Step(running=len(running)), len(running), columns=columns)
+        meter.planned(Step(running=len(running)), max(1, len(running)), columns=columns)
+        # A reader sees what was idle as soon as it has ended.
+        shown = meter.steps.time
+        assert shown.idle_s + shown.computing_s == pytest.approx(time.now_s - 100.0)
         time.now_s += step_s
         if ends and running:
             meter.book()
