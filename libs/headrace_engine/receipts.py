@@ -115,10 +115,12 @@ class CostLedger:
     def step_took(self, step: StepColumns, times: StepTimes, duration_s: float) -> None:
         """A step has computed these requests. Those that have ended meanwhile have no share."""
         self.time = replace(self.time, computing_s=self.time.computing_s + duration_s)
-        known = self._costs.keys()
-        if not known >= set(step.request_ids):
+        known = self._costs
+        try:
+            costs = [known[one] for one in step.request_ids]
+        except KeyError:
             step = step.only([one in known for one in step.request_ids])
-        costs = map(self._costs.__getitem__, step.request_ids)
+            costs = [known[one] for one in step.request_ids]
         parts = zip(costs, shares(step, times, duration_s), step.context_tokens, strict=True)
         if not step.prompt_tokens:
             for cost, share_s, context in parts:
