@@ -293,7 +293,8 @@ ATTRIBUTE_TENANT: Final = "headrace.tenant"
 ATTRIBUTE_USAGE_KIND: Final = "headrace.usage.kind"
 # "idle", "computing", or "billed": those of "computing" that receipts have.
 ATTRIBUTE_DEVICE_STATE: Final = "headrace.device.state"
-# What the request has cost, as JSON, with the fields of `headrace_receipt` in the usage over HTTP.
+# What the request has cost, such as "decode_device_us=9, attempts=1", with the fields of `headrace_receipt` in the
+# usage over HTTP.
 ATTRIBUTE_RECEIPT: Final = "headrace.receipt"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -101,4 +100,7 @@ def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
 def receipt_attributes(receipt: receipt_pb2.Receipt) -> dict[str, AttributeValue]:
     """Those of a request's span."""
     found = receipt_field([receipt])
-    return {schema.ATTRIBUTE_RECEIPT: json.dumps(found[RECEIPT_FIELD])} if found else {}
+    if not found:
+        return {}
+    text = ", ".join(f"{name}={value}" for name, value in found[RECEIPT_FIELD].items())
+    return {schema.ATTRIBUTE_RECEIPT: text}
