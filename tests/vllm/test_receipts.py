@@ -27,7 +27,6 @@ async def test_tenants_operator_and_idle_time_add_up_beside_a_killed_worker(tmp_
 
         await check_cancelled(it, greedy(prompt_of(99), 400))
         ratio = await check_tenants(it, [greedy(prompt_of(n), 200) for n in range(16)])
-        print("RATIO", ratio)
         assert ratio == pytest.approx(3.0, rel=0.05)
         await it.add("decode-1", "decode-0")
         total = await check_sums(it, [greedy(prompt_of(20 + n), 700) for n in range(16)])
