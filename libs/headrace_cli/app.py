@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 from typer.models import CommandInfo, TyperInfo
 
+from headrace_cli import usage
 from headrace_cli.commands import (
     advise,
     chat,
@@ -38,7 +39,7 @@ app = typer.Typer(
 COMMANDS: Final = {
     "Deployment on this machine": (up,),
     "Requests": (chat, route, trace),
-    "Operation": (workers, policy, doctor, incident),
+    "Operation": (workers, usage, policy, doctor, incident),
     "Credentials": (credentials,),
     "Numbers of workers": (advise, profile, simulate, planner),
     "Stock vLLM": (pair,),

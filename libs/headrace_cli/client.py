@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -32,6 +32,7 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import timestamp_from_unix_ns
 from headrace_common.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -242,6 +243,12 @@ class RouterClient:
                     yield record
         except DeadlineExceeded:
             return
+
+    async def usages(self, since_unix_ns: int) -> Sequence[load_pb2.HourlyUsage]:
+        """What requests have cost in the hours that end after this time."""
+        request = load_pb2.GetLoadRequest(usage_since_time=timestamp_from_unix_ns(since_unix_ns))
+        with rpc_errors(f"the router on {self.endpoint}"):
+            return (await self._load.GetLoad(request, timeout=CALL_TIMEOUT_S)).usages
 
     async def traces(self, count: int) -> list[trace_pb2.Trace]:
         """The newest traces, without their spans."""

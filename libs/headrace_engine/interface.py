@@ -14,6 +14,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.receipts import EngineTime, RequestCost
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.steps import StepWatch
 from headrace_kv.hidden_state import HiddenFormat
@@ -144,6 +145,7 @@ class PrefillOutcome:
     fetched_tokens: int = 0
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
     """The cached tokens that came from tiers below KV memory, by tier; empty where the engine does not report it."""
+    cost: RequestCost = field(default_factory=RequestCost, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +231,11 @@ class DecodeEnded:
     """As in PrefillOutcome."""
     kept: Kept | None = None
     """What is promised for the work's `keep`, also without tokens. None where the engine can promise nothing."""
+    cost: RequestCost = field(default_factory=RequestCost, compare=False)
 
 
-DecodeEvent = Reservation | DecodeTokens | DecodeEnded
+DecodeEvent = Reservation | DecodeTokens | DecodeEnded | RequestCost
+"""Of a request that fails or is aborted, `RequestCost` may come last, also once `Engine.decode` has ended."""
 
 
 class AnswerSink(Protocol):
@@ -427,6 +431,11 @@ class Engine(ABC):
     def step_times(self) -> StepTimes:
         """What it has learned of the time of its steps."""
         return NO_STEPS
+
+    @property
+    def engine_time(self) -> EngineTime:
+        """What the time of one of its devices was spent on until now."""
+        return self.steps.engine_time
 
     @property
     def promises(self) -> PromiseCounts:

@@ -7,14 +7,19 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import bounds_pb2, image_pb2, sampling_pb2
+from headrace.inference.v1 import bounds_pb2, image_pb2, receipt_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace.worker.v1 import time_model_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_engine.interface import PromptImage, Sampling, StructuredOutputs, TokenLogprobs
+from headrace_engine.receipts import EngineTime, RequestCost
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
+from headrace_kv.layout import KvDescriptor
+from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.images import CONTENT_HASH_BYTES
+from headrace_kv.tiers.promises import Kept
 
 _DEFAULTS: Final = Sampling()
 
@@ -149,3 +154,37 @@ def bounds_from_proto(bounds: bounds_pb2.TokenBounds) -> TokenBounds:
         first_s=seconds_from_duration(bounds.ttft_target),
         tpot_s=seconds_from_duration(bounds.tpot_target),
     )
+
+
+def receipt_to_proto(
+    cost: RequestCost, descriptor: KvDescriptor, cached_tokens: int, kept: Kept | None = None
+) -> receipt_pb2.Receipt:
+    """What a request has cost an engine with these devices and this KV, and what its KV is promised to take."""
+    devices, token_bytes = len(descriptor.ranks), descriptor.layout.token_bytes
+    token_s = {Tier.DEVICE: cost.kv_token_s}
+    if kept is not None and kept.tokens:
+        token_s[kept.tier] = token_s.get(kept.tier, 0.0) + kept.tokens * kept.seconds
+    return receipt_pb2.Receipt(
+        prefill_device_us=round(1e6 * devices * cost.prefill_s),
+        decode_device_us=round(1e6 * devices * cost.decode_s),
+        kv=[
+            receipt_pb2.KvUse(tier=tier.name.lower(), byte_seconds=token_bytes * one)
+            for tier, one in token_s.items()
+        ],
+        computed_tokens=cost.computed_tokens,
+        cached_tokens=cached_tokens,
+    )
+
+
+def device_time_to_proto(time: EngineTime, devices: int = 1) -> time_model_pb2.DeviceTime:
+    """Of all devices together."""
+    return time_model_pb2.DeviceTime(
+        idle_us=round(1e6 * devices * time.idle_s),
+        computing_us=round(1e6 * devices * time.computing_s),
+        billed_us=round(1e6 * devices * time.billed_s),
+    )
+
+
+def device_time_from_proto(message: time_model_pb2.DeviceTime) -> EngineTime:
+    """Of one device."""
+    return EngineTime(1e-6 * message.idle_us, 1e-6 * message.computing_us, 1e-6 * message.billed_us)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 from headrace_common.time_model.model import Step, StepLearner, StepTimes
+from headrace_engine.receipts import NO_REQUESTS, CostLedger, EngineTime, StepColumns
 
 STEP_STALL_S: Final = 5.0
 """What `step_stall_s` is by default."""
@@ -41,6 +42,8 @@ class EngineSteps:
     requests: int = 0
     tokens: int = 0
     expected_s: float | None = None
+    time: EngineTime = field(default=EngineTime(), compare=False)
+    """Until the latest step began, or the engine had nothing more to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +141,13 @@ class StepMeter:
         self._learner = StepLearner()
         self._history = StepHistory()
         # Steps that have not ended, with their start. With pipeline stages there are several.
-        self._planned: deque[tuple[Step, float]] = deque()
+        self._planned: deque[tuple[Step, float, StepColumns]] = deque()
         self._end_s = 0.0
         self.steps = EngineSteps()
+        self.costs = CostLedger()
+        # Until when all time is in the ledger.
+        self._booked_s = clock()
+        self._is_booked = False
 
     @property
     def times(self) -> StepTimes:
@@ -152,13 +159,24 @@ class StepMeter:
         if not self.steps.requests:
             self._show(1, Step())
 
-    def planned(self, step: Step, requests: int, *, continues: bool = False) -> None:
-        """A step is planned. `requests` counts all requests that have not ended.
+    def planned(
+        self,
+        step: Step,
+        requests: int,
+        *,
+        continues: bool = False,
+        columns: StepColumns = NO_REQUESTS,
+    ) -> None:
+        """A step is planned. `requests` counts all requests that have not ended. Those in `columns` share its time.
 
         `continues`: it has requests of the step before. Then it begins when that one ends, so that its time contains
         what the engine does between both.
         """
-        self._planned.append((step, 0.0 if continues else self._clock()))
+        start_s = 0.0 if continues else self._clock()
+        if not (continues or self._planned):
+            self.costs.idled(start_s - self._booked_s)
+            self._booked_s = start_s
+        self._planned.append((step, start_s, columns))
         if requests:
             self._show(requests, step)
         else:
@@ -168,20 +186,42 @@ class StepMeter:
         """The oldest planned step has ended, and its results are handled."""
         if not self._planned:
             return
-        step, start_s = self._planned.popleft()
+        self.book()
+        self._is_booked = False
+        step, start_s, _ = self._planned.popleft()
         end_s = self._clock()
         duration_s = end_s - max(start_s, self._end_s)
         self._end_s = end_s
         self._learner.observe(step, duration_s)
         self._history.record(step, duration_s, end_s)
 
+    def book(self) -> None:
+        """The results of the oldest planned step are known: shares its time. Repeats are ignored until it has ended."""
+        if self._is_booked or not self._planned:
+            return
+        self._is_booked = True
+        _, start_s, columns = self._planned[0]
+        now_s, booked_s = self._clock(), self._booked_s
+        self._booked_s = now_s
+        begin_s = max(start_s, booked_s) if columns.request_ids else now_s
+        self.costs.idled(begin_s - booked_s)
+        if columns.request_ids:
+            self.costs.step_took(columns, self.times, now_s - begin_s)
+
     def idle(self) -> None:
         """The last request has ended."""
-        self.steps = EngineSteps(self.steps.count)
+        self.steps = EngineSteps(self.steps.count, time=self.time_now())
 
     def _show(self, requests: int, step: Step) -> None:
         expected_s = self._history.expected_s(step)
-        self.steps = EngineSteps(self.steps.count + 1, requests, step.tokens, expected_s)
+        count, time = self.steps.count + 1, self.time_now()
+        self.steps = EngineSteps(count, requests, step.tokens, expected_s, time)
+
+    def time_now(self) -> EngineTime:
+        """What the time was spent on until now, without the steps that are planned. Any thread may call it."""
+        time, since_s = self.costs.time, self._booked_s
+        waits_s = 0.0 if self._planned else max(0.0, self._clock() - since_s)
+        return replace(time, idle_s=time.idle_s + waits_s)
 
 
 class StepWatch:
@@ -199,16 +239,25 @@ class StepWatch:
     ) -> None:
         self._step_stall_s = step_stall_s
         self._reports_regularly = reports_regularly
-        self._clock = RunningClock(clock)
+        self._clock, self._whole_clock = RunningClock(clock), clock
         self._steps = EngineSteps()
+        self._timed_s = clock()
         self._since_s = self._reported_s = self._clock.now_s()
 
     def report(self, steps: EngineSteps) -> None:
         """The engine's steps until now."""
-        self._reported_s = self._clock.now_s()
+        self._reported_s, self._timed_s = self._clock.now_s(), self._whole_clock()
         if steps.count != self._steps.count:
             self._since_s = self._reported_s
         self._steps = steps
+
+    @property
+    def engine_time(self) -> EngineTime:
+        """What the time of one of its devices was spent on until now. Of a running step that is not known."""
+        time = self._steps.time
+        if self._steps.requests:
+            return time
+        return replace(time, idle_s=time.idle_s + self._whole_clock() - self._timed_s)
 
     def stall(self) -> Stall | None:
         """None while the engine steps, or has nothing to do."""

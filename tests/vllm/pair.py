@@ -91,7 +91,7 @@ class Answer:
             self.step_start_ns = self.step_start_ns or event.step_start_ns
         elif isinstance(event, DecodeEnded):
             self.end = event
-        else:
+        elif isinstance(event, Reservation):
             self.reservation = event
 
 

@@ -79,6 +79,8 @@ ATTRIBUTE_CONVERSATION_ID: Final = "gen_ai.conversation.id"
 ATTRIBUTE_COMPLETION_TOKENS: Final = "gen_ai.usage.output_tokens"
 # Prompt tokens found in the decode worker's prefix cache, as in the usage over HTTP.
 ATTRIBUTE_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+# Prompt tokens that were not in the decode worker's prefix cache. Their KV is written there.
+ATTRIBUTE_CACHE_CREATION_TOKENS: Final = "gen_ai.usage.cache_creation.input_tokens"
 # Tokens of the answer that earlier workers generated.
 ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 # One reason, "stop" or "length".
@@ -281,8 +283,17 @@ ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
 ATTRIBUTE_LATENCY_PART: Final = "headrace.latency.part"
 # The token that a sum leads to: "first_token" or "second_token".
 ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
-# Tier below KV memory: "host", "disk" or "remote".
+# Tier below KV memory: "host", "disk" or "remote". Usage also has "device", KV memory itself.
 ATTRIBUTE_TIER: Final = "headrace.tier"
+# Tenant of the API key.
+ATTRIBUTE_TENANT: Final = "headrace.tenant"
+# "prefill", "decode", or "operator": of attempts that failed by a fault.
+ATTRIBUTE_USAGE_KIND: Final = "headrace.usage.kind"
+# "idle", "computing", or "billed": those of "computing" that receipts have.
+ATTRIBUTE_DEVICE_STATE: Final = "headrace.device.state"
+# What the request has cost, such as "decode_device_us=9, attempts=1", with the fields of `headrace_receipt` in the
+# usage over HTTP.
+ATTRIBUTE_RECEIPT: Final = "headrace.receipt"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).
 ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
@@ -441,6 +452,12 @@ METRIC_WRITE_LEASES: Final = "headrace.leases"
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"
 # Requests or tasks on a worker, by headrace.worker.state.
 METRIC_WORKER_REQUESTS: Final = "headrace.worker.requests"
+# Device time of requests that have ended, by tenant, model and kind of usage.
+METRIC_USAGE_DEVICE_TIME: Final = "headrace.usage.device_time"
+# Bytes of KV times the seconds in which requests had them, by tenant, model and tier.
+METRIC_USAGE_KV: Final = "headrace.usage.kv_time"
+# Device time since the start of a worker, by state, from the log of its steps.
+METRIC_DEVICE_TIME: Final = "headrace.worker.device_time"
 # How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.
 METRIC_WORKER_STALL: Final = "headrace.worker.stall"
 # How long the event loop of the process has been stuck; 0 while it runs.

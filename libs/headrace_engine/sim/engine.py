@@ -42,6 +42,7 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.receipts import RequestCost
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
@@ -259,9 +260,12 @@ class SimEngine(Engine):
         sequence = Prompt(work, outgoing, on_first_token, self.model, block_tokens)
         self._requests.submit(sequence, QueueFull)
         self._outgoing[outgoing.transfer_id] = outgoing
+        costs, cost = self._requests.meter.costs, RequestCost()
         try:
             await outgoing.wait()
+            cost = costs.bill(outgoing.transfer_id)
         finally:
+            costs.drop(outgoing.transfer_id)
             del self._outgoing[outgoing.transfer_id]
             sequence.close()
             self._requests.update(sequence)
@@ -278,6 +282,7 @@ class SimEngine(Engine):
             reports=outgoing.reports,
             fetched_tokens=times.fetched_tokens,
             tier_tokens=sequence.tier_tokens,
+            cost=cost,
         )
 
     async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
@@ -294,6 +299,7 @@ class SimEngine(Engine):
             self.max_model_len,
             self._shape.block_tokens,
             keep,
+            self._requests.meter.costs.bill,
             sink,
         )
         self._requests.submit(sequence, DecodeFull)
@@ -302,6 +308,9 @@ class SimEngine(Engine):
         finally:
             sequence.close()
             self._requests.update(sequence)
+            cost = self._requests.meter.costs.bill(work.transfer_id)
+            if cost.prefill_s or cost.decode_s:
+                sink.put(cost)
 
     @property
     def promises(self) -> PromiseCounts:

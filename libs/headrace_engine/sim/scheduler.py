@@ -24,7 +24,7 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence, Wait
-from headrace_engine.sim.stepper import SimClock, Stepper, plan_step, step_of
+from headrace_engine.sim.stepper import SimClock, Stepper, columns_of, plan_step, step_of
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_kv.messages import Reservation
 
@@ -99,6 +99,7 @@ class Scheduler:
         if len(self._waiting) >= max(_WAITING_MIN, _WAITING_PER_RUNNING * self._shape.max_num_seqs):
             raise full(f"{len(self._waiting)} requests are waiting already")
         self._by_id[sequence.transfer_id] = sequence
+        self.meter.costs.request_added(sequence.transfer_id)
         self._waiting.append(sequence)
         self._tiers.request_added(sequence.transfer_id, sequence.names, sequence.priority)
         self._work.set()
@@ -175,7 +176,7 @@ class Scheduler:
         )
         if not chunks:
             return False
-        self.meter.planned(step_of(chunks), len(chunks))
+        self.meter.planned(step_of(chunks), len(chunks), columns=columns_of(chunks))
         self._on_steps(self.meter.steps)
         sends = any(isinstance(chunk.sequence, Prompt) for chunk in chunks)
         plan = None
@@ -185,6 +186,7 @@ class Scheduler:
             chunk.sequence.step_started()
         try:
             await self._stepper.compute(chunks, sends=sends)
+            self.meter.book()
             for chunk in chunks:
                 self._stepper.advance(chunk)
         except InternalError as exc:

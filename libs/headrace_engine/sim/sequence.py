@@ -26,6 +26,7 @@ from headrace_engine.interface import (
     PrefillWork,
     TokenLogprobs,
 )
+from headrace_engine.receipts import RequestCost
 from headrace_engine.sim.block_names import BlockNames
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
@@ -234,7 +235,8 @@ class Prompt(Sequence):
 class Answer(Sequence):
     """A prompt that is answered. The last token of the answer needs no KV.
 
-    `is_plain`: whether `plain_token` chooses its tokens. `keep` promises what is computed when the answer ends.
+    `is_plain`: whether `plain_token` chooses its tokens. When the answer ends, `keep` promises what is computed, and
+    `bill` has what it has cost.
     """
 
     def __init__(
@@ -244,6 +246,7 @@ class Answer(Sequence):
         max_model_len: int,
         block_tokens: int,
         keep: Callable[[Sequence], Kept | None],
+        bill: Callable[[str], RequestCost],
         sink: AnswerSink,
     ) -> None:
         capacity = min(work.prompt_tokens + work.sampling.max_tokens, max_model_len) - 1
@@ -257,7 +260,7 @@ class Answer(Sequence):
         self.is_plain = is_plain(work.sampling)
         self.awaits_first_token = work.awaits_first_token
         self.prompt_count = work.prompt_tokens
-        self._keep = keep
+        self._keep, self._bill = keep, bill
         self._first_step_ns = 0
         self._has_step_tokens = False
 
@@ -303,7 +306,8 @@ class Answer(Sequence):
     def end_answer(self, *, stopped: bool) -> None:
         """The answer ends after its last token."""
         self.ended = True
-        self.sink.put(DecodeEnded(stopped, self.cached, self.tier_tokens, self._keep(self)))
+        kept, cost = self._keep(self), self._bill(self.transfer_id)
+        self.sink.put(DecodeEnded(stopped, self.cached, self.tier_tokens, kept, cost))
         if not self.answered.done():
             self.answered.set_result(None)
 

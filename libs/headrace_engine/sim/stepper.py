@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace_common.time_model.model import Step
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
+from headrace_engine.receipts import StepColumns
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.bit_mixer import U64Array
@@ -96,6 +97,15 @@ def step_of(chunks: Items[Chunk]) -> Step:
             if isinstance(chunk.sequence, Prompt):
                 sent_tokens += count
     return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
+
+
+def columns_of(chunks: Items[Chunk]) -> StepColumns:
+    """The requests of a step."""
+    return StepColumns(
+        [chunk.sequence.transfer_id for chunk in chunks],
+        [chunk.start for chunk in chunks],
+        [0 if chunk.is_decode else chunk.end - chunk.start for chunk in chunks],
+    )
 
 
 class StepWrites:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace_engine.vllm.settings import GENERATED_KEY, STEP_KEY
+from headrace_engine.vllm.settings import GENERATED_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,15 +93,6 @@ def add_first_token(request: Request, token_id: int) -> None:
     advance_grammar(request, (token_id,))
     extra = request.sampling_params.extra_args or {}
     request.sampling_params.extra_args = {**extra, GENERATED_KEY: [token_id]}
-
-
-def failure_id(request: Request) -> str:
-    """The id under which a request is reported that has ended with an error. Empty for others."""
-    from vllm.v1.request import RequestStatus
-
-    if request.status != RequestStatus.FINISHED_ERROR or request.sampling_params is None:
-        return ""
-    return str((request.sampling_params.extra_args or {}).get(STEP_KEY, ""))
 
 
 def has_answer(request: Request) -> bool:

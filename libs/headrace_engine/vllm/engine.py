@@ -82,6 +82,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 60.0
+_ABORTED_MAX = 256
 
 
 class VllmEngine(Engine):
@@ -108,6 +109,8 @@ class VllmEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
+        # The last ones that were aborted. Their cost comes later.
+        self._aborted: dict[str, DecodeRequest] = {}
         # Those with tokens from KV, by vLLM's id.
         self._takers: dict[str, AnswerSink] = {}
         # Those that may fetch a prefix, by the transfer that brings it.
@@ -266,6 +269,11 @@ class VllmEngine(Engine):
             except InternalError as error:
                 await self._raise_loss(error)
                 raise
+            except asyncio.CancelledError:
+                self._aborted[work.transfer_id] = request
+                if len(self._aborted) > _ABORTED_MAX:
+                    del self._aborted[next(iter(self._aborted))]
+                raise
             finally:
                 del self._decodes[work.transfer_id]
 
@@ -389,10 +397,10 @@ class VllmEngine(Engine):
                     self._decodes[started.transfer_id].step_started(started.monotonic_ns)
             case "request_failed":
                 failed = message.request_failed
-                if failed.transfer_id in self._decodes:
-                    self._decodes[failed.transfer_id].failure_reported(
-                        load_failed=failed.load_failed
-                    )
+                name = failed.transfer_id
+                ending = self._decodes.get(name) or self._aborted.pop(name, None)
+                if ending is not None:
+                    ending.failure_reported(failed.cost, load_failed=failed.load_failed)
             case "load":
                 self.load = load_from_proto(message.load)
             case "steps":

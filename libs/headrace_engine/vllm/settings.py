@@ -15,6 +15,7 @@ from headrace_engine.connector.transfers import (
     ReceiveParams,
     SendParams,
 )
+from headrace_engine.receipts import RequestCost
 from headrace_kv.layout import WorkerRef
 from headrace_kv.tiers.pool import PoolOpener, pool_opener
 from headrace_kv.tiers.promises import KeepTerms, Kept
@@ -94,12 +95,13 @@ class ConnectorSettings:
         return msgspec.convert(values, cls)
 
 
-_Value = TypeVar("_Value", ReceiveParams, SendParams, Kept, PrefillTimes)
+_Value = TypeVar("_Value", ReceiveParams, SendParams, Kept, PrefillTimes, RequestCost)
 
 
-def params_with(value: ReceiveParams | SendParams | Kept | PrefillTimes) -> dict[str, Any]:
-    """For the kv_transfer_params of a request, or of its last output."""
-    return {PARAMS_KEY: {type(value).__name__: msgspec.to_builtins(value)}}
+def params_with(*values: object) -> dict[str, Any]:
+    """For the kv_transfer_params of a request, or of its last output. Without those that are None."""
+    present = (value for value in values if value is not None)
+    return {PARAMS_KEY: {type(value).__name__: msgspec.to_builtins(value) for value in present}}
 
 
 def find_params(params: Mapping[str, Any] | None, kind: type[_Value]) -> _Value | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import time_model_pb2
 from headrace_common.access.roles import REGISTRY_AUDIENCE
 from headrace_common.errors import StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
@@ -27,6 +28,7 @@ from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.time_model.model import HandoverLearner, TimeModel
 from headrace_engine.config import WorkerRole
 from headrace_engine.interface import Engine
+from headrace_engine.proto import device_time_to_proto
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import REGISTRATION_TIMEOUT_S, WorkerConfig
 from headrace_engine.worker.metrics import WorkerMetrics
@@ -60,6 +62,10 @@ class HostedWorker(Generic[_Config_co]):
     def times(self) -> TimeModel:
         """What the worker has learned of its times, without links."""
         return TimeModel(self.engine.step_times, self.handovers.times)
+
+    def device_time(self) -> time_model_pb2.DeviceTime:
+        """What the time of its devices was spent on."""
+        return device_time_to_proto(self.engine.engine_time, len(self.engine.descriptor.ranks))
 
 
 class WorkerHost:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from headrace.worker.v1 import worker_pb2
+from headrace.worker.v1 import time_model_pb2, worker_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
@@ -67,12 +68,23 @@ class _Reporting:
     tiers: Sequence[_TierCount]
     times: Callable[[], TimeModel]
     promises: Callable[[], PromiseCounts]
+    device_time: Callable[[], time_model_pb2.DeviceTime]
     _broken: int = 0
+    _device_us: Counts[str] = field(default_factory=Counts)
 
     def new_broken(self, broken: int) -> int:
         """How many of its broken promises are not counted yet. They are now."""
         new_count, self._broken = broken - self._broken, broken
         return new_count
+
+    def new_device_us(self) -> Counts[str]:
+        """The device time by state that is not counted yet. It is now."""
+        time, before = self.device_time(), self._device_us
+        # Idle time may be an estimate, and be less in the next report.
+        self._device_us = before | Counts(
+            idle=time.idle_us, computing=time.computing_us, billed=time.billed_us
+        )
+        return self._device_us - before
 
 
 class WorkerMetrics:
@@ -105,6 +117,7 @@ class WorkerMetrics:
         )
         self._active = store.gauge(schema.METRIC_TRANSFERS_ACTIVE)
         self._requests = store.gauge(schema.METRIC_WORKER_REQUESTS)
+        self._device_time = store.counter(schema.METRIC_DEVICE_TIME)
         self._stall = store.gauge(schema.METRIC_WORKER_STALL)
         self._blocks_used = store.gauge(schema.METRIC_BLOCKS_USED)
         self._blocks_total = store.gauge(schema.METRIC_BLOCKS_TOTAL)
@@ -139,12 +152,14 @@ class WorkerMetrics:
         prefixes: PrefixEventPublisher | None = None,
         times: Callable[[], TimeModel] = TimeModel,
         promises: Callable[[], PromiseCounts] = lambda: NO_PROMISES,
+        device_time: Callable[[], time_model_pb2.DeviceTime] = time_model_pb2.DeviceTime,
     ) -> Iterator[None]:
         """Samples `status` while the context lasts, and removes its gauges at its end.
 
         `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
         `tier_loads` counts the engine's loads from lower tiers, and `prefixes` what it stores there.
-        `times` has the errors of its time model, and `promises` what it keeps for clients.
+        `times` has the errors of its time model, `promises` what it keeps for clients, `device_time` what its time is
+        spent on.
         """
         tiers = []
         if tier_loads is not None:
@@ -153,7 +168,7 @@ class WorkerMetrics:
         if prefixes is not None:
             tiers.append(_TierCount(self._tier_stored, prefixes.stored_blocks))
         self._workers[worker_id] = _Reporting(
-            status, reserves_blocks, incoming, tiers, times, promises
+            status, reserves_blocks, incoming, tiers, times, promises, device_time
         )
         if self._task is None:
             self._task = self._metrics.start_sampling(self.sample)
@@ -230,6 +245,8 @@ class WorkerMetrics:
             for tier in worker.tiers:
                 tier.add_new(worker_id)
             self._count_promises(worker_id, worker)
+            for state, new_us in worker.new_device_us().items():
+                self._device_time.add(1e-6 * new_us, worker_id, state)
 
     def _count_promises(self, worker_id: str, worker: _Reporting) -> None:
         now = worker.promises()

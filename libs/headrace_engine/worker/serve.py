@@ -105,6 +105,7 @@ async def serve_worker(
             server.request_drain,
             hosted.adapters.change,
             hosted.times,
+            hosted.device_time,
             worker.ticket_keys,
         ),
         server.server,
@@ -181,6 +182,7 @@ async def _serve(
             prefixes=engine.prefix_events,
             times=hosted.times,
             promises=lambda: engine.promises,
+            device_time=hosted.device_time,
         ):
             await host.serve(server, drain)
     finally:

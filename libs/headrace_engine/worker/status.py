@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace.worker.v1 import time_model_pb2, worker_pb2, worker_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
 from headrace_common.callers.bounds import host_of_peer
 from headrace_common.deadlines import Deadline
@@ -116,7 +116,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     `reset_prefix_cache` is Engine's, and `change_adapter` WorkerAdapters'. `on_drain` starts a drain with the given
     grace in seconds, or with the own one for None, and returns its deadline. `ticket_keys` gets the keys of routers
-    while their stream is open; a worker without it ignores them. `times` is what the worker has learned.
+    while their stream is open; a worker without it ignores them. `times` is what the worker has learned,
+    `device_time` what its time was spent on.
     """
 
     snapshot: Callable[[], worker_pb2.WatchStatusResponse]
@@ -126,6 +127,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     on_drain: Callable[[float | None], Deadline]
     change_adapter: ChangeAdapter
     times: Callable[[], TimeModel] = TimeModel
+    device_time: Callable[[], time_model_pb2.DeviceTime] = time_model_pb2.DeviceTime
     ticket_keys: TicketKeys | None = None
     _streams: Counter[str] = field(default_factory=Counter, init=False)
     """Open streams by caller."""
@@ -201,7 +203,9 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _stamped(self, status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusResponse:
         """The status with the time of sending and the time model, which make no change of the state."""
         stamped = worker_pb2.WatchStatusResponse(
-            sent_unix_ns=time.time_ns(), times=time_model_to_proto(self.times())
+            sent_unix_ns=time.time_ns(),
+            times=time_model_to_proto(self.times()),
+            device_time=self.device_time(),
         )
         stamped.MergeFrom(status)
         return stamped

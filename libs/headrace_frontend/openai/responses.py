@@ -16,6 +16,7 @@ from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, whole_mess
 from headrace_frontend.openai.requests import Includes
 from headrace_frontend.openai.tokens import TokenNames, tokens_within
 from headrace_frontend.promises import kept_field
+from headrace_frontend.running.receipt import receipt_field
 from headrace_text.codec import TextCodec
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
@@ -421,4 +422,5 @@ def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[st
             "cache_write_tokens": stored_tokens - cached_tokens,
         },
         **kept_field(usages[0]),
+        **receipt_field([usage.receipt for usage in usages]),
     }

@@ -132,6 +132,11 @@ class PreparedRequest:
         return self.token_ids if self.image_prefix_ids is None else self.image_prefix_ids
 
     @property
+    def payer(self) -> tuple[str, str, str]:
+        """The tenant, the model and the adapter, for which it is empty without one."""
+        return self.tenant, self.model, self.adapter.name if self.adapter is not None else ""
+
+    @property
     def served_name(self) -> str:
         """The name of the model, or of the adapter, as lists of models have it."""
         return self.model if self.adapter is None else self.adapter.name

@@ -88,6 +88,7 @@ class RunningAttempt:
         self.response = request.response
         self._prepared = request.prepared
         self._given = request.response.generated
+        self._records = request.record.attempts
         self._call = decode_request(
             request.prepared,
             new_transfer_id(),
@@ -117,6 +118,8 @@ class RunningAttempt:
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The decode worker has ended the request."""
         self._require_reservation()
+        if self._records:
+            self._records[-1].decoded(finished.receipt)
         kept = kept_of(finished, self._call.incarnation, self._call.transfer_id)
         self._end(
             self._outcome(
@@ -200,6 +203,7 @@ async def finish_response(
         transferred_tokens=outcome.transferred_tokens,
         cached_tokens=max(outcome.cached_tokens, min(last.prefill_cached_tokens, prompt_tokens)),
         stored_tokens=last.block_tokens and prompt_tokens - prompt_tokens % last.block_tokens,
+        receipt=record.receipt_now(),
     )
     if request.prepared.keep_s is not None:
         usage.kept.CopyFrom(outcome.kept or _NO_PROMISE)

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AttributeValue
 
-from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, receipt_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown, break_down
@@ -33,6 +33,7 @@ from headrace_common.telemetry.latency import (
 from headrace_common.telemetry.later import NO_RESOURCE, SpanMaker
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.receipt import AttemptReceipt, receipt_attributes, receipt_of
 
 Attributes = dict[str, AttributeValue]
 
@@ -67,6 +68,13 @@ class AttemptRecord(AttemptSteps):
     """How far the clocks of the workers that have reported are ahead of this process's monotonic one, by worker id."""
     error: str = ""
     """Empty unless the attempt has failed."""
+    reason: str = ""
+    """That of its error."""
+    generated_tokens: int = 0
+    """Those of the answer before it."""
+    decode_receipt: receipt_pb2.Receipt | None = None
+    """What it has cost the decode worker, once that has ended it."""
+    _on_late: Callable[[receipt_pb2.Receipt], None] | None = None
     end: int = 0
     """When it ended, by the clock of its steps; 0 before that."""
     context: SpanContext | None = None
@@ -83,6 +91,36 @@ class AttemptRecord(AttemptSteps):
 
     def update(self) -> None:
         """Takes the steps that are known now."""
+
+    def decoded(self, receipt: receipt_pb2.Receipt) -> None:
+        """The decode worker has ended it, and this is what it has cost there."""
+        self.decode_receipt = receipt
+        self.charge_late(receipt)
+
+    def charge_late(self, receipt: receipt_pb2.Receipt) -> None:
+        """A worker has reported what it has cost, perhaps after the end of the request."""
+        if self._on_late is not None:
+            self._on_late(receipt)
+
+    def report_late(self, on_receipt: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_receipt` gets what workers report from now on."""
+        self._on_late = on_receipt
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether both of its workers have reported what it has cost."""
+        outcome = self.outcome
+        return self.decode_receipt is not None and (outcome is None or outcome.done())
+
+    def receipt(self) -> AttemptReceipt:
+        """What it has cost, as far as its workers have reported it."""
+        return self._receipt(None)
+
+    def _receipt(
+        self, prefill: receipt_pb2.Receipt | None, *links: receipt_pb2.LinkUse
+    ) -> AttemptReceipt:
+        parts = [one for one in (prefill, self.decode_receipt) if one is not None]
+        return AttemptReceipt(parts, self.reason, self.generated_tokens, links)
 
     def close(self) -> None:
         """Refers to nothing of the running request any more. It is not updated from now on."""
@@ -141,6 +179,10 @@ class RequestRecord(RequestSteps):
     """The long times without a token, once the request has ended."""
     usage: inference_pb2.Usage | None = None
     """None for a request that has failed."""
+    payer: tuple[str, str, str] = ("", "", "")
+    """The tenant, the model and the adapter, once the request was found valid."""
+    receipt: receipt_pb2.Receipt = field(default_factory=receipt_pb2.Receipt)
+    """Once the request has ended."""
     finish_reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     first_token_by: first_token_pb2.FirstTokenPolicy.ValueType = (
         first_token_pb2.FIRST_TOKEN_POLICY_DECODE
@@ -152,6 +194,7 @@ class RequestRecord(RequestSteps):
     end_us: int = 0
     """When the last report had arrived, by the monotonic clock."""
     _sums: Breakdown | None = field(default=None, init=False)
+    _receipt_is_whole: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.trace_id = f"{self.context.trace_id:032x}"
@@ -186,6 +229,7 @@ class RequestRecord(RequestSteps):
         self.operation = "chat" if request.HasField("chat") else "text_completion"
         self.model, self.prompt_tokens = prepared.served_name, len(prepared.token_ids)
         self.conversation_id = request.conversation_id
+        self.payer = prepared.payer
 
     def predicted(self, total_s: float, allowed_s: float, bound: str) -> None:
         """Its time to first token is predicted, beside the bound of this name."""
@@ -223,6 +267,15 @@ class RequestRecord(RequestSteps):
             first_us, second_us = (one[0] if one and one[1] == index else None for one in tokens)
             attempt.move(*alignment_of(attempt, first_us, second_us))
 
+    def receipt_now(self) -> receipt_pb2.Receipt:
+        """What the request has cost, as far as it is known."""
+        if not self._receipt_is_whole:
+            self.receipt = receipt_of(attempt.receipt() for attempt in self.attempts)
+            self._receipt_is_whole = bool(self.attempts) and all(
+                one.has_reported for one in self.attempts
+            )
+        return self.receipt
+
     def break_down(self) -> Breakdown:
         """The sums. Without a first token, the first one lasts to the end of the request, or until now."""
         if not self.end_us:
@@ -256,6 +309,7 @@ class RequestRecord(RequestSteps):
             self.gaps = gaps_of(response, failures_ns, self.end_unix_ns - own_ns)
             self.usage, self.finish_reason = response.usage, response.finish_reason
             self.first_token_by = response.first_token_by
+        self.receipt_now()
         for attempt in self.attempts:
             attempt.close()
 
@@ -321,6 +375,8 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
             known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens
             known[schema.ATTRIBUTE_CACHE_READ_TOKENS] = usage.decode_cached_tokens
+            missed = usage.prompt_tokens - usage.decode_cached_tokens
+            known[schema.ATTRIBUTE_CACHE_CREATION_TOKENS] = missed
             known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
             known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
             known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]
@@ -328,6 +384,7 @@ class RequestRecord(RequestSteps):
             **{name: value for name, value in known.items() if value is not None},
             **server_attributes(self.served),
             **breakdown_attributes(breakdown),
+            **receipt_attributes(self.receipt),
         }
         if answered:
             total_ns = self.end_unix_ns - self.arrival_unix_ns

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 from opentelemetry.trace import Span
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_ns
 from headrace_common.errors import (
@@ -38,6 +38,8 @@ from headrace_engine.interface import (
     FirstToken,
     Released,
 )
+from headrace_engine.proto import receipt_to_proto
+from headrace_engine.receipts import RequestCost
 from headrace_kv.messages import Reservation
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
@@ -105,6 +107,9 @@ class DecodeAttempt:
     """Called once. It must call `close`."""
     signer: TicketKey | None = None
     """See HandoffTickets."""
+    _on_cost: Callable[[receipt_pb2.Receipt], None] = field(
+        default=lambda receipt: None, init=False
+    )
     error: HeadraceError | None = field(
         default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
     )
@@ -162,8 +167,14 @@ class DecodeAttempt:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.deadline.remaining_s(), self._fail, late)
 
+    def report_cost(self, on_cost: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_cost` gets the receipt if the attempt is ended before the engine has ended it."""
+        self._on_cost = on_cost
+
     def put(self, event: DecodeEvent) -> None:
         """See AnswerSink."""
+        if isinstance(event, RequestCost):
+            self._on_cost(receipt_to_proto(event, self.engine.descriptor, self.cached_tokens))
         if self._over:
             return
         try:
@@ -273,6 +284,9 @@ class DecodeAttempt:
             if ended.stopped
             else sampling_pb2.FINISH_REASON_LENGTH,
             cached_tokens=ended.cached_tokens,
+            receipt=receipt_to_proto(
+                ended.cost, self.engine.descriptor, ended.cached_tokens, ended.kept
+            ),
         )
         if self.work.keep is not None:
             finished.kept.CopyFrom(kept_to_proto(ended.kept))

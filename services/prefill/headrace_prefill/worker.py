@@ -33,6 +33,7 @@ from headrace_engine.proto import (
     bounds_from_proto,
     images_from_proto,
     logprobs_to_proto,
+    receipt_to_proto,
     requested_adapter,
     require_vocabulary,
     sampling_from_proto,
@@ -152,6 +153,13 @@ class PrefillWorker:
         ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns, fetched)
         self._spans.record(ended)
         done = _done_to_proto(ended)
+        if outcome is not None:
+            receipt = receipt_to_proto(
+                outcome.cost,
+                self._engine.descriptor,
+                outcome.cached_tokens + outcome.fetched_tokens,
+            )
+            done.receipt.CopyFrom(receipt)
         # A cancelled prompt was not computed in vain if its first token may have ended the answer.
         used = error is None or (has_sent_token and isinstance(error, Cancelled))
         wasted = len(task.token_ids) if reports and not used else 0

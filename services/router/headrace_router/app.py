@@ -49,6 +49,7 @@ from headrace_router.status.reader import StatusReader
 from headrace_router.store import OtherRouters
 from headrace_router.tracing.attempt_record import WorkerClocks, regret_of
 from headrace_router.tracing.store import TraceLimits, TraceStore
+from headrace_router.usage import UsageBook
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import DecodeSlots
@@ -123,6 +124,7 @@ class Router:
             telemetry.metrics, self.queue, self.admission, self.prefixes, self.workers, codecs
         )
         self.traces = TraceStore(TraceLimits(TRACE_COUNT), self.metrics.count_dropped_spans)
+        self._usage = UsageBook(telemetry.metrics)
         self._recorder = LoadRecorder()
         self._clocks = WorkerClocks()
         self._tracer = RequestTracer(
@@ -233,6 +235,7 @@ class Router:
         regret = regret_of(record)
         if regret is not None:
             self.metrics.count_regret(regret)
+        self._usage.add(record)
         if record.stored:
             self.traces.end_request(record)
             if kept:
@@ -287,7 +290,12 @@ class Router:
             inference=inference,
             queue=QueueService(self.queue, own_prompts.hand_over, self.runner.reject_when_draining),
             load=LoadReader(
-                self._codecs, self.queue, self.runner, self.metrics.answered, self._recorder
+                self._codecs,
+                self.queue,
+                self.runner,
+                self.metrics.answered,
+                self._recorder,
+                self._usage.since,
             ),
             traces=self.traces,
             adapters=adapters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typing import Any, Final
 import grpc.aio
 
 from headrace.inference.v1 import load_pb2, load_pb2_grpc
-from headrace_common.durations import timestamp_from_unix_ns
+from headrace_common.durations import timestamp_from_unix_ns, unix_ns_from_timestamp
 from headrace_common.errors import QueueFull
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
@@ -99,8 +99,10 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         runner: RequestRunner,
         answered: Callable[[str], load_pb2.RequestTotals],
         recorder: LoadRecorder,
+        usage_since: Callable[[int], Iterable[load_pb2.HourlyUsage]] = lambda unix_ns: (),
     ) -> None:
-        """`answered`: see RouterMetrics."""
+        """`answered`: see RouterMetrics. `usage_since`: see UsageBook."""
+        self._usage_since = usage_since
         self._recorder = recorder
         self._models = sorted(models)
         self._queue, self._runner = queue, runner
@@ -112,7 +114,10 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> load_pb2.GetLoadResponse:
         """The load of every served model, by name."""
-        return load_pb2.GetLoadResponse(models=map(self._load_of, self._models))
+        load = load_pb2.GetLoadResponse(models=map(self._load_of, self._models))
+        if request.HasField("usage_since_time"):
+            load.usages.extend(self._usage_since(unix_ns_from_timestamp(request.usage_since_time)))
+        return load
 
     async def RecordLoad(
         self, request: load_pb2.RecordLoadRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -19,7 +19,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.time_model.model import NO_STEPS
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, TokenLogprobs
-from headrace_kv.layout import WorkerRef
+from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.messages import SendReport
 from headrace_prefill.worker import PrefillWorker
 from tests.transfer_links import sent_link
@@ -31,10 +31,16 @@ OUTCOME = PrefillOutcome(2, 500, 4_000, (REPORT,))
 Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
 
 
+LAYOUT = KvLayout.attention(
+    model="m", dtype="f", layer_count=1, kv_head_count=1, block_tokens=16, parts={"kv": 4}
+)
+
+
 class ScriptedEngine:
     """Prefills with the behaviour of a test. A prefill worker calls nothing else."""
 
     adapters = (Adapter("poet", "aa"),)
+    descriptor = KvDescriptor(LAYOUT, ())
     step_times = NO_STEPS
     vocabulary_size = 32_000
 

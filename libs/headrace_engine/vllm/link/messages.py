@@ -18,6 +18,7 @@ from headrace_common.time_model.model import (
     step_times_to_proto,
 )
 from headrace_engine.interface import Arrived, FirstToken, Recompute, Released, TransferEvent
+from headrace_engine.proto import device_time_from_proto, device_time_to_proto
 from headrace_engine.steps import EngineSteps
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
@@ -127,6 +128,7 @@ def steps_to_proto(steps: EngineSteps) -> link_pb2.EngineSteps:
         request_count=steps.requests,
         token_count=steps.tokens,
         expected=None if expected_s is None else duration_from_seconds(expected_s),
+        device_time=device_time_to_proto(steps.time),
     )
 
 
@@ -137,6 +139,7 @@ def steps_from_proto(message: link_pb2.EngineSteps) -> EngineSteps:
         requests=message.request_count,
         tokens=message.token_count,
         expected_s=seconds_from_duration(message.expected) if known else None,
+        time=device_time_from_proto(message.device_time),
     )
 
 

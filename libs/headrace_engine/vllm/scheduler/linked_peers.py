@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from headrace_engine.connector.step_plan import StepPlan
 from headrace_engine.connector.step_planner import LONG_STEP_S, StepPlanner
 from headrace_engine.connector.tier_planner import TierPlanner
 from headrace_engine.connector.transfers import PrefillTimes
+from headrace_engine.receipts import RequestCost
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.link.client import EngineLink
@@ -38,6 +40,7 @@ from headrace_engine.vllm.settings import (
 from headrace_kv.layout import layout_from_proto
 from headrace_kv.messages import Reservation, reservation_to_proto
 from headrace_kv.tiers.pool import BlockLookup, PoolKeys, RemotePool, pool_secret
+from headrace_kv.tiers.promises import Kept
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -127,7 +130,7 @@ class LinkedPeers(Peers):
     def request_added(self, request: Request) -> None:
         self._load.request_added(request.request_id)
         extra = getattr(request.sampling_params, "extra_args", None) or {}
-        self._starts.request_added(request.request_id, extra.get(STEP_KEY, ""))
+        self._starts.request_added(request.request_id, _step_name(request))
         self._comparisons.request_added(request)
         continuation.add_generated_tokens(request)
         priority = Priority(extra.get(PRIORITY_KEY, Priority.NORMAL))
@@ -154,27 +157,32 @@ class LinkedPeers(Peers):
         block_ids: tuple[tuple[int, ...], ...],
         times: PrefillTimes | None,
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._load.request_finished(request.request_id)
+        answered = continuation.has_answer(request)
+        cost = self._load.request_finished(
+            request.request_id, by_step=answered, billed=answered or bool(_step_name(request))
+        )
         self._comparisons.request_finished(request.request_id)
-        self._report_failure(request)
+        if not answered:
+            self._report_failure(request, cost)
         self._starts.request_finished(request.request_id)
-        return False, self._keep(request) if times is None else params_with(times)
+        value = self._keep(request) if times is None else times
+        if answered:
+            return False, params_with(value, cost)
+        return False, None if value is None else params_with(value)
 
-    def _keep(self, request: Request) -> dict[str, Any] | None:
+    def _keep(self, request: Request) -> Kept | None:
         """Promises the KV of an answered request that asks for it."""
         terms = keep_terms(getattr(request.sampling_params, "extra_args", None))
         if terms is None or not continuation.has_answer(request):
             return None
-        kept = self._tiers.keep(request.request_id, request.num_computed_tokens, terms)
-        return None if kept is None else params_with(kept)
+        return self._tiers.keep(request.request_id, request.num_computed_tokens, terms)
 
-    def _report_failure(self, request: Request) -> None:
-        failed_id = continuation.failure_id(request)
-        if failed_id:
+    def _report_failure(self, request: Request, cost: RequestCost) -> None:
+        if name := _step_name(request):
             load_failed = self._tiers.loads_for(request.request_id)
             self._send(
                 request_failed=link_pb2.RequestFailed(
-                    transfer_id=failed_id, load_failed=load_failed
+                    transfer_id=name, load_failed=load_failed, cost=astuple(cost)
                 )
             )
 
@@ -183,6 +191,12 @@ class LinkedPeers(Peers):
         self._link.close()
         if self._pool is not None:
             self._pool.close()
+
+
+def _step_name(request: Request) -> str:
+    """The transfer of an answer. Empty for a prompt."""
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    return str(extra.get(STEP_KEY, ""))
 
 
 def _log_failure(reports: Future[None]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from headrace_common.time_model.model import Step, StepTimes
+from headrace_engine.receipts import RequestCost, StepColumns
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
@@ -39,6 +41,7 @@ class LoadMeter:
     def request_added(self, request_id: str) -> None:
         """The scheduler has a new request."""
         self._known.add(request_id)
+        self._meter.costs.request_added(request_id)
         self._meter.request_added()
 
     def step_planned(self, output: SchedulerOutput, sending: Container[str] = ()) -> None:
@@ -46,23 +49,32 @@ class LoadMeter:
         self._running.difference_update(output.preempted_req_ids or ())
         self._running.update(output.num_scheduled_tokens)
         continues = bool(output.scheduled_cached_reqs.req_ids)
-        self._meter.planned(step_of(output, sending), len(self._known), continues=continues)
+        step, columns = step_of(output, sending), columns_of(output)
+        self._meter.planned(step, len(self._known), continues=continues, columns=columns)
 
     def step_ended(self) -> None:
         """The results of the oldest planned step are handled."""
         self._meter.ended()
 
-    def request_finished(self, request_id: str) -> None:
-        """A request has ended, in whatever state."""
+    def request_finished(
+        self, request_id: str, *, by_step: bool = True, billed: bool = True
+    ) -> RequestCost:
+        """A request has ended, `by_step`: by the results of the oldest planned step. `billed`: it gets a receipt."""
+        if by_step:
+            self._meter.book()
+        costs = self._meter.costs
+        cost = costs.bill(request_id) if billed else RequestCost()
+        costs.drop(request_id)
         self._known.discard(request_id)
         self._running.discard(request_id)
         if not self._known:
             self._meter.idle()
+        return cost
 
     @property
     def steps(self) -> EngineSteps:
         """The steps until now."""
-        return self._meter.steps
+        return replace(self._meter.steps, time=self._meter.time_now())
 
     @property
     def step_times(self) -> StepTimes:
@@ -103,6 +115,18 @@ def step_of(output: SchedulerOutput, sending: Container[str] = ()) -> Step:
         if request_id in sending:
             sent_tokens += added
     return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
+
+
+def columns_of(output: SchedulerOutput) -> StepColumns:
+    """The requests of a step, with prompts as in step_of."""
+    cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+    request_ids = [*cached.req_ids, *(request.req_id for request in new)]
+    contexts = [*cached.num_computed_tokens, *(request.num_computed_tokens for request in new)]
+    added, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    if output.total_num_scheduled_tokens == len(added):
+        return StepColumns(request_ids, contexts)
+    counts = (added[one] - len(drafts.get(one, ())) for one in request_ids)
+    return StepColumns(request_ids, contexts, [count if count > 1 else 0 for count in counts])
 
 
 async def report_changes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from headrace_engine.interface import (
     DecodeWork,
     FirstToken,
 )
+from headrace_engine.receipts import RequestCost
 from headrace_engine.vllm.compat import take_outputs
 from headrace_engine.vllm.service.sampling import (
     STEP_LIMIT,
@@ -97,8 +99,10 @@ class DecodeRequest:
         """The KV cache will not arrive: vLLM ends the request with an error."""
         self._transfer_failed = True
 
-    def failure_reported(self, *, load_failed: bool) -> None:
-        """vLLM has ended the request with an error, because of a load from a lower tier or of the answer's form."""
+    def failure_reported(self, cost: Sequence[float] = (), *, load_failed: bool) -> None:
+        """vLLM has aborted the request, or ended it because of a load from a lower tier or of the answer's form."""
+        if any(cost):
+            self.sink.put(RequestCost(cost[0], cost[1], cost[2], int(cost[3])))
         if not self._load_failed.done():
             self._load_failed.set_result(load_failed)
 
@@ -170,7 +174,8 @@ class DecodeRequest:
             cached_tokens = last.num_cached_tokens or 0
         stopped = await self._stopped(last.outputs[0].finish_reason)
         kept = find_params(last.kv_transfer_params, Kept)
-        self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept))
+        cost = find_params(last.kv_transfer_params, RequestCost) or RequestCost()
+        self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept, cost=cost))
 
     def _output_arrived(self, output: RequestOutput | Exception) -> None:
         """Called by vLLM's task that reads the outputs of all requests, which must not fail."""

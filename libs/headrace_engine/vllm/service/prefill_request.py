@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
@@ -14,6 +14,7 @@ from headrace_common.tasks import end_task
 from headrace_engine.connector.sender_reports import SenderReports
 from headrace_engine.connector.transfers import PrefillTimes, PrefixParams, SendParams
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Released, Sampling
+from headrace_engine.receipts import RequestCost
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
     rejected,
@@ -46,7 +47,7 @@ class PrefillRequest:
     lora_request: LoRARequest | None = None
     sending: SenderReports = field(init=False)
     """What the ranks report."""
-    _computing: asyncio.Task[PrefillTimes] = field(init=False)
+    _computing: asyncio.Task[tuple[PrefillTimes, RequestCost]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.sending = SenderReports(self.work.target, self.rank_count, self._stop)
@@ -65,7 +66,7 @@ class PrefillRequest:
             await self.sending.wait()
             # vLLM's last output may follow the last report.
             async with asyncio.timeout(Deadline(self.work.target.deadline_s).remaining_s()):
-                times = await self._computing
+                times, cost = await self._computing
         except TimeoutError:
             raise self.sending.timeout_error() from None
         finally:
@@ -76,9 +77,10 @@ class PrefillRequest:
             compute_end_unix_ns=times.compute_end_unix_ns,
             reports=self.sending.reports,
             fetched_tokens=times.fetched_tokens,
+            cost=cost,
         )
 
-    def _computed(self, computing: asyncio.Task[PrefillTimes]) -> None:
+    def _computed(self, computing: asyncio.Task[tuple[PrefillTimes, RequestCost]]) -> None:
         error = None if computing.cancelled() else computing.exception()
         if error is not None:
             bug = InternalError(f"the prefill met a bug: {error}")
@@ -90,18 +92,20 @@ class PrefillRequest:
         self.link.send_to_ranks(link_pb2.AttachResponse(stop=stop))
         self._computing.cancel()
 
-    async def _compute(self) -> PrefillTimes:
+    async def _compute(self) -> tuple[PrefillTimes, RequestCost]:
         name, prefix = self.work.target.transfer_id, self._prefix_params()
-        times = await self._run(name, prefix)
+        params = await self._run(name, prefix)
+        times = find_params(params, PrefillTimes)
         if times is None and prefix is not None:
             # An engine that also decodes ends a request without its KV.
-            times = await self._run(f"{name} alone", None)
+            params = await self._run(f"{name} alone", None)
+            times = find_params(params, PrefillTimes)
         if times is None:
             raise InternalError("vLLM ended the prefill without its times")
-        return times
+        return times, find_params(params, RequestCost) or RequestCost()
 
-    async def _run(self, request_id: str, prefix: PrefixParams | None) -> PrefillTimes | None:
-        """None when vLLM has ended the request without computing it."""
+    async def _run(self, request_id: str, prefix: PrefixParams | None) -> dict[str, Any] | None:
+        """The kv_transfer_params of the last output. None when vLLM has ended the request without computing it."""
         target = self.work.target
         sampling = GREEDY_ONE_TOKEN
         if self.work.sampling is not None:
@@ -134,7 +138,7 @@ class PrefillRequest:
             raise rejected(exc, sampling, "token_ids") from exc
         except Exception as exc:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
-        return None if last is None else find_params(last.kv_transfer_params, PrefillTimes)
+        return last.kv_transfer_params if last is not None else None
 
     def _prefix_params(self) -> PrefixParams | None:
         prefix = self.work.prefix

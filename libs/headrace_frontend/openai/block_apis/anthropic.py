@@ -16,6 +16,7 @@ from headrace_frontend.openai.body import ForwardingBody, LenientBody
 from headrace_frontend.openai.errors import AnyError, ErrorForm, error_object, status_of
 from headrace_frontend.openai.responses import CollectedChoice, usage_object
 from headrace_frontend.promises import KEPT_FIELD, ttl_s
+from headrace_frontend.running.receipt import RECEIPT_FIELD
 
 _BLOCKS_MAX: Final = 1_024
 _STOPS_MAX: Final = 64
@@ -461,5 +462,5 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": written,
         "output_tokens": usage["completion_tokens"],
-        **{name: value for name, value in usage.items() if name == KEPT_FIELD},
+        **{name: value for name, value in usage.items() if name in (KEPT_FIELD, RECEIPT_FIELD)},
     }

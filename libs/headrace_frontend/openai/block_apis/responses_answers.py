@@ -20,6 +20,7 @@ from headrace_frontend.openai.responses import (
 )
 from headrace_frontend.openai.tokens import TokenNames
 from headrace_frontend.promises import KEPT_FIELD
+from headrace_frontend.running.receipt import RECEIPT_FIELD
 from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
@@ -268,5 +269,5 @@ def _usage(usage: _Usage) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
-        **{name: value for name, value in usage.items() if name == KEPT_FIELD},
+        **{name: value for name, value in usage.items() if name in (KEPT_FIELD, RECEIPT_FIELD)},
     }

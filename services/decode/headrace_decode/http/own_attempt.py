@@ -24,6 +24,7 @@ from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import DecodeTokens
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
+from headrace_frontend.running.receipt import AttemptReceipt
 from headrace_frontend.running.record import AttemptRecord, now_us
 from headrace_kv.layout import WorkerRef
 
@@ -61,6 +62,9 @@ class OwnRecord(AttemptRecord):
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return prefill_pb2.EnqueueResponse()
         return task.result()
+
+    def receipt(self) -> AttemptReceipt:
+        return self._receipt(self.answer.receipt)
 
     def update(self) -> None:
         self.start = self.route_start

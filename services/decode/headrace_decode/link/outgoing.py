@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_engine.proto import logprobs_to_proto
 
@@ -258,6 +258,7 @@ class Outgoing:
         self._waiting: dict[int, OutgoingStream] = {}
         """Those with nothing but tokens that may wait, and that are not in the columns."""
         self._columns: dict[int, list[int]] = {}
+        self._receipts: list[decode_pb2.LinkReceipt] = []
 
     @property
     def count(self) -> int:
@@ -287,6 +288,12 @@ class Outgoing:
         self._queue.pop(stream_id, None)
         self._waiting.pop(stream_id, None)
 
+    def add_receipt(self, stream_id: int, receipt: receipt_pb2.Receipt) -> None:
+        """A request has this receipt after its last event. One of no cost is not sent."""
+        if receipt.prefill_device_us or receipt.decode_device_us:
+            self._receipts.append(decode_pb2.LinkReceipt(stream_id=stream_id, receipt=receipt))
+            self._on_sendable()
+
     def next_message(self, *, holds_tokens: bool = False) -> decode_pb2.LinkResponse | None:
         """The next message: each request once, and as many events as fit. None when nothing may be sent.
 
@@ -296,9 +303,11 @@ class Outgoing:
             self._queue |= self._waiting
             self._waiting.clear()
         columns = {} if holds_tokens else self._columns
-        if not self._queue and not columns:
+        if not self._queue and not columns and not self._receipts:
             return None
         message, queue = _Message(self._bytes_max), iter(self._queue.items())
+        message.response.receipts.extend(self._receipts)
+        self._receipts.clear()
         unfinished: dict[int, OutgoingStream] = {}
         while message.room_bytes > 0 and (one := next(queue, None)) is not None:
             stream_id, stream = one

@@ -217,6 +217,7 @@ class LinkSession:
             require_bounds(opened)
             attempt = await self._start(opened.request, self._deadline_of(opened))
             lane.admitted(attempt)
+            attempt.report_cost(partial(self._outgoing.add_receipt, lane.stream_id))
             on_end = partial(self._end_lane, lane)
             attempt.start(lane.outgoing, on_end, early=opened.request.early_admission)
         except Exception as error:  # noqa: BLE001 - the outermost frame of a request

@@ -6,14 +6,15 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace_common.errors import DeadlineExceeded, HeadraceError, ProtocolViolation
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import error_from_status
 
+_UNPAID_MAX: Final = 4_096
 _Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
 AddBatch: TypeAlias = Callable[[Sequence[int], _Logprobs, _Logprobs], bool]
 """See LinkedAnswer.add_batch."""
@@ -39,6 +40,8 @@ class LinkedAnswer(ABC):
     """Gets new tokens in place of `add_batch`."""
     _prompt_logprobs: list[sampling_pb2.TokenLogprobs]
     _timer: asyncio.TimerHandle | None = None
+    on_receipt: Callable[[receipt_pb2.Receipt], None] | None = None
+    """See report_late."""
 
     @abstractmethod
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
@@ -78,6 +81,10 @@ class LinkedAnswer(ABC):
         self.stream_id = stream_id
         self._window_tokens = self._allowed_tokens = window_tokens
         self._on_used, self._prompt_logprobs = on_used, []
+
+    def report_late(self, on_receipt: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_receipt` gets a receipt that comes after the end."""
+        self.on_receipt = on_receipt
 
     def forward(self, add: AddBatch) -> None:
         """From now on `add` gets new tokens."""
@@ -168,6 +175,8 @@ class LinkedAnswers:
 
     def __init__(self) -> None:
         self._answers: dict[int, LinkedAnswer] = {}
+        self._unpaid: dict[int, Callable[[receipt_pb2.Receipt], None]] = {}
+        """Of cancelled and failed requests, of which a receipt may come."""
 
     @property
     def count(self) -> int:
@@ -183,7 +192,17 @@ class LinkedAnswers:
 
     def remove(self, stream_id: int) -> LinkedAnswer | None:
         """None when the request has ended."""
-        return self._answers.pop(stream_id, None)
+        answer = self._answers.pop(stream_id, None)
+        if answer is not None:
+            self._await_receipt(answer)
+        return answer
+
+    def _await_receipt(self, answer: LinkedAnswer) -> None:
+        if answer.on_receipt is None:
+            return
+        self._unpaid[answer.stream_id] = answer.on_receipt
+        if len(self._unpaid) > _UNPAID_MAX:
+            del self._unpaid[next(iter(self._unpaid))]
 
     def fail_all(self, failure: Callable[[], HeadraceError]) -> None:
         """Ends every request with an error of its own."""
@@ -210,6 +229,10 @@ class LinkedAnswers:
             if answer is not None:
                 answer.add_prompt_logprobs(one.tokens.prompt_logprobs)
                 answer.add_tokens(one.tokens.token_ids, one.tokens.logprobs)
+        self._receive_ends(response)
+
+    def _receive_ends(self, response: decode_pb2.LinkResponse) -> None:
+        answers = self._answers
         for finished in response.finished:
             answer = answers.pop(finished.stream_id, None)
             if answer is not None:
@@ -218,8 +241,12 @@ class LinkedAnswers:
         for failure in response.failures:
             answer = answers.pop(failure.stream_id, None)
             if answer is not None:
+                self._await_receipt(answer)
                 answer.unlink()
                 answer.worker_failed(error_from_status(failure.status))
+        for one in response.receipts:
+            if (on_receipt := self._unpaid.pop(one.stream_id, None)) is not None:
+                on_receipt(one.receipt)
 
     def _receive_columns(self, tokens: decode_pb2.LinkTokens) -> None:
         token_ids, counts = list(tokens.token_ids), list(tokens.token_counts)

@@ -112,6 +112,7 @@ class OwnPrompts:
             cached_tokens=done.cached_tokens,
             payload_bytes=done.payload_bytes,
             steps=_steps(record, arrival_ns) if request.include_latency else None,
+            receipt=done.receipt,
         )
 
     def _worker(self, ref: WorkerRef) -> Worker:

@@ -116,6 +116,7 @@ class QueuedTask:
         self.pulled_s = 0.0
         self.has_started = False
         """Whether the worker may have opened the transfer."""
+        self._on_late_report: Callable[[prefill_pb2.TaskDone], None] = lambda done: None
         self.may_wait = bool(terms.cached) and terms.planned is None
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
@@ -169,6 +170,10 @@ class QueuedTask:
         message.task.remaining.CopyFrom(duration_from_seconds(self._deadline.remaining_s()))
         return message
 
+    def report_late(self, on_report: Callable[[prefill_pb2.TaskDone], None]) -> None:
+        """`on_report` gets the worker's report of the task if it was given up before."""
+        self._on_late_report = on_report
+
     def joined_queue(self, tasks_ahead: int) -> None:
         """The task joined the queue behind `tasks_ahead` others."""
         self.tasks_ahead = tasks_ahead
@@ -206,10 +211,12 @@ class QueuedTask:
         self.pulled_ns = 0
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
-        """Settles the outcome. Only the first call counts."""
+        """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
         if not self.outcome.done():
             self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
+        elif done is not None:
+            self._on_late_report(done)
 
     def cancel(self) -> None:
         """Removes the task from the queue, or asks its worker to stop. Ends it with WorkerGone."""

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2
+from headrace.inference.v1 import first_token_pb2, receipt_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.clocks import ClockOffset
@@ -25,6 +25,7 @@ from headrace_common.tasks import Recent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import decode_intervals
 from headrace_common.telemetry.later import SpanMaker
+from headrace_frontend.running.receipt import AttemptReceipt
 from headrace_frontend.running.record import AttemptRecord, Attributes, RequestRecord, now_us
 from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
@@ -71,9 +72,6 @@ class RoutedAttempt(AttemptRecord):
     route_error: str = ""
     transfer_id: str = ""
     number: int = 0
-    generated_tokens: int = 0
-    reason: str = ""
-    """That of its error."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
@@ -112,6 +110,7 @@ class RoutedAttempt(AttemptRecord):
     ) -> None:
         """The decode worker is asked."""
         self._start_ns, self._answer = time.monotonic_ns(), answer
+        answer.report_late(self.decoded)
         self.start = self._start_ns // 1_000
         self.remote = self.decision is not None and self.decision.remote
         self.first_token_by = MAKERS.get(first_token, BY_DECODE)
@@ -119,6 +118,11 @@ class RoutedAttempt(AttemptRecord):
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
         self._queued, self.outcome = task, task.outcome
+        task.report_late(self._reported_late)
+
+    def _reported_late(self, done: prefill_pb2.TaskDone) -> None:
+        self.done = self.done or done
+        self.charge_late(done.receipt)
 
     def failed(self, error: HeadraceError) -> None:
         """The attempt has failed."""
@@ -152,6 +156,19 @@ class RoutedAttempt(AttemptRecord):
                 # The spans of this worker move as its steps do.
                 ahead_ns = known.ahead_ns - 1_000 * by_us
                 self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
+
+    def receipt(self) -> AttemptReceipt:
+        queued, done = self._queued, self.done
+        if done is None and queued is not None and queued.outcome.done():
+            done = queued.outcome.result().done
+        if done is None:
+            return self._receipt(None)
+        link = receipt_pb2.LinkUse(
+            source_worker_id=self.prefill_worker_id,
+            destination_worker_id=self.worker_id("decode"),
+            payload_bytes=done.payload_bytes,
+        )
+        return self._receipt(done.receipt, *((link,) if link.payload_bytes else ()))
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, receipt_pb2, sampling_pb2
 from headrace_common.errors import (
     DeadlineExceeded,
     Draining,
@@ -45,7 +45,10 @@ async def test_a_prompt_is_prefilled_remotely_and_answered(rig: Rig) -> None:
     last = responses[-1]
     assert last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
     assert last.usage == inference_pb2.Usage(
-        prompt_tokens=8, completion_tokens=5, transferred_tokens=7
+        prompt_tokens=8,
+        completion_tokens=5,
+        transferred_tokens=7,
+        receipt=receipt_pb2.Receipt(attempts=1),
     )
     assert (last.timing.decode_worker_id, last.timing.prefill_worker_id) == ("d0", "p0")
     assert last.timing.attempts == 1

@@ -76,7 +76,10 @@ def test_a_chat_is_named_so_in_its_trace(operation: str) -> None:
         request.chat.messages.add()
     record = record_of(None)
     prepared: Any = SimpleNamespace(
-        tokenized_ns=(7_000, 9_000), served_name="m", token_ids=[1, 2, 3]
+        payer=("default", "m", ""),
+        tokenized_ns=(7_000, 9_000),
+        served_name="m",
+        token_ids=[1, 2, 3],
     )
     record.prepared(request, prepared)
     record.response = None

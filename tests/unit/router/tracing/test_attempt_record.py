@@ -113,7 +113,8 @@ async def test_the_usage_counts_what_either_worker_has_cached() -> None:
             finish=lambda reason, usage, timing: usages.append(usage),
         )
         prepared: Any = SimpleNamespace(token_ids=[1] * 20, keep_s=None, includes_latency=False)
-        request = AdmittedRequest(prepared, response, Deadline.after(9), record)
+        unused: Any = None
+        request = AdmittedRequest(prepared, response, Deadline.after(9), record, unused, unused)
         await finish_response(request, AttemptOutcome(STOP, cached_tokens), attempts=1)
         return usages[-1].cached_tokens, usages[-1].stored_tokens
 

@@ -8,9 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace_common.time_model.model import NO_STEPS, Step
+from headrace_engine.receipts import StepColumns
 from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
-from headrace_engine.vllm.scheduler.load import LoadMeter, StepStarts, report_changes, step_of
+from headrace_engine.vllm.scheduler.load import (
+    LoadMeter,
+    StepStarts,
+    columns_of,
+    report_changes,
+    step_of,
+)
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.promises import PromiseCounts
 
@@ -59,8 +66,30 @@ def test_prompts_of_others_are_sent() -> None:
 
 
 def test_drafts_make_no_prompt_of_an_answer() -> None:
-    step = step_of(output(cached={"a": (300, 4)}, drafts={"a": [1, 2, 3]}))
-    assert step == Step(running=1, context_tokens=300)
+    found = output(cached={"a": (300, 4)}, drafts={"a": [1, 2, 3]})
+    assert step_of(found) == Step(running=1, context_tokens=300)
+    assert columns_of(found) == StepColumns(["a"], [300], [0])
+
+
+def test_a_step_has_a_column_for_what_it_computes_of_each_request() -> None:
+    answers = output({"a": (99, 1)}, {"b": (10, 1), "c": (20, 1)})
+    assert columns_of(answers) == StepColumns(["b", "c", "a"], [10, 20, 99])
+    both = output({"a": (0, 100)}, {"b": (300, 1)})
+    assert columns_of(both) == StepColumns(["b", "a"], [300, 0], [0, 100])
+
+
+def test_only_a_request_that_ends_by_a_step_gets_a_receipt() -> None:
+    meter = LoadMeter()
+    for name in "ab":
+        meter.request_added(name)
+    meter.step_planned(output({"a": (0, 9), "b": (0, 9)}))
+    assert meter.request_finished("b", by_step=False, billed=False).computed_tokens == 0
+    cost = meter.request_finished("a")
+    meter.step_ended()
+    assert cost.computed_tokens == 9
+    # The whole step is of the request that is left.
+    time = meter.steps.time
+    assert time.billed_s == time.computing_s == cost.prefill_s > 0
 
 
 def test_requests_count_as_waiting_and_running_through_every_state() -> None:
