@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def read_incident(path: Path) -> dict[str, Parts]:
         while data.tell() < len(content):
             part = proto.parse_length_prefixed(incident_pb2.ListEventsResponse, data)
             found.setdefault(part.member.worker_id, []).append(part)
-    except (OSError, EOFError, DecodeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, DecodeError, ValueError) as error:
         raise ConfigError(
             f"cannot read {path}: {error}; name a file of `headrace incident save`",
             metadata={"file": str(path)},
