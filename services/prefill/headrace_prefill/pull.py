@@ -167,7 +167,7 @@ class PullSession:
             done.time_model.CopyFrom(time_model_to_proto(self._worker.times(decode_worker_id)))
 
     def _send_done(self, done: prefill_pb2.TaskDone) -> None:
-        EVENTS.add(done, 2 * EVENT_BYTES)
+        EVENTS.add(done, EVENT_BYTES + 2 * done.ByteSize())
         self._send(prefill_pb2.PullRequest(done=done))
 
     def _refuse(self, transfer_id: str, error: Draining | QueueFull) -> None:
