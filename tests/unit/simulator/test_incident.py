@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
+import pytest
 
 from headrace.incident.v1 import incident_pb2
 from headrace.inference.v1 import inference_pb2
@@ -214,17 +215,24 @@ def test_events_have_no_token_of_a_prompt() -> None:
     assert not any(str(_SECRET_TOKEN) in event.value for event in events)
 
 
-def test_long_reports_of_a_worker_count_as_what_they_take() -> None:
+@pytest.mark.parametrize("what", ["layouts", "names", "reasons", "times"])
+def test_what_a_worker_sends_counts_as_what_it_takes(what: str) -> None:
     async def reported(ring: EventRing) -> None:
         recorder = Recorder(ring, lambda: _POLICY)
         queue = recorder.queue(9, sign=lambda *_: b"", pairs=Pairing())
-        stream = queue.add_worker(_ref(0, "p"), "sim", LAYOUT)
-        links = dict.fromkeys(map(str, range(1_000)), _TIMES.handovers)
-        for _ in range(200):
-            queue.task_started(stream, "x" * 60_000)
-            done = prefill_pb2.TaskDone(transfer_id="t", reason="y" * 60_000)
-            queue.task_ended(stream, done)
-            queue.report_times(stream, replace(_TIMES, links=links))
+        stream = queue.add_worker(_ref(0, "q"), "sim", LAYOUT)
+        for number in range(200):
+            if what == "layouts":
+                large = replace(LAYOUT, stage_starts=tuple(range(9_000)))
+                queue.add_worker(_ref(number, "p"), "sim", large)
+            elif what == "names":
+                queue.task_started(stream, "x" * 60_000)
+            elif what == "reasons":
+                done = prefill_pb2.TaskDone(transfer_id="t", reason="y" * 60_000)
+                queue.task_ended(stream, done)
+            else:
+                links = dict.fromkeys(map(str, range(1_000)), _TIMES.handovers)
+                queue.report_times(stream, replace(_TIMES, links=links))
 
     ring = EventRing(2_000_000)
     run_virtually(lambda: reported(ring))

@@ -216,7 +216,9 @@ class RecordedQueue(PrefillQueue):
         adapters: frozenset[Adapter] = frozenset(),
     ) -> PrefillWorkerStream:
         """See PrefillQueue."""
-        self._events.add(WorkerJoined(ref, model, layout, adapters), _WORKER_BYTES)
+        joined = WorkerJoined(ref, model, layout, adapters)
+        # A worker has chosen the size of its layout.
+        self._events.add(joined, _WORKER_BYTES + 4 * len(repr(joined)))
         stream = super().add_worker(ref, model, layout, adapters)
         self._layouts[ref] = layout
         return stream
