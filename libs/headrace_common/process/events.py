@@ -75,6 +75,10 @@ class EventRing:
         while self._bytes > self._bytes_max:
             self._bytes -= self._events.popleft()[1]
 
+    def add_message(self, message: Message) -> None:
+        """As `add`. Each byte of a serialized message is about 8 in memory."""
+        self.add(message, 2 * EVENT_BYTES + 8 * message.ByteSize())
+
     def allow(self, bytes_max: int) -> None:
         """Events may have so much memory from now on."""
         self._bytes_max = bytes_max
