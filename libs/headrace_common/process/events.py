@@ -68,9 +68,9 @@ class EventRing:
         self._lines: deque[StoredEvent] = deque(maxlen=_LINES_MAX)
         self._alarmed: tuple[StoredEvent, ...] = ()
 
-    def add(self, event: object, size: int = EVENT_BYTES) -> None:
-        """Something has happened. The oldest events make room."""
-        self._events.append((time.monotonic_ns(), size, event))
+    def add(self, event: object, size: int = EVENT_BYTES, monotonic_ns: int = 0) -> None:
+        """Something has happened, now or at a time after the event before. The oldest events make room."""
+        self._events.append((monotonic_ns or time.monotonic_ns(), size, event))
         self._bytes += size
         while self._bytes > self._bytes_max:
             self._bytes -= self._events.popleft()[1]

@@ -7,6 +7,7 @@ decisions: headrace_simulator.incident.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from random import Random
@@ -115,15 +116,19 @@ class RecordedPlacement(Placement):
     def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
         """See Placement."""
         self._draws.last = 0
+        # What was learned ages during the choice too.
+        begin_ns = time.monotonic_ns()
         try:
             decision = self._inner.choose(request, candidates)
         except NoDecodeWorker as error:
-            self._store(request, candidates, error.reason)
+            self._store(request, candidates, error.reason, begin_ns)
             raise
-        self._store(request, candidates, decision_text(decision))
+        self._store(request, candidates, decision_text(decision), begin_ns)
         return decision
 
-    def _store(self, request: PlacementRequest, candidates: Candidates, decision: str) -> None:
+    def _store(
+        self, request: PlacementRequest, candidates: Candidates, decision: str, begin_ns: int
+    ) -> None:
         table, cached, pairs = candidates.decode, candidates.cached_tokens, candidates.pairs
         if not isinstance(table, RecordedTable):
             # The model has no workers.
@@ -140,7 +145,7 @@ class RecordedPlacement(Placement):
             self._draws.last,
             decision,
         )
-        self._events.add(placed, _DECISION_BYTES + _ENTRY_BYTES * len(table))
+        self._events.add(placed, _DECISION_BYTES + _ENTRY_BYTES * len(table), begin_ns)
 
 
 def decision_text(decision: Decision) -> str:
