@@ -19,11 +19,10 @@ Parts = Sequence[incident_pb2.ListEventsResponse]
 
 def write_incident(path: Path, parts: Iterable[incident_pb2.ListEventsResponse]) -> None:
     """Writes a file. Raises OSError."""
-    with gzip.open(path, "wb") as file:
-        for part in parts:
-            buffer = io.BytesIO()
-            proto.serialize_length_prefixed(part, buffer)
-            file.write(buffer.getvalue())
+    buffer = io.BytesIO()
+    for part in parts:
+        proto.serialize_length_prefixed(part, buffer)
+    path.write_bytes(gzip.compress(buffer.getvalue()))
 
 
 def read_incident(path: Path) -> dict[str, Parts]:

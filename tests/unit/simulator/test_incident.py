@@ -190,7 +190,7 @@ def test_a_replay_makes_the_recorded_decisions() -> None:
 
 
 def test_a_replay_can_begin_at_a_checkpoint() -> None:
-    events = _recorded(4_000, 7, bytes_max=2_500 * EVENT_BYTES)
+    events = _recorded(4_000, 7, bytes_max=4_000 * EVENT_BYTES)
     assert events[0].kind not in ("Policy", "ListMembersResponse")
     result = replay(events)
     assert all(one.compared > 50 for one in result.kinds.values())
@@ -227,3 +227,27 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"all\.incident"):
             read_incident(path)
+
+
+@pytest.mark.parametrize("what", ["layouts", "names", "reasons", "times"])
+def test_what_a_worker_sends_counts_as_what_it_takes(what: str) -> None:
+    async def reported(ring: EventRing) -> None:
+        recorder = Recorder(ring, lambda: _POLICY)
+        queue = recorder.queue(9, sign=lambda *_: b"", pairs=Pairing())
+        stream = queue.add_worker(_ref(0, "q"), "sim", LAYOUT)
+        for number in range(200):
+            if what == "layouts":
+                large = replace(LAYOUT, stage_starts=tuple(range(9_000)))
+                queue.add_worker(_ref(number, "p"), "sim", large)
+            elif what == "names":
+                queue.task_started(stream, "x" * 60_000)
+            elif what == "reasons":
+                done = prefill_pb2.TaskDone(transfer_id="t", reason="y" * 60_000)
+                queue.task_ended(stream, done)
+            else:
+                links = dict.fromkeys(map(str, range(1_000)), _TIMES.handovers)
+                queue.report_times(stream, replace(_TIMES, links=links))
+
+    ring = EventRing(2_000_000)
+    run_virtually(lambda: reported(ring))
+    assert sum(len(event_json(event)) for *_, event in ring.since(0)) < 2_500_000
