@@ -280,7 +280,7 @@ class Receiver:
             error = _ending_error(reason, detail, f"transfer {transfer_id} was ended")
             self._transfers.fail(transfer, error)
         elif transfer_id not in self._transfers.ended:
-            self._transfers.ended[transfer_id] = detail or reason
+            self._transfers.remember_ended(transfer_id, detail or reason)
 
     async def drain(self, timeout_s: float) -> None:
         """Accepts nothing new, waits for active transfers, then ends the rest, every stream and every timer."""

@@ -109,6 +109,10 @@ class IncomingTransfers:
         if not self._closed:
             self._release_if_quiesced(transfer)
 
+    def remember_ended(self, transfer_id: str, detail: str) -> None:
+        """Records why a transfer is over."""
+        self.ended[transfer_id] = detail
+
     async def wait_empty(self, deadline: Deadline) -> None:
         """Returns when the blocks of every transfer are released, or at the deadline."""
         while self._transfers and not deadline.expired:
@@ -145,7 +149,7 @@ class IncomingTransfers:
     def _remove(self, transfer: IncomingTransfer) -> None:
         transfer.free()
         del self._transfers[transfer.transfer_id]
-        self.ended[transfer.transfer_id] = "the transfer has ended"
+        self.remember_ended(transfer.transfer_id, "the transfer has ended")
         self._changed.set()
 
     def _start_ticks(self) -> None:
