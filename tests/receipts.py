@@ -81,10 +81,17 @@ async def check_sums(it: Suite, requests: Sequence[inference_pb2.GenerateRequest
     await it.wait_running("decode-0", "decode-1")
     await asyncio.sleep(0.5)  # Steps of the worker that is killed, which no receipt will have.
     last = {"decode-1": await it.status("decode-1")}
+    seen_us = last["decode-1"].device_time.computing_us
+
+    def is_new(status: worker_pb2.WatchStatusResponse) -> bool:
+        last["decode-1"] = status
+        return status.device_time.computing_us > seen_us
+
+    # An engine's process reports its steps four times a second.
+    await it.until("decode-1", is_new)
     it.kill("decode-1")
     assert max(await asyncio.gather(*running)) > 1
     for name in _WORKERS[:2]:
-        # An engine's process reports its steps four times a second.
         await it.until(name, _has_billed_all)
         last[name] = await it.status(name)
     found = await _device_us(it)

@@ -42,7 +42,6 @@ from headrace_engine.interface import (
     TransferEvent,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.receipts import RequestCost
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.model import SimModel
@@ -260,7 +259,7 @@ class SimEngine(Engine):
         sequence = Prompt(work, outgoing, on_first_token, self.model, block_tokens)
         self._requests.submit(sequence, QueueFull)
         self._outgoing[outgoing.transfer_id] = outgoing
-        costs, cost = self._requests.meter.costs, RequestCost()
+        costs = self._requests.meter.costs
         try:
             await outgoing.wait()
             cost = costs.bill(outgoing.transfer_id)

@@ -18,6 +18,7 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.errors import DuplicateTransfer, HeadraceError, InternalError, from_reason
 from headrace_common.process.run import interruptible
 from headrace_common.registry.adapters import Adapter
+from headrace_common.tasks import Recent
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
@@ -110,7 +111,7 @@ class VllmEngine(Engine):
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
         # The last ones that were aborted. Their cost comes later.
-        self._aborted: dict[str, DecodeRequest] = {}
+        self._aborted: Recent[str, DecodeRequest] = Recent(_ABORTED_MAX)
         # Those with tokens from KV, by vLLM's id.
         self._takers: dict[str, AnswerSink] = {}
         # Those that may fetch a prefix, by the transfer that brings it.
@@ -271,8 +272,6 @@ class VllmEngine(Engine):
                 raise
             except asyncio.CancelledError:
                 self._aborted[work.transfer_id] = request
-                if len(self._aborted) > _ABORTED_MAX:
-                    del self._aborted[next(iter(self._aborted))]
                 raise
             finally:
                 del self._decodes[work.transfer_id]

@@ -154,11 +154,8 @@ class PrefillWorker:
         self._spans.record(ended)
         done = _done_to_proto(ended)
         if outcome is not None:
-            receipt = receipt_to_proto(
-                outcome.cost,
-                self._engine.descriptor,
-                outcome.cached_tokens + outcome.fetched_tokens,
-            )
+            cached = outcome.cached_tokens + outcome.fetched_tokens
+            receipt = receipt_to_proto(outcome.cost, self._engine.descriptor, cached)
             done.receipt.CopyFrom(receipt)
         # A cancelled prompt was not computed in vain if its first token may have ended the answer.
         used = error is None or (has_sent_token and isinstance(error, Cancelled))

@@ -162,18 +162,16 @@ class LinkedPeers(Peers):
             request.request_id, by_step=answered, billed=answered or bool(_step_name(request))
         )
         self._comparisons.request_finished(request.request_id)
+        self._starts.request_finished(request.request_id)
         if not answered:
             self._report_failure(request, cost)
-        self._starts.request_finished(request.request_id)
-        value = self._keep(request) if times is None else times
-        if answered:
-            return False, params_with(value, cost)
-        return False, None if value is None else params_with(value)
+            return False, None if times is None else params_with(times)
+        return False, params_with(times or self._keep(request), cost)
 
     def _keep(self, request: Request) -> Kept | None:
-        """Promises the KV of an answered request that asks for it."""
+        """Promises the KV of an answered request, if it asks for it."""
         terms = keep_terms(getattr(request.sampling_params, "extra_args", None))
-        if terms is None or not continuation.has_answer(request):
+        if terms is None:
             return None
         return self._tiers.keep(request.request_id, request.num_computed_tokens, terms)
 
