@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -156,9 +157,9 @@ class Store:
 
         One without ids was dropped, and stays so.
         """
+        now_s = self._expire(tenant)
         if not entry.ids:
             return
-        now_s = self._expire(tenant)
         kept = self._tenants.setdefault(tenant, _TenantEntries())
         kept.put(entry, now_s)
         while len(kept) > self._entries_max:
@@ -176,6 +177,11 @@ class Store:
         if self.find(tenant, kind, entry_id) is not None:
             self._tenants[tenant].remove(kind, entry_id)
             self._remove_if_empty(tenant)
+
+    def close(self) -> None:
+        """Drops all entries."""
+        for name in tuple(self._tenants):
+            self._tenants.pop(name).drop_unused(math.inf)
 
     def _expire(self, tenant: str) -> float:
         """Drops a tenant's entries that have had their time, and once a second those of all tenants. Returns now."""

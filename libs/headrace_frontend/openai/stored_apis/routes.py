@@ -150,8 +150,8 @@ class ResponsesRoutes:
     ) -> None:
         """Starts the answer, which goes on without the client."""
         entry = turn.entry
-        if entry is None:
-            raise InvalidRequest({"background": "nothing is kept here: conversations_mib is 0"})
+        if entry is None or entry.ended:
+            raise InvalidRequest({"background": "has no room here: conversations_mib is too small"})
         client = BackgroundClient(entry, exchange, partial(self._objects.put, turn.tenant, entry))
 
         async def run() -> None:
