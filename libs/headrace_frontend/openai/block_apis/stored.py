@@ -267,6 +267,9 @@ class StoredObjects:
                 entry.change({"metadata": given.metadata})
             case "events":
                 result = json.dumps(await entry.events_after(given.starting_after))
+                if not entry.ids:
+                    # It was dropped meanwhile.
+                    return None
             case "cancel":
                 entry.cancel()
             case "delete":

@@ -210,3 +210,13 @@ async def test_a_response_without_room_does_not_run_in_the_background() -> None:
     app = LocalApp(store_bytes=1_000)
     refused = await app.post("/v1/responses", {"input": "hi", "background": True})
     assert (refused.status, refused.error["param"]) == (400, "background")
+
+
+async def test_the_stream_of_a_response_that_was_dropped_ends_with_an_error() -> None:
+    app = LocalApp()
+    app.runner.wait_s = 5.0
+    body = {"input": "hi", "request_id": "1", **BACKGROUND}
+    streaming = asyncio.ensure_future(app.post("/v1/responses", body))
+    await asyncio.sleep(2.5)
+    await use(app, "DELETE", "/v1/responses/resp_1")
+    assert b"event: error" in (await streaming).body
