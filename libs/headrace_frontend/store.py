@@ -39,14 +39,6 @@ class Stored(ABC):
     def stored_bytes(self) -> int:
         """What it takes of main memory, about."""
 
-    def use(self, now_s: float) -> None:
-        """It is used now."""
-        self.used_s = now_s
-
-    def remove(self, entry_id: str) -> None:
-        """It has this id no more."""
-        del self.ids[entry_id]
-
     def end(self) -> None:  # noqa: B027
         """It is stored no more."""
 
@@ -67,7 +59,7 @@ class _TenantEntries:
         return len(self._by_use)
 
     def use(self, entry: Stored, now_s: float) -> None:
-        entry.use(now_s)
+        entry.used_s = now_s
         self._by_use.move_to_end(entry)
 
     def put(self, entry: Stored, now_s: float) -> None:
@@ -84,7 +76,7 @@ class _TenantEntries:
     def remove(self, kind: type[Stored], entry_id: str) -> None:
         """Removes an id, and its entry when that has no other."""
         entry = self.by_id.pop((kind, entry_id))
-        entry.remove(entry_id)
+        del entry.ids[entry_id]
         if not entry.ids:
             self._drop(entry)
             return
@@ -101,9 +93,9 @@ class _TenantEntries:
 
     def _drop(self, entry: Stored) -> None:
         self.stored_bytes -= self._by_use.pop(entry)
-        for entry_id in tuple(entry.ids):
+        for entry_id in entry.ids:
             del self.by_id[type(entry), entry_id]
-            entry.remove(entry_id)
+        entry.ids.clear()
         entry.end()
 
 
