@@ -220,3 +220,19 @@ async def test_the_stream_of_a_response_that_was_dropped_ends_with_an_error() ->
     await asyncio.sleep(2.5)
     await use(app, "DELETE", "/v1/responses/resp_1")
     assert b"event: error" in (await streaming).body
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"input": "x" * 5_000}, "input"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "text.format.schema",
+        ),
+    ],
+)
+async def test_an_error_names_the_field_of_the_api(path: str, fields: Any, name: str) -> None:
+    refused = await LocalApp().post(path, {"input": "hi", **fields})
+    assert (refused.status, refused.error["param"]) == (400, name)
