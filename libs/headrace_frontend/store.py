@@ -39,6 +39,10 @@ class Stored(ABC):
     def stored_bytes(self) -> int:
         """What it takes of main memory, about."""
 
+    def use(self, now_s: float) -> None:
+        """It is used now."""
+        self.used_s = now_s
+
     def end(self) -> None:  # noqa: B027
         """It is stored no more."""
 
@@ -59,7 +63,7 @@ class _TenantEntries:
         return len(self._by_use)
 
     def use(self, entry: Stored, now_s: float) -> None:
-        entry.used_s = now_s
+        entry.use(now_s)
         self._by_use.move_to_end(entry)
 
     def put(self, entry: Stored, now_s: float) -> None:
