@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,11 +19,10 @@ Parts = Sequence[incident_pb2.ListEventsResponse]
 
 def write_incident(path: Path, parts: Iterable[incident_pb2.ListEventsResponse]) -> None:
     """Writes a file. Raises OSError."""
-    with gzip.open(path, "wb") as file:
-        for part in parts:
-            buffer = io.BytesIO()
-            proto.serialize_length_prefixed(part, buffer)
-            file.write(buffer.getvalue())
+    buffer = io.BytesIO()
+    for part in parts:
+        proto.serialize_length_prefixed(part, buffer)
+    path.write_bytes(gzip.compress(buffer.getvalue()))
 
 
 def read_incident(path: Path) -> dict[str, Parts]:
@@ -34,7 +34,7 @@ def read_incident(path: Path) -> dict[str, Parts]:
         while data.tell() < len(content):
             part = proto.parse_length_prefixed(incident_pb2.ListEventsResponse, data)
             found.setdefault(part.member.worker_id, []).append(part)
-    except (OSError, EOFError, DecodeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, DecodeError, ValueError) as error:
         raise ConfigError(
             f"cannot read {path}: {error}; name a file of `headrace incident save`",
             metadata={"file": str(path)},

@@ -34,6 +34,7 @@ OWN_DATA = frozenset(
     {
         "libs/headrace_frontend/openai/intake.py:system_fingerprint",
         "libs/headrace_frontend/openai/app.py:MetricsPage",
+        "services/decode/headrace_decode/http/door.py:gateway_gauges",
     }
 )
 _REFERENCE = re.compile(r"`([a-z_/]+(?:\.py|/))`")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, TypeAlias
@@ -25,7 +26,7 @@ from headrace_common.durations import seconds_from_duration
 
 BYTES_MAX: Final = 16 * 1024**2
 ROUTER_BYTES_MAX: Final = 64 * 1024**2
-"""Memory of the events of a router, and of another process."""
+"""Memory of the events of a router, and of another process. Those of an alarm may take as much again."""
 EVENT_BYTES: Final = 256
 """What a usual event takes."""
 _LINES_MAX: Final = 4_096
@@ -54,6 +55,7 @@ class Alarm:
 
 StoredEvent: TypeAlias = tuple[int, int, object]
 """When an event happened, by the monotonic clock in nanoseconds, its memory, and the event."""
+_TIME: Final = itemgetter(0)
 
 
 class EventRing:
@@ -66,12 +68,16 @@ class EventRing:
         self._lines: deque[StoredEvent] = deque(maxlen=_LINES_MAX)
         self._alarmed: tuple[StoredEvent, ...] = ()
 
-    def add(self, event: object, size: int = EVENT_BYTES) -> None:
-        """Something has happened. The oldest events make room."""
-        self._events.append((time.monotonic_ns(), size, event))
+    def add(self, event: object, size: int = EVENT_BYTES, monotonic_ns: int = 0) -> None:
+        """Something has happened, now or at a time after the event before. The oldest events make room."""
+        self._events.append((monotonic_ns or time.monotonic_ns(), size, event))
         self._bytes += size
         while self._bytes > self._bytes_max:
             self._bytes -= self._events.popleft()[1]
+
+    def add_message(self, message: Message) -> None:
+        """As `add`. Each byte of a serialized message is about 8 in memory."""
+        self.add(message, 2 * EVENT_BYTES + 8 * message.ByteSize())
 
     def allow(self, bytes_max: int) -> None:
         """Events may have so much memory from now on."""
@@ -87,18 +93,19 @@ class EventRing:
         if self._alarmed and now_ns - self._alarmed[-1][0] < _ALARM_PAUSE_S * 1e9:
             return
         self.add(Alarm(reason))
-        self._alarmed = tuple(self._stored_since(now_ns - int(_ALARM_AGE_S * 1e9)))
+        self._alarmed = self._stored_since(now_ns - int(_ALARM_AGE_S * 1e9))
 
     def since(self, begin_ns: int) -> list[StoredEvent]:
         """The events since then by the monotonic clock, and those of the last alarm, oldest first."""
         found = set(map(id, self._alarmed))
-        newer = (one for one in self._stored_since(begin_ns) if id(one) not in found)
-        return sorted((*self._alarmed, *newer), key=itemgetter(0))
+        newer = [one for one in self._stored_since(begin_ns) if id(one) not in found]
+        return sorted((*self._alarmed, *newer), key=_TIME)
 
-    def _stored_since(self, begin_ns: int) -> Iterator[StoredEvent]:
-        # The lines are first: an alarm is last.
-        for events in (self._lines, self._events):
-            yield from (one for one in tuple(events) if one[0] >= begin_ns)
+    def _stored_since(self, begin_ns: int) -> tuple[StoredEvent, ...]:
+        # There may be 300,000, and requests wait meanwhile. The lines are first: an alarm is last.
+        lines, events = tuple(self._lines), tuple(self._events)
+        first = bisect_left(events, begin_ns, key=_TIME)
+        return lines[bisect_left(lines, begin_ns, key=_TIME) :] + events[first:]
 
 
 EVENTS: Final = EventRing()

@@ -31,7 +31,7 @@ from headrace_common.limits import (
     STATUS_STREAMS_MAX,
     STATUS_STREAMS_OF_CALLER_MAX,
 )
-from headrace_common.process.events import EVENT_BYTES, EVENTS
+from headrace_common.process.events import EVENTS
 from headrace_common.tickets import TicketKeys
 from headrace_common.time_model.model import TimeModel, time_model_to_proto
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -148,7 +148,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             sent = self._status()
             stamped = self._stamped(sent)
-            EVENTS.add(stamped, 4 * EVENT_BYTES)
+            EVENTS.add_message(stamped)
             yield stamped
             idle = _is_idle(sent)
             send_by = loop.time() + (interval_s if idle else min(interval_s, BUSY_INTERVAL_S))

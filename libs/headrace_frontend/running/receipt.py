@@ -16,7 +16,8 @@ RECEIPT_FIELD: Final = "headrace_receipt"
 """With the receipt, in the usage of answers over HTTP."""
 _TIERS: Final = frozenset(("device", "host", "disk", "remote"))
 _MOST: Final = 10**12
-"""What a worker reports of one request counts as this at most, so that no sum overflows."""
+_BYTE_SECONDS_MOST: Final = 1e15
+"""What a worker reports of one request counts as these at most, so that no sum overflows."""
 _OF_CLIENTS: Final = frozenset(
     {"", Cancelled.reason, DeadlineExceeded.reason, InvalidRequest.reason}
 )
@@ -56,7 +57,8 @@ def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
             decode_us += min(part.decode_device_us, _MOST)
             for use in part.kv:
                 if use.tier in _TIERS:
-                    kv[use.tier] = kv.get(use.tier, 0.0) + use.byte_seconds
+                    used = min(max(use.byte_seconds, 0.0), _BYTE_SECONDS_MOST)
+                    kv[use.tier] = kv.get(use.tier, 0.0) + used
         count += 1
         moves += attempt.generated_tokens > 0
         if lost_tokens or attempt.generated_tokens:

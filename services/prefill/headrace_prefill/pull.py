@@ -19,7 +19,7 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import Draining, QueueFull
-from headrace_common.process.events import EVENT_BYTES, EVENTS
+from headrace_common.process.events import EVENTS
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
@@ -167,7 +167,7 @@ class PullSession:
             done.time_model.CopyFrom(time_model_to_proto(self._worker.times(decode_worker_id)))
 
     def _send_done(self, done: prefill_pb2.TaskDone) -> None:
-        EVENTS.add(done, 2 * EVENT_BYTES)
+        EVENTS.add_message(done)
         self._send(prefill_pb2.PullRequest(done=done))
 
     def _refuse(self, transfer_id: str, error: Draining | QueueFull) -> None:

@@ -151,7 +151,7 @@ class RegistryConfig(ServiceConfig):
         elif (
             user
             and not authority
-            and not all(ports.is_loopback(f"{host}:{port}") for host, port in self.etcd_endpoints)
+            and not all(ports.is_loopback(one) for one, _ in self.etcd_endpoints)
         ):
             problems.append(
                 "store_user needs store_tls_authority_file: else its password would cross the network in clear"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from headrace.inference.v1 import load_pb2, receipt_pb2
 from headrace_common.durations import timestamp_from_unix_ns
@@ -21,13 +21,14 @@ _SENT_MAX: Final = 2**40
 """Bytes of one link that count, so that no sum overflows."""
 LINES_MAX: Final = 256
 """Of an hour. Further tenants share one line."""
+_Payer: TypeAlias = tuple[str, str, str]
 
 
 class UsageBook:
     """Adds up the receipts of requests. One event loop owns it."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._hours: dict[int, dict[tuple[str, str, str], load_pb2.HourlyUsage]] = {}
+        self._hours: dict[int, dict[_Payer, load_pb2.HourlyUsage]] = {}
         self._device_time = metrics.store.counter(
             schema.METRIC_USAGE_DEVICE_TIME,
             schema.ATTRIBUTE_TENANT,
@@ -46,24 +47,28 @@ class UsageBook:
         if not record.payer[0]:
             return
         receipt = record.receipt
-        line = self._line(record)
+        payer, end_unix_ns = record.payer, record.end_unix_ns
+        line = self._line(payer, end_unix_ns)
         line.request_count += 1
         line.prompt_tokens += record.prompt_tokens
         line.answer_tokens += record.usage.completion_tokens if record.usage is not None else 0
         line.sent_bytes += sum(min(link.payload_bytes, _SENT_MAX) for link in receipt.links)
-        self._charge(record, line, receipt)
+        self._charge(payer, line, receipt)
         for attempt in record.attempts:
-            attempt.report_late(partial(self._add_late, record, attempt.reason))
+            # Links keep it for a while, and should not keep the record.
+            attempt.report_late(partial(self._add_late, payer, end_unix_ns, attempt.reason))
 
-    def _add_late(self, record: RequestRecord, reason: str, part: receipt_pb2.Receipt) -> None:
+    def _add_late(
+        self, payer: _Payer, end_unix_ns: int, reason: str, part: receipt_pb2.Receipt
+    ) -> None:
         late = receipt_of([AttemptReceipt([part], reason, 0)])
         late.attempts = 0
-        self._charge(record, self._line(record), late)
+        self._charge(payer, self._line(payer, end_unix_ns), late)
 
     def _charge(
-        self, record: RequestRecord, line: load_pb2.HourlyUsage, receipt: receipt_pb2.Receipt
+        self, payer: _Payer, line: load_pb2.HourlyUsage, receipt: receipt_pb2.Receipt
     ) -> None:
-        tenant, model, _ = record.payer
+        tenant, model, _ = payer
         add_receipt(line.receipt, receipt)
         for kind, device_us in (
             ("prefill", receipt.prefill_device_us),
@@ -89,11 +94,10 @@ class UsageBook:
                 head.MergeFrom(line)
                 yield head
 
-    def _line(self, record: RequestRecord) -> load_pb2.HourlyUsage:
-        lines = self._hours.setdefault(record.end_unix_ns // HOUR_NS * HOUR_NS, {})
+    def _line(self, payer: _Payer, end_unix_ns: int) -> load_pb2.HourlyUsage:
+        lines = self._hours.setdefault(end_unix_ns // HOUR_NS * HOUR_NS, {})
         while len(self._hours) > HOURS_MAX:
             del self._hours[min(self._hours)]
-        payer = record.payer
         if payer not in lines and len(lines) >= LINES_MAX:
             payer = (OTHER, payer[1], "")
         return lines.setdefault(payer, load_pb2.HourlyUsage())

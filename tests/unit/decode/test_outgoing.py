@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import receipt_pb2
 from headrace_decode.link.outgoing import Outgoing, OutgoingStream
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_router.decode_link.answer import LinkedAnswers
@@ -90,3 +91,26 @@ async def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprob
     assert list(found.token_ids) == [10, 11]
     assert [entry.logprob for entry in found.logprobs] == ([-0.1, -0.2] if logprobs else [])
     assert answer.poll() == _END
+
+
+def test_a_receipt_follows_the_last_event_of_its_request() -> None:
+    outgoing, streams = opened(1, bytes_max=1_000)
+    cost = receipt_pb2.Receipt(decode_device_us=5)
+    streams[1].credit_tokens = 1
+    streams[1].add_tokens([10, 11])
+    streams[1].fail(b"x")
+    outgoing.add_receipt(1, cost)
+    assert columns(outgoing.next_message()) == {1: [10]}
+    assert outgoing.next_message() is None
+    streams[1].grant(1)
+    message = outgoing.next_message()
+    assert message is not None
+    assert [one.stream_id for one in message.failures] == [1]
+    assert [(one.stream_id, one.receipt) for one in message.receipts] == [(1, cost)]
+    for stream_id in range(2, 500):
+        outgoing.add_receipt(stream_id, cost)
+    sizes: list[int] = []
+    while (message := outgoing.next_message()) is not None:
+        sizes.append(message.ByteSize())
+    assert len(sizes) > 4
+    assert max(sizes) < 1_200

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
+import pytest
 
 from headrace.incident.v1 import incident_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
+from headrace_common.errors import ConfigError
 from headrace_common.process.events import EVENT_BYTES, EventRing, event_json
 from headrace_common.time_model.model import StepTimes, TimeModel, time_model_to_proto
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
@@ -26,6 +29,7 @@ from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 from headrace_router.workers.table import Load, PromptWork, Worker
 from headrace_simulator.incident import Replay, replay
+from headrace_simulator.incident_file import read_incident, write_incident
 from headrace_simulator.virtual_time import run_virtually
 from tests.sim_layout import LAYOUT
 
@@ -186,7 +190,7 @@ def test_a_replay_makes_the_recorded_decisions() -> None:
 
 
 def test_a_replay_can_begin_at_a_checkpoint() -> None:
-    events = _recorded(4_000, 7, bytes_max=2_500 * EVENT_BYTES)
+    events = _recorded(4_000, 7, bytes_max=4_000 * EVENT_BYTES)
     assert events[0].kind not in ("Policy", "ListMembersResponse")
     result = replay(events)
     assert all(one.compared > 50 for one in result.kinds.values())
@@ -212,3 +216,38 @@ def test_events_have_no_token_of_a_prompt() -> None:
     events = _recorded(1_000, 2)
     assert any(event.kind == "TaskQueued" for event in events)
     assert not any(str(_SECRET_TOKEN) in event.value for event in events)
+
+
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "all.incident"
+    write_incident(path, [incident_pb2.ListEventsResponse(events=_recorded(10, 3))])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    for damaged in (content, content[:-9], b"text"):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"all\.incident"):
+            read_incident(path)
+
+
+@pytest.mark.parametrize("what", ["layouts", "names", "reasons", "times"])
+def test_what_a_worker_sends_counts_as_what_it_takes(what: str) -> None:
+    async def reported(ring: EventRing) -> None:
+        recorder = Recorder(ring, lambda: _POLICY)
+        queue = recorder.queue(9, sign=lambda *_: b"", pairs=Pairing())
+        stream = queue.add_worker(_ref(0, "q"), "sim", LAYOUT)
+        for number in range(200):
+            if what == "layouts":
+                large = replace(LAYOUT, stage_starts=tuple(range(9_000)))
+                queue.add_worker(_ref(number, "p"), "sim", large)
+            elif what == "names":
+                queue.task_started(stream, "x" * 60_000)
+            elif what == "reasons":
+                done = prefill_pb2.TaskDone(transfer_id="t", reason="y" * 60_000)
+                queue.task_ended(stream, done)
+            else:
+                links = dict.fromkeys(map(str, range(1_000)), _TIMES.handovers)
+                queue.report_times(stream, replace(_TIMES, links=links))
+
+    ring = EventRing(2_000_000)
+    run_virtually(lambda: reported(ring))
+    assert sum(len(event_json(event)) for *_, event in ring.since(0)) < 2_500_000

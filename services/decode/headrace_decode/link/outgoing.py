@@ -258,7 +258,8 @@ class Outgoing:
         self._waiting: dict[int, OutgoingStream] = {}
         """Those with nothing but tokens that may wait, and that are not in the columns."""
         self._columns: dict[int, list[int]] = {}
-        self._receipts: list[decode_pb2.LinkReceipt] = []
+        self._receipts: dict[int, receipt_pb2.Receipt] = {}
+        """Those of streams, which follow the last event of their stream."""
 
     @property
     def count(self) -> int:
@@ -291,7 +292,7 @@ class Outgoing:
     def add_receipt(self, stream_id: int, receipt: receipt_pb2.Receipt) -> None:
         """A request has this receipt after its last event. One of no cost is not sent."""
         if receipt.prefill_device_us or receipt.decode_device_us:
-            self._receipts.append(decode_pb2.LinkReceipt(stream_id=stream_id, receipt=receipt))
+            self._receipts[stream_id] = receipt
             self._on_sendable()
 
     def next_message(self, *, holds_tokens: bool = False) -> decode_pb2.LinkResponse | None:
@@ -303,11 +304,9 @@ class Outgoing:
             self._queue |= self._waiting
             self._waiting.clear()
         columns = {} if holds_tokens else self._columns
-        if not self._queue and not columns and not self._receipts:
+        if not self._queue and not columns and self._receipts.keys() <= self._streams.keys():
             return None
         message, queue = _Message(self._bytes_max), iter(self._queue.items())
-        message.response.receipts.extend(self._receipts)
-        self._receipts.clear()
         unfinished: dict[int, OutgoingStream] = {}
         while message.room_bytes > 0 and (one := next(queue, None)) is not None:
             stream_id, stream = one
@@ -318,6 +317,12 @@ class Outgoing:
                 del self._streams[stream_id]
         # Those that had no turn go first.
         self._queue = dict(queue) | unfinished
+        for stream_id in self._receipts.keys() - self._streams.keys():
+            if message.room_bytes <= 0:
+                break
+            receipt = self._receipts.pop(stream_id)
+            message.response.receipts.add(stream_id=stream_id, receipt=receipt)
+            message.use(receipt.ByteSize())
         message.take_columns(columns)
         return message.complete()
 

@@ -212,9 +212,9 @@ class LinkSession:
 
     async def _run(self, lane: _Lane, opened: decode_pb2.LinkOpen) -> None:
         """Admits a request and starts it."""
-        otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
         try:
             require_bounds(opened)
+            otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
             attempt = await self._start(opened.request, self._deadline_of(opened))
             lane.admitted(attempt)
             attempt.report_cost(partial(self._outgoing.add_receipt, lane.stream_id))

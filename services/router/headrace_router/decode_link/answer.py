@@ -14,7 +14,7 @@ from headrace_common.errors import DeadlineExceeded, HeadraceError, ProtocolViol
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import error_from_status
 
-_UNPAID_MAX: Final = 4_096
+_UNPAID_MAX: Final = 1_024
 _Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
 AddBatch: TypeAlias = Callable[[Sequence[int], _Logprobs, _Logprobs], bool]
 """See LinkedAnswer.add_batch."""
@@ -241,7 +241,9 @@ class LinkedAnswers:
         for failure in response.failures:
             answer = answers.pop(failure.stream_id, None)
             if answer is not None:
-                self._await_receipt(answer)
+                if answer.reserved_ns:
+                    # Without blocks it has cost nothing.
+                    self._await_receipt(answer)
                 answer.unlink()
                 answer.worker_failed(error_from_status(failure.status))
         for one in response.receipts:

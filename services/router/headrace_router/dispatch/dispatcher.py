@@ -161,7 +161,7 @@ class RequestDispatcher:
         return replace(
             asked,
             # A worker of both roles has no KV to hand over to itself.
-            avoid=asked.avoid | self.workers.distrusted(worker.ref).keys() | {worker.ref},
+            avoid=asked.avoid.union(self.workers.distrusted(worker.ref), (worker.ref,)),
             cached=self.prefixes.cached_refs(worker.model, token_ids, cache_salt, refs),
             returns_max=self._budget,
         )

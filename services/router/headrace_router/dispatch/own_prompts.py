@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -30,6 +29,7 @@ from headrace_common.latency.steps import AttemptSteps
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_common.rpc.trace_context import context_from_traceparent
+from headrace_common.tasks import Recent
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_frontend.running.record import now_us
 from headrace_frontend.tenants import DEFAULT_TENANT
@@ -62,7 +62,9 @@ class OwnPrompts:
     """Gets the trace id, the request id and the arrival of each prompt."""
     clocks: WorkerClocks
     default_deadline_s: float
-    _prefilled: OrderedDict[str, None] = field(default_factory=OrderedDict, init=False)
+    _prefilled: Recent[str, None] = field(
+        default_factory=lambda: Recent(_PREFILLED_MAX), init=False
+    )
     _paused: dict[WorkerRef, Deadline] = field(default_factory=dict, init=False)
     """The decode workers that had no reservation for a prompt, and the end of the pause of each."""
 
@@ -144,8 +146,6 @@ class OwnPrompts:
                 metadata={"transfer_id": transfer_id},
             )
         self._prefilled[transfer_id] = None
-        if len(self._prefilled) > _PREFILLED_MAX:
-            self._prefilled.popitem(last=False)
 
     def _reject_slow_queue(self, worker: Worker, priority: Priority, tenant: str) -> None:
         policy = self.policy()

@@ -7,6 +7,7 @@ decisions: headrace_simulator.incident.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from random import Random
@@ -49,6 +50,14 @@ CHECKPOINT_S: Final = 60.0
 """After this time, state is stored anew: a reader needs no older events."""
 _WORKER_BYTES: Final = 512
 _DECISION_BYTES: Final = 1_536
+# Of learned times, of those of one link, and of a worker in a list.
+_TIMES_BYTES: Final = 768
+_LINK_BYTES: Final = 384
+_ENTRY_BYTES: Final = 96
+
+
+def _times_bytes(times: TimeModel) -> int:
+    return _TIMES_BYTES + _LINK_BYTES * len(times.links)
 
 
 class RecordedTable(LoadTable):
@@ -62,14 +71,18 @@ class RecordedTable(LoadTable):
 
     def set(self, ref: WorkerRef, load: Load) -> None:
         """See LoadTable."""
+        before = self.load(ref)
         super().set(ref, load)
-        self._events.add(LoadSet(self.number, ref, load))
+        is_new = before is None or before.times is not load.times
+        size = 2 * EVENT_BYTES + (_times_bytes(load.times) if is_new else 0)
+        self._events.add(LoadSet(self.number, ref, load), size)
 
     def checkpoint(self) -> None:
         """Stores the workers and their load again."""
         self._store_workers()
         for row, load in self._loads.items():
-            self._events.add(LoadSet(self.number, self.workers[row].ref, load))
+            size = 2 * EVENT_BYTES + _times_bytes(load.times)
+            self._events.add(LoadSet(self.number, self.workers[row].ref, load), size)
 
     def _store_workers(self) -> None:
         size = EVENT_BYTES + _WORKER_BYTES * len(self.workers)
@@ -103,15 +116,19 @@ class RecordedPlacement(Placement):
     def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
         """See Placement."""
         self._draws.last = 0
+        # What was learned ages during the choice too.
+        begin_ns = time.monotonic_ns()
         try:
             decision = self._inner.choose(request, candidates)
         except NoDecodeWorker as error:
-            self._store(request, candidates, error.reason)
+            self._store(request, candidates, error.reason, begin_ns)
             raise
-        self._store(request, candidates, decision_text(decision))
+        self._store(request, candidates, decision_text(decision), begin_ns)
         return decision
 
-    def _store(self, request: PlacementRequest, candidates: Candidates, decision: str) -> None:
+    def _store(
+        self, request: PlacementRequest, candidates: Candidates, decision: str, begin_ns: int
+    ) -> None:
         table, cached, pairs = candidates.decode, candidates.cached_tokens, candidates.pairs
         if not isinstance(table, RecordedTable):
             # The model has no workers.
@@ -128,7 +145,7 @@ class RecordedPlacement(Placement):
             self._draws.last,
             decision,
         )
-        self._events.add(placed, _DECISION_BYTES + 32 * len(table))
+        self._events.add(placed, _DECISION_BYTES + _ENTRY_BYTES * len(table), begin_ns)
 
 
 def decision_text(decision: Decision) -> str:
@@ -187,7 +204,8 @@ class RecordedQueue(PrefillQueue):
             replace(terms, cached={}, images=()),
             tuple(terms.cached.items()),
         )
-        self._events.add(queued, 4 * EVENT_BYTES)
+        size = 4 * EVENT_BYTES + _ENTRY_BYTES * len(queued.cached)
+        self._events.add(queued, size)
         return super().enqueue(task, layout=layout, terms=terms)
 
     def cancel(self, queued: QueuedTask) -> None:
@@ -203,7 +221,9 @@ class RecordedQueue(PrefillQueue):
         adapters: frozenset[Adapter] = frozenset(),
     ) -> PrefillWorkerStream:
         """See PrefillQueue."""
-        self._events.add(WorkerJoined(ref, model, layout, adapters), _WORKER_BYTES)
+        joined = WorkerJoined(ref, model, layout, adapters)
+        # A worker has chosen the size of its layout.
+        self._events.add(joined, _WORKER_BYTES + 4 * len(repr(joined)))
         stream = super().add_worker(ref, model, layout, adapters)
         self._layouts[ref] = layout
         return stream
@@ -227,18 +247,22 @@ class RecordedQueue(PrefillQueue):
 
     def task_started(self, stream: PrefillWorkerStream, transfer_id: str) -> None:
         """See PrefillQueue."""
-        self._events.add(QueueCall("task_started", stream.ref, transfer_id))
+        # A worker has chosen its length.
+        self._events.add(
+            QueueCall("task_started", stream.ref, transfer_id), EVENT_BYTES + len(transfer_id)
+        )
         super().task_started(stream, transfer_id)
 
     def task_ended(self, stream: PrefillWorkerStream, done: prefill_pb2.TaskDone) -> None:
         """See PrefillQueue."""
         arguments = stream.ref, done.transfer_id, done.cached_tokens, done.reason
-        self._events.add(QueueCall("task_ended", *arguments))
+        size = EVENT_BYTES + len(done.transfer_id) + len(done.reason)
+        self._events.add(QueueCall("task_ended", *arguments), size)
         super().task_ended(stream, done)
 
     def report_times(self, stream: PrefillWorkerStream, times: TimeModel) -> None:
         """See PrefillQueue."""
-        self._events.add(TimesReported(stream.ref, times), _WORKER_BYTES)
+        self._events.add(TimesReported(stream.ref, times), EVENT_BYTES + _times_bytes(times))
         super().report_times(stream, times)
 
     def checkpoint(self) -> None:
@@ -255,7 +279,8 @@ class RecordedQueue(PrefillQueue):
             self._events.add(joined, _WORKER_BYTES)
             times = self._group_of(stream).times.of(stream.ref)
             if times is not None:
-                self._events.add(TimesReported(stream.ref, times), _WORKER_BYTES)
+                size = EVENT_BYTES + _times_bytes(times)
+                self._events.add(TimesReported(stream.ref, times), size)
             if stream.credits:
                 self._events.add(QueueCall("add_credits", stream.ref, number=stream.credits))
 

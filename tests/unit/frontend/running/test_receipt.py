@@ -58,11 +58,15 @@ def test_no_report_of_a_worker_makes_a_sum_overflow() -> None:
     worst = receipt_pb2.Receipt(
         decode_device_us=2**64 - 1,
         computed_tokens=2**64 - 1,
-        kv=[receipt_pb2.KvUse(tier="a tier of its own", byte_seconds=1.0)],
+        kv=[
+            receipt_pb2.KvUse(tier="a tier of its own", byte_seconds=1.0),
+            receipt_pb2.KvUse(tier="host", byte_seconds=1e18),
+            receipt_pb2.KvUse(tier="disk", byte_seconds=-1e18),
+        ],
     )
     receipt = receipt_of([AttemptReceipt([worst, worst], "", 0)])
     assert receipt.decode_device_us == receipt.computed_tokens == 2 * 10**12
-    assert not receipt.kv
+    assert {use.tier: use.byte_seconds for use in receipt.kv} == {"host": 2e15, "disk": 0.0}
 
 
 def test_an_answer_of_workers_that_report_no_cost_has_no_field() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
-from headrace_common.errors import ProtocolViolation
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
+from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
+from headrace_common.rpc.status import status_of
+from headrace_router.decode_link.answer import LinkedAnswers
 from tests.kit.link import KeptEvents
 
 
@@ -57,3 +59,23 @@ async def test_more_prompt_logprobs_than_a_request_may_have_are_a_violation() ->
     answer.add_prompt_logprobs(many)
     with pytest.raises(ProtocolViolation):
         answer.add_prompt_logprobs(many)
+
+
+async def test_failed_requests_that_had_blocks_await_a_receipt() -> None:
+    answers, paid = LinkedAnswers(), list[int]()
+    for stream_id in (1, 2):
+        answer = KeptEvents()
+        answer.opened(stream_id, 8, lambda *_: None)
+        answer.report_late(lambda receipt: paid.append(receipt.decode_device_us))
+        answers.add(answer)
+    status = status_of(WorkerGone("it stops")).SerializeToString()
+    message = decode_pb2.LinkResponse()
+    message.reserved.add(stream_id=1)
+    for stream_id in (1, 2):
+        message.failures.add(stream_id=stream_id, status=status)
+        cost = receipt_pb2.Receipt(decode_device_us=stream_id)
+        message.receipts.add(stream_id=stream_id, receipt=cost)
+    answers.receive(message)
+    # A second receipt of a request does not count.
+    answers.receive(message)
+    assert paid == [1]
