@@ -45,10 +45,10 @@ def timestamp_from_unix_s(unix_s: float) -> Timestamp:
 
 
 def unix_ns_from_timestamp(timestamp: Timestamp) -> int:
-    """The Timestamp in Unix nanoseconds."""
-    return timestamp.ToNanoseconds()
+    """The Timestamp in Unix nanoseconds. Protobuf's own conversion refuses some that a caller may send."""
+    return timestamp.seconds * _NS_PER_S + timestamp.nanos
 
 
 def unix_s_from_timestamp(timestamp: Timestamp) -> float:
     """The Timestamp in Unix seconds."""
-    return timestamp.ToNanoseconds() / _NS_PER_S
+    return unix_ns_from_timestamp(timestamp) / _NS_PER_S

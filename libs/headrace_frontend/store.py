@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -42,10 +43,6 @@ class Stored(ABC):
         """It is used now."""
         self.used_s = now_s
 
-    def remove(self, entry_id: str) -> None:
-        """It has this id no more."""
-        del self.ids[entry_id]
-
     def end(self) -> None:  # noqa: B027
         """It is stored no more."""
 
@@ -83,7 +80,7 @@ class _TenantEntries:
     def remove(self, kind: type[Stored], entry_id: str) -> None:
         """Removes an id, and its entry when that has no other."""
         entry = self.by_id.pop((kind, entry_id))
-        entry.remove(entry_id)
+        del entry.ids[entry_id]
         if not entry.ids:
             self._drop(entry)
             return
@@ -100,9 +97,9 @@ class _TenantEntries:
 
     def _drop(self, entry: Stored) -> None:
         self.stored_bytes -= self._by_use.pop(entry)
-        for entry_id in tuple(entry.ids):
+        for entry_id in entry.ids:
             del self.by_id[type(entry), entry_id]
-            entry.remove(entry_id)
+        entry.ids.clear()
         entry.end()
 
 
@@ -156,9 +153,9 @@ class Store:
 
         One without ids was dropped, and stays so.
         """
+        now_s = self._expire(tenant)
         if not entry.ids:
             return
-        now_s = self._expire(tenant)
         kept = self._tenants.setdefault(tenant, _TenantEntries())
         kept.put(entry, now_s)
         while len(kept) > self._entries_max:
@@ -176,6 +173,11 @@ class Store:
         if self.find(tenant, kind, entry_id) is not None:
             self._tenants[tenant].remove(kind, entry_id)
             self._remove_if_empty(tenant)
+
+    def close(self) -> None:
+        """Drops all entries."""
+        for name in tuple(self._tenants):
+            self._tenants.pop(name).drop_unused(math.inf)
 
     def _expire(self, tenant: str) -> float:
         """Drops a tenant's entries that have had their time, and once a second those of all tenants. Returns now."""

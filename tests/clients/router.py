@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.errors import DecodeFull, InternalError
+from headrace_common.errors import InternalError, QueueFull
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
 from tests.kit.router import Rig
@@ -81,8 +81,8 @@ def secured_listen(folder: Path, authority: Authority) -> dict[str, Any]:
 async def full_at_first(
     worker: FakeDecode, request: decode_pb2.GenerateRequest
 ) -> AsyncIterator[Any]:
-    """A script of a decode worker that rejects its first request and answers every other."""
+    """A script of a decode worker that rejects its first request, which the router does not repeat."""
     if len(worker.requests) == 1:
-        raise DecodeFull("no room", metadata={"resource": DecodeFull.BLOCKS}, retry_after_s=0.05)
+        raise QueueFull("no room", metadata={"resource": "blocks"}, retry_after_s=0.05)
     async for event in reply("ok")(worker, request):
         yield event

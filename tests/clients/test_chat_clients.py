@@ -157,7 +157,7 @@ async def test_a_client_retries_when_the_router_says_and_cancels(
     decode = await rig.add_decode(full_at_first)
     status, out, err = await run(program, rig.endpoint, "Hello", "8")
     assert (status, out) == (1, "")
-    assert "RESOURCE_EXHAUSTED DECODE_FULL: " in err
+    assert "RESOURCE_EXHAUSTED QUEUE_FULL: " in err
     assert "  resource: blocks" in err.splitlines()
     decode.requests.clear()
     config = tmp_path / "service_config.json"

@@ -91,7 +91,8 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         whole = await headrace(
             *("chat", "one\n\ntwo", "--router", router, "--max-tokens", "5", "--json")
         )
-        other = dict.fromkeys(("cached_tokens", "decode_cached_tokens", "transferred_tokens"), 0)
+        varied = ("cached_tokens", "decode_cached_tokens", "transferred_tokens", "receipt")
+        other = dict.fromkeys(varied, 0)
         first, second = (json.loads(one.out)["usage"] for one in (piped, whole))
         assert first | other == second | other
         long = await headrace("chat", "--router", router, stdin="a" * 4_500_000)

@@ -157,7 +157,9 @@ def openai_error(
         field = names.get(field, field)
         first = _FIRST_NAME.match(field)
         if first is not None and first[0] in renamed:
-            field = renamed[first[0]] + field.removeprefix(first[0])
+            # Other APIs have the schema in the form itself.
+            rest = field.removeprefix(first[0]).removeprefix(".json_schema")
+            field = renamed[first[0]] + rest
         violations[field] = remedy
     return InvalidRequest(violations, cause=error.cause)
 

@@ -96,7 +96,7 @@ class ClientParts:
         self.images = ImageFetcher(config.image_hosts)
         self.tenants = load_tenants(config.api_keys_file)
         self.callers = CallerBounds(config.calls_per_caller_max, count_refused)
-        store = new_store(config, ask_elsewhere)
+        self._store = store = new_store(config, ask_elsewhere)
         self.conversations = ConversationStore(store)
         self.objects = StoredObjects(store, self.conversations)
         limits = AdmissionLimits(
@@ -116,6 +116,11 @@ class ClientParts:
         """`runner`, which runs the requests from now on."""
         self.runner = runner
         return runner
+
+    def close(self) -> None:
+        """Ends what runs without a client."""
+        self._store.close()
+        self.preparer.close()
 
     def _max_model_len(self) -> dict[str, int]:
         """By model: that of its workers, or of its own files while it has none."""

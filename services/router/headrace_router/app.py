@@ -216,7 +216,7 @@ class Router:
     async def close(self) -> None:
         """Ends every stream to workers."""
         await end_task(self._checkpoints)
-        self.parts.preparer.close()
+        self.parts.close()
         await self.metrics.close()
         await self.prefixes.close()
         await self.workers.close()

@@ -55,6 +55,10 @@ class Deployment:
     def cancelled(self) -> set[str]:
         return self._rigs[0].decodes[0].cancelled
 
+    def close_parts(self) -> None:
+        """As at the end of the first router."""
+        self._rigs[0].router.parts.close()
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Deployment]:
         for rig in self._rigs:
@@ -260,6 +264,15 @@ async def test_a_cancelled_or_deleted_background_response_stops(
         plain = await respond(client)
         with pytest.raises(openai.BadRequestError, match="background: true"):
             await other.responses.cancel(plain.id)
+
+
+async def test_a_background_response_ends_with_its_router(deployment: Deployment) -> None:
+    deployment.gate.clear()
+    async with deployment.client() as client:
+        made = await respond(client, background=True)
+        await polled_until(client, made.id, "in_progress")
+        deployment.close_parts()
+        await until(lambda: len(deployment.cancelled) == 1)
 
 
 async def test_a_background_response_that_fails_says_why(deployment: Deployment) -> None:

@@ -163,3 +163,13 @@ async def test_a_tenant_has_so_many_entries_at_most() -> None:
     for number in range(3):
         await say(store, "t", "", str(number), "a")
     assert [bool(store.find_here("t", str(number))) for number in range(3)] == [False, True, True]
+
+
+def test_what_has_had_its_time_is_not_stored_again() -> None:
+    store, clock = store_of()
+    store.save("t", "1", "", b"", b"x")
+    entry = store._find("t", "1")
+    assert entry is not None
+    clock.now_s = KEEP_S + 1
+    store.store.put("t", entry)
+    assert store.stored_bytes == 0

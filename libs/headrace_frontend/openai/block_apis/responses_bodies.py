@@ -27,7 +27,7 @@ _PARTS: Final = (
     _IMAGE,
 )
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
-_REFERENCE: Final = "item_reference"
+REFERENCE: Final = "item_reference"
 _ARGUMENTS: Final = ("arguments", "input", "action")
 _UNSUPPORTED: Final = "is not supported; send what it has as instructions and input"
 
@@ -91,7 +91,7 @@ class ItemBody(LenientBody):
         kind = fields.get("type", "message")
         if not isinstance(kind, str) or kind in _ITEMS:
             return fields
-        if kind == _REFERENCE:
+        if kind == REFERENCE:
             return {"type": kind, "id": fields.get("id")}
         if not isinstance(call_id := fields.get("call_id"), str):
             return {"type": kind}
@@ -116,7 +116,7 @@ class ItemBody(LenientBody):
     @property
     def is_reference(self) -> bool:
         """Whether it stands for a stored item, by its id."""
-        return self.type == _REFERENCE
+        return self.type == REFERENCE
 
     @model_validator(mode="after")
     def _check(self) -> ItemBody:

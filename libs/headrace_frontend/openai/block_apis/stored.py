@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import CHAT_MESSAGES_MAX
@@ -19,7 +19,7 @@ from headrace_frontend.conversations import (
     RESPONSE_ID_CHARACTERS_MAX,
     ConversationStore,
 )
-from headrace_frontend.openai.block_apis.responses_bodies import ItemBody
+from headrace_frontend.openai.block_apis.responses_bodies import REFERENCE, ItemBody
 from headrace_frontend.openai.body import LenientBody, parse_body
 from headrace_frontend.store import Store, Stored
 
@@ -27,7 +27,6 @@ PREFIXES: Final = {"responses": "resp_", "conversations": "conv_"}
 """How the ids of entries begin."""
 ADDED_ITEMS_MAX: Final = 20
 _PAGE_ITEMS_MAX: Final = 100
-_ID_CHARACTERS_MAX: Final = 256
 # What Python's objects take beside the JSON of an entry, an item and an event, about.
 _ENTRY_BYTES: Final = 2_000
 _ITEM_BYTES: Final = 250
@@ -56,6 +55,13 @@ class ConversationBody(LenientBody):
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         return {**fields, "sent_items": fields.get("items", [])}
+
+    @model_validator(mode="after")
+    def _check(self) -> ConversationBody:
+        for index, item in enumerate(self.items):
+            if item.is_reference:
+                raise ValueError(f"items[{index}].type: {REFERENCE} is no item; send that itself")
+        return self
 
 
 class Arguments(LenientBody):
@@ -122,7 +128,7 @@ class StoredObject(Stored):
                 self.items.update(given.items)
                 result = _list_object(given.items, has_more=False)
             case "item" | "delete_item" if given.item_id not in self.items:
-                shown_id = given.item_id[:_ID_CHARACTERS_MAX]
+                shown_id = given.item_id[:RESPONSE_ID_CHARACTERS_MAX]
                 raise NotFound(f"there is no item {shown_id!r}; list the items")
             case "item":
                 result = self.items[given.item_id]
@@ -261,6 +267,9 @@ class StoredObjects:
                 entry.change({"metadata": given.metadata})
             case "events":
                 result = json.dumps(await entry.events_after(given.starting_after))
+                if not entry.ids:
+                    # It was dropped meanwhile.
+                    return None
             case "cancel":
                 entry.cancel()
             case "delete":
@@ -308,7 +317,9 @@ def stored_items(sent: Any, owner: str) -> dict[str, str]:
     for number, item in enumerate(given):
         kind = item.get("type") or "message"
         item_id = item.get("id")
-        is_id = isinstance(item_id, str) and 0 < len(item_id) <= _ID_CHARACTERS_MAX
+        if kind == REFERENCE and item_id in items:
+            continue
+        is_id = isinstance(item_id, str) and 0 < len(item_id) <= RESPONSE_ID_CHARACTERS_MAX
         if not is_id or item_id in items:
             item_id = f"{_ITEM_PREFIXES.get(kind, 'item')}_{owner}_i{number}"
         fields = {name: value for name, value in item.items() if value is not None}

@@ -36,7 +36,7 @@ from headrace_frontend.openai.block_apis.stored import (
     stored_items,
 )
 from headrace_frontend.openai.body import checked_body
-from headrace_frontend.openai.conversion import chat_message
+from headrace_frontend.openai.conversion import chat_message, openai_error
 from headrace_frontend.openai.errors import serve
 from headrace_frontend.openai.event_stream import STREAM_HEADERS
 from headrace_frontend.openai.intake import ClientParts, Intake
@@ -150,8 +150,8 @@ class ResponsesRoutes:
     ) -> None:
         """Starts the answer, which goes on without the client."""
         entry = turn.entry
-        if entry is None:
-            raise InvalidRequest({"background": "nothing is kept here: conversations_mib is 0"})
+        if entry is None or entry.ended:
+            raise InvalidRequest({"background": "has no room here: conversations_mib is too small"})
         client = BackgroundClient(entry, exchange, partial(self._objects.put, turn.tenant, entry))
 
         async def run() -> None:
@@ -195,8 +195,12 @@ class ResponsesRoutes:
         """/v1/responses/input_tokens."""
         turn, chat = await self._read(exchange)
         request = await self._generate.request_of(exchange, turn.tenant, chat, turn.complete)
-        async with self._intake.admitted(turn.tenant):
-            prepared = await self._parts.preparer.tokenize(request, turn.tenant)
+        try:
+            async with self._intake.admitted(turn.tenant):
+                prepared = await self._parts.preparer.tokenize(request, turn.tenant)
+        except InvalidRequest as error:
+            renamed, formatted = ResponsesFormat.renamed, chat[0].formatted
+            raise openai_error(error, chat=True, renamed=renamed, formatted=formatted) from error
         count = len(prepared.token_ids)
         await exchange.respond_object({"object": "response.input_tokens", "input_tokens": count})
 

@@ -228,5 +228,5 @@ class HttpDoor:
         if self._server is not None:
             await self._server.stop()
         if self._parts is not None:
-            self._parts.preparer.close()
+            self._parts.close()
         await self.prefills.close()

@@ -86,6 +86,7 @@ BACKGROUND = {"background": True, "stream": True}
         ("POST", "/v1/responses/{id}/cancel", {}, "", 400, "background: true"),
         ("POST", "/v1/conversations", {"items": [ITEM] * 21}, "", 400, "at most 20 items"),
         ("POST", "/v1/conversations", {"items": [{"role": 1}]}, "", 400, "items"),
+        ("POST", "/v1/conversations", {"items": [REFERENCE]}, "", 400, "send that itself"),
         ("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": 1}]}, "", 400, "id"),
         ("POST", "/v1/responses", {"input": REFERENCES}, "", 400, "more than 512 responses"),
         ("POST", "/v1/responses", {"input": [REFERENCE]}, "", 404, "send all items"),
@@ -193,3 +194,45 @@ async def test_a_conversation_gets_the_items_of_a_response_that_is_not_stored() 
     item = {"type": "item_reference", "id": listed.json["last_id"]}
     named, _ = await respond(app, [item, ITEM], conversation=made["id"])
     assert len(named.requests[0].chat.messages) == 4
+
+
+async def test_an_item_that_is_named_twice_is_stored_once() -> None:
+    app = LocalApp(reasoning="")
+    _, first = await respond(app, "hi")
+    item = {"type": "item_reference", "id": first["output"][0]["id"]}
+    _, second = await respond(app, [item, item, ITEM])
+    path = f"/v1/responses/{second['id']}/input_items"
+    listed = (await use(app, "GET", path, query="order=asc")).json["data"]
+    assert [one["type"] for one in listed] == ["message", "message"]
+
+
+async def test_a_response_without_room_does_not_run_in_the_background() -> None:
+    app = LocalApp(store_bytes=1_000)
+    refused = await app.post("/v1/responses", {"input": "hi", "background": True})
+    assert (refused.status, refused.error["param"]) == (400, "background")
+
+
+async def test_the_stream_of_a_response_that_was_dropped_ends_with_an_error() -> None:
+    app = LocalApp()
+    app.runner.wait_s = 5.0
+    body = {"input": "hi", "request_id": "1", **BACKGROUND}
+    streaming = asyncio.ensure_future(app.post("/v1/responses", body))
+    await asyncio.sleep(2.5)
+    await use(app, "DELETE", "/v1/responses/resp_1")
+    assert b"event: error" in (await streaming).body
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"input": "x" * 5_000}, "input"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "text.format.schema",
+        ),
+    ],
+)
+async def test_an_error_names_the_field_of_the_api(path: str, fields: Any, name: str) -> None:
+    refused = await LocalApp().post(path, {"input": "hi", **fields})
+    assert (refused.status, refused.error["param"]) == (400, name)
