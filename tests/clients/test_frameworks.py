@@ -56,6 +56,7 @@ async def test_the_agents_sdk_calls_a_tool_and_answers_in_a_form() -> None:
         "OpenAIChatCompletionsModel": runs,
         "OpenAIResponsesModel": runs,
         "previous": NOTE,
+        "conversation": [NOTE, 6],
     }
 
 

@@ -49,6 +49,11 @@ async def main() -> dict[str, Any]:
             previous = first.last_response_id
             last = await agents.Runner.run(agent, "Again", previous_response_id=previous)
             found["previous"] = last.final_output.note
+            conversation = await client.conversations.create()
+            for question in (QUESTION, "Again"):
+                last = await agents.Runner.run(agent, question, conversation_id=conversation.id)
+            items = await client.conversations.items.list(conversation.id)
+            found["conversation"] = [last.final_output.note, len(items.data)]
     return found
 
 
