@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Collection
 from typing import Annotated, Final
@@ -46,6 +47,18 @@ def _check_image_hosts(hosts: tuple[str, ...]) -> None:
             raise ValueError(f"{host!r} is no host; write HOST or HOST:PORT")
 
 
+def _check_origins(origins: tuple[str, ...]) -> None:
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"{origin!r} is no origin; write https://HOST or https://HOST:PORT in lower case, or *"
+            )
+
+
+_ORIGIN: Final = re.compile(
+    r"[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?"
+)
+
 ToolCallParserList = Annotated[
     TextList, checked_by(lambda entries: _check_parsers(entries, TOOL_CALL_PARSERS))
 ]
@@ -53,6 +66,7 @@ ReasoningParserList = Annotated[
     TextList, checked_by(lambda entries: _check_parsers(entries, REASONING_PARSERS))
 ]
 ImageHostList = Annotated[TextList, checked_by(_check_image_hosts)]
+OriginList = Annotated[TextList, checked_by(_check_origins)]
 
 
 # More where max_concurrent_requests asks for it.
@@ -67,6 +81,11 @@ class FrontendConfig(ClientAccessConfig):
         default="",
         description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP. Its connections "
         "have the same bounds as those to listen.",
+    )
+    http_origins: OriginList = Field(
+        default=(),
+        description="Origins of web pages whose scripts may call the HTTP API from a browser, such as "
+        "https://chat.example.org, separated by commas; * for every page. Empty: none.",
     )
     tool_call_parser: ToolCallParserList = Field(
         default=(),

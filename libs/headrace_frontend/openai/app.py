@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -71,6 +72,7 @@ _ERRORS: Final = {
 _MODEL_PATH: Final = "/v1/models/"
 _MODEL_ROUTE: Final = "/v1/models/{model}"
 _STORED_PATHS: Final = ("/v1/responses/", "/v1/conversations/")
+_NO_HEADER_NAMES: Final = re.compile(r"[^!-~ ]")
 _STORED_NAMES: Final = ("{id}", "{item_id}")
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
@@ -128,11 +130,21 @@ class OpenAiApp:
         exchange.add_header("x-request-id", exchange.request_id)
         if errors is MESSAGES_ERRORS:
             exchange.add_header("request-id", exchange.request_id)
+        if self._parts.origins:
+            self._permit_page(exchange)
         await serve(exchange, self._serve_in_bounds(exchange, route), errors)
 
     async def _serve_in_bounds(self, exchange: HttpExchange, route: str) -> None:
         with self._intake.in_bounds(exchange):
             await self._serve(exchange, route)
+
+    def _permit_page(self, exchange: HttpExchange) -> None:
+        """Lets the browser give the response to the page that asks, if its origin is listed (CORS)."""
+        origin = exchange.headers.get("origin", "")
+        exchange.add_header("vary", "origin")
+        if origin in self._parts.origins or (origin and "*" in self._parts.origins):
+            exchange.add_header("access-control-allow-origin", origin)
+            exchange.add_header("access-control-expose-headers", "*")
 
     def _route_of(self, path: str) -> str:
         """The path with the names of entries left out."""
@@ -157,6 +169,11 @@ class OpenAiApp:
         if handler is None:
             methods = (*handlers, "HEAD") if "GET" in handlers else handlers
             allowed = ", ".join(methods)
+            if self._parts.origins and method == "OPTIONS":
+                # A browser asks before a page's request.
+                asked = exchange.headers.get("access-control-request-headers", "")
+                await exchange.respond(200, b"", {"allow": allowed} | _preflight(allowed, asked))
+                return
             raise HttpError(405, "method", f"use {allowed} for {route}", {"allow": allowed})
         SERVED.set(ServedCall(route, method))
         headers = exchange.headers
@@ -207,6 +224,15 @@ class OpenAiApp:
         if not self._parts.models.list_models():
             raise HttpError(503, "no_decode_worker", "no decode worker serves a model yet")
         await exchange.respond_object({"status": "ready"})
+
+
+def _preflight(methods: str, asked: str) -> dict[str, str]:
+    """The headers that let a page send its headers. Only pages of a permitted origin make use of them."""
+    return {
+        "access-control-allow-methods": methods,
+        "access-control-allow-headers": _NO_HEADER_NAMES.sub("", asked),
+        "access-control-max-age": "600",
+    }
 
 
 def _model_object(model: inference_pb2.Model, created: int) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class ClientParts:
             name: parsers_of(codec, *config.parsers[name]) for name, codec in codecs.items()
         }
         self.images = ImageFetcher(config.image_hosts)
+        self.origins = config.http_origins
         self.tenants = load_tenants(config.api_keys_file)
         self.callers = CallerBounds(config.calls_per_caller_max, count_refused)
         self._store = store = new_store(config, ask_elsewhere)

@@ -49,6 +49,10 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
             (["--model", "sim", "--image-hosts", host], "is no host; write HOST or HOST:PORT")
             for host in ("http://a", "a/b", "u@a", "a:x", "a:0", ":80", "*")
         ),
+        *(
+            (["--model", "sim", "--http-origins", origin], "is no origin")
+            for origin in ("chat.test", "https://Chat.test", "https://a/", "https://*.a")
+        ),
     ],
 )
 def test_invalid_settings_are_reported(arguments: list[str], message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.limits import CLIENT_SALT_CHARACTERS_MAX
 from headrace_kv.prefix.cache_salt import is_cache_salt
-from tests.kit.openai_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp
+from tests.kit.openai_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp, Request
 
 USER = {"role": "user", "content": "hi"}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -49,6 +49,26 @@ async def test_the_trace_of_the_caller_goes_on_with_its_state() -> None:
     assert context.trace_state.to_header() == "vendor=1,other=2"
     await app.post(CHAT, {"messages": [USER]}, traceparent=parent, tracestate="no state,,=")
     assert app.runner.contexts[1].trace_id == context.trace_id
+
+
+@pytest.mark.parametrize("origins", [(), ("https://chat.test:8443",), ("*",)])
+@pytest.mark.parametrize("origin", ["https://chat.test:8443", "https://other.test"])
+async def test_scripts_of_listed_pages_may_call_and_no_others(
+    origins: tuple[str, ...], origin: str
+) -> None:
+    app = LocalApp(origins=origins)
+    headers: dict[str, Any] = {"origin": origin, "access_control_request_headers": "x-a,\tb"}
+    preflight = Request(path=CHAT, method="OPTIONS", **headers)
+    assert await app.status(preflight) == (200 if origins else 405)
+    replies = [await app.post(CHAT, body, **headers) for body in ({"messages": [USER]}, b"{")]
+    replies.append(preflight.reply())
+    expected = origin if origin in origins or "*" in origins else None
+    for reply in replies:
+        assert reply.headers.get("access-control-allow-origin") == expected
+        assert reply.headers.get("vary") == ("origin" if origins else None)
+    if origins:
+        assert replies[-1].headers["access-control-allow-headers"] == "x-a,b"
+        assert replies[-1].headers["access-control-allow-methods"] == "POST"
 
 
 async def test_ignored_fields_are_named_in_a_header() -> None:
