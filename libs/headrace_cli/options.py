@@ -142,116 +142,78 @@ def _given_addresses(ctx: typer.Context) -> Iterator[tuple[str, str]]:
 DEFAULT_ROUTER = f"127.0.0.1:{ports.ROUTER}"
 DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
 
+
+def _option(metavar: str | None, text: str, *words: str, **others: Any) -> Any:
+    """An option with this help. Without `words`, its name is that of the parameter."""
+    return typer.Option(*words, metavar=metavar, help=text, **others)
+
+
 Router = Annotated[
     str,
-    typer.Option(
+    _option(
+        "HOST:PORT",
+        "Router to call, by its address for clients.",
         "--router",
-        metavar="HOST:PORT",
         envvar=ROUTER_VARIABLE,
-        help="Router to call, by its address for clients.",
     ),
 ]
 Registry = Annotated[
     str,
-    typer.Option(
-        metavar="HOST:PORT",
+    _option(
+        "HOST:PORT",
+        "Registry to call; empty means that of `headrace up`.",
         envvar=REGISTRY_VARIABLE,
-        help="Registry to call; empty means that of `headrace up`.",
     ),
 ]
 RouterInternal = Annotated[
     str,
-    typer.Option(
+    _option(
+        "HOST:PORT",
+        "Internal address of the router; empty means as the registry has it.",
         "--internal",
-        metavar="HOST:PORT",
-        help="Internal address of the router; empty means as the registry has it.",
     ),
 ]
-Engine = Annotated[
-    str, typer.Option(metavar="ENGINE", help="vllm for real models, sim for the simulated one.")
-]
+Engine = Annotated[str, _option("ENGINE", "vllm for real models, sim for the simulated one.")]
 Model = Annotated[
     str,
-    typer.Option(
-        metavar="MODEL",
-        help="Folder in the Hugging Face layout, or OWNER/NAME or hf:OWNER/NAME, which is downloaded; "
+    _option(
+        "MODEL",
+        "Folder in the Hugging Face layout, or OWNER/NAME or hf:OWNER/NAME, which is downloaded; "
         f"for vllm the default is {DEFAULT_MODEL}",
     ),
 ]
-WorkerCount = Annotated[
-    int,
-    typer.Option(
-        "--workers",
-        metavar="N",
-        min=0,
-        help="Workers of both roles: each computes prompts for the others, and generates.",
-    ),
-]
-PrefillCount = Annotated[
-    int | None,
-    typer.Option(
-        "--prefill", metavar="N", min=0, help="Prefill workers. The default is 1 without --workers."
-    ),
-]
-DecodeCount = Annotated[
-    int | None,
-    typer.Option(
-        "--decode", metavar="N", min=0, help="Decode workers. The default is 1 without --workers."
-    ),
-]
-Port = Annotated[
-    int,
-    typer.Option(metavar="PORT", min=0, help="Port of the router; 0 takes any."),
-]
-HttpPort = Annotated[
-    int | None,
-    typer.Option(
-        metavar="PORT",
-        min=0,
-        help="Port of the OpenAI HTTP API; 0 takes any. The default is 6 above --port.",
-    ),
-]
+_BOTH = "Workers of both roles: each computes prompts for the others, and generates."
+WorkerCount = Annotated[int, _option("N", _BOTH, "--workers", min=0)]
+_ONE = "workers. The default is 1 without --workers."
+PrefillCount = Annotated[int | None, _option("N", f"Prefill {_ONE}", "--prefill", min=0)]
+DecodeCount = Annotated[int | None, _option("N", f"Decode {_ONE}", "--decode", min=0)]
+Port = Annotated[int, _option("PORT", "Port of the router; 0 takes any.", min=0)]
+_HTTP = "Port of the OpenAI HTTP API; 0 takes any. The default is 6 above --port."
+HttpPort = Annotated[int | None, _option("PORT", _HTTP, min=0)]
 Store = Annotated[
     str,
-    typer.Option(
-        metavar="STORE",
-        help="Where the registry stores its records: memory, or etcd://HOST:PORT.",
-    ),
+    _option("STORE", "Where the registry stores its records: memory, or etcd://HOST:PORT."),
 ]
-StorePool = Annotated[
-    float,
-    typer.Option(
-        metavar="GIB",
-        min=0.0,
-        help="Memory of a store on this machine where all workers share KV blocks; 0 starts none.",
-    ),
-]
-TensorParallel = Annotated[
-    str,
-    typer.Option(
-        "--tensor-parallel-size",
-        metavar="N or N:M",
-        help="Ranks of each worker; N:M gives prefill N and decode M.",
-    ),
-]
+_POOL = "Memory of a store on this machine where all workers share KV blocks; 0 starts none."
+StorePool = Annotated[float, _option("GIB", _POOL, min=0.0)]
+_RANKS = "Ranks of each worker; N:M gives prefill N and decode M."
+TensorParallel = Annotated[str, _option("N or N:M", _RANKS, "--tensor-parallel-size")]
 Devices = Annotated[
     str,
-    typer.Option(
-        "--devices",
-        metavar="GPU,GPU",
-        help="GPUs by number or UUID, for the ranks of prefill workers, then of decode workers, then of those of both "
+    _option(
+        "GPU,GPU",
+        "GPUs by number or UUID, for the ranks of prefill workers, then of decode workers, then of those of both "
         "roles.",
+        "--devices",
     ),
 ]
-CpuThreads = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Compute threads of each worker on CPUs.")
-]
+CpuThreads = Annotated[int, _option("N", "Compute threads of each worker on CPUs.", min=1)]
 
 
 def _flag(metavar: str | None, text: str, *words: str, **bounds: Any) -> Any:
     """A flag of vLLM, by its name there."""
     panel = "Flags of vLLM, for all workers"
-    return typer.Option(*words, metavar=metavar, rich_help_panel=panel, help=text, **bounds)
+    return _option(metavar, text, *words, rich_help_panel=panel, **bounds)
 
 
 ServedModelName = Annotated[str, _flag("NAME", "Name that clients call the model by.")]
@@ -273,35 +235,17 @@ LoraModules = Annotated[
     list[str] | None, _flag("NAME=FOLDER", "A LoRA adapter to load; may be repeated.")
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", hidden=True)]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SETTING",
-        help="Any other setting, as SERVICE.FIELD=VALUE; may be repeated. `headrace-decode --help` lists those of "
-        "decode.",
-    ),
-]
-Logs = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Folder of logs; the default is in ~/.local/state/headrace."
-    ),
-]
-RequestModel = Annotated[
-    str, typer.Option("--model", help="Model to call; empty means the only one served.")
-]
+_SET = "Any other setting, as SERVICE.FIELD=VALUE; may be repeated. `headrace-decode --help` lists those of decode."
+Settings = Annotated[list[str] | None, _option("SETTING", _SET, "--set")]
+_LOGS = "Folder of logs; the default is in ~/.local/state/headrace."
+Logs = Annotated[Path | None, _option("FOLDER", _LOGS)]
+_MODEL = "Model to call; empty means the only one served."
+RequestModel = Annotated[str, typer.Option("--model", help=_MODEL)]
 SystemMessage = Annotated[
     str, typer.Option("--system", help="System message at the start of the conversation.")
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Most tokens to generate. Without it, as many as the context leaves.",
-    ),
-]
+_TOKENS = "Most tokens to generate. Without it, as many as the context leaves."
+MaxTokens = Annotated[int | None, _option("N", _TOKENS, min=1)]
 
 
 _TIMEOUT_S = 1.0
