@@ -23,10 +23,10 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
+    command,
     fitted_table,
     message_object,
     print_json,
-    run_command,
 )
 from headrace_common.durations import unix_s_from_timestamp
 from headrace_common.time_model.receipts import add_receipt
@@ -51,7 +51,10 @@ class By(StrEnum):
     ADAPTER = "adapter"
 
 
-@run_command
+@command(
+    "usage",
+    "headrace usage   |   headrace usage --by model --since 1   |   headrace usage --csv",
+)
 async def usage(
     by: Annotated[By, typer.Option(help="What a line stands for.")] = By.TENANT,
     since: Annotated[
@@ -146,10 +149,3 @@ def _cells(name: str, total: load_pb2.HourlyUsage) -> tuple[str, ...]:
     kv_gb_h = sum(use.byte_seconds for use in receipt.kv) / 3.6e12
     counts = (total.request_count, total.prompt_tokens, total.answer_tokens)
     return (name or "-", *map(str, counts), *(f"{one:.1f}" for one in seconds), f"{kv_gb_h:.3g}")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `headrace usage`."""
-    app.command(
-        epilog="Examples:  headrace usage   |   headrace usage --by model --since 1   |   headrace usage --csv"
-    )(usage)

@@ -17,7 +17,7 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
-    failures_as_exit,
+    command,
     fitted_table,
     print_json,
 )
@@ -57,15 +57,12 @@ _TITLES: Final = (
 _COLUMNS: Final = (Column("Workers"), *(Column(title, right=True) for title in _TITLES))
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace advise`."""
-    app.command(
-        epilog="Examples:  headrace advise --model models/NAME --accelerator H100 --devices 8 "
-        "--prompt-tokens 4000,2000 --answer-tokens 300,150 --rate 4 --ttft 2 --tpot 0.05   |   "
-        "headrace advise --model config.json --accelerator H200 --devices 16 --trace load.jsonl --ttft 2 --tpot 0.05"
-    )(advise)
-
-
+@command(
+    "advise",
+    "headrace advise --model models/NAME --accelerator H100 --devices 8 --prompt-tokens 4000,2000 --answer-tokens "
+    "300,150 --rate 4 --ttft 2 --tpot 0.05   |   "
+    "headrace advise --model config.json --accelerator H200 --devices 16 --trace load.jsonl --ttft 2 --tpot 0.05",
+)
 def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     model: Annotated[Path, typer.Option(metavar="FILE", help="config.json, or its folder.")],
     accelerator: Annotated[str, typer.Option(help=f"{', '.join(ACCELERATORS)}, or a JSON file.")],
@@ -93,51 +90,50 @@ def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     as_json: Json = False,
 ) -> None:
     """Simulates the ways to use some devices for a load, and names the cheapest that keeps the bounds."""
-    with failures_as_exit():
-        require_extra("headrace advise", "router")
-        config, device = read_model(model), accelerator_of(accelerator)
-        load = _load(trace, prompt_tokens, answer_tokens, rate, hit_share)
-        size = LoadSize(
-            fmean(one.prompt_tokens for one in load),
-            fmean(one.answer_tokens for one in load),
-            max(one.prompt_tokens + one.answer_tokens for one in load),
-        )
-        profiles = _profiles(config, device, devices, network_gbit, size)
-        if ranks and ranks not in profiles:
-            sizes = ", ".join(map(str, profiles))
-            raise ConfigError(f"--tensor-parallel-size {ranks} does not start; these do: {sizes}")
-        measured = read_profile(profile)
-        if measured and not ranks:
-            raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
-        profiles = {ranks: measured or profiles[ranks]} if ranks else profiles
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "load.jsonl"
-            path.write_text("".join(one.line() for one in load), encoding="utf-8")
+    require_extra("headrace advise", "router")
+    config, device = read_model(model), accelerator_of(accelerator)
+    load = _load(trace, prompt_tokens, answer_tokens, rate, hit_share)
+    size = LoadSize(
+        fmean(one.prompt_tokens for one in load),
+        fmean(one.answer_tokens for one in load),
+        max(one.prompt_tokens + one.answer_tokens for one in load),
+    )
+    profiles = _profiles(config, device, devices, network_gbit, size)
+    if ranks and ranks not in profiles:
+        sizes = ", ".join(map(str, profiles))
+        raise ConfigError(f"--tensor-parallel-size {ranks} does not start; these do: {sizes}")
+    measured = read_profile(profile)
+    if measured and not ranks:
+        raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
+    profiles = {ranks: measured or profiles[ranks]} if ranks else profiles
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "load.jsonl"
+        path.write_text("".join(one.line() for one in load), encoding="utf-8")
 
-            def simulated(size: int, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
-                runs = tuple(one.settings(ttft, tpot) for one in fleets)
-                return run_spec(SimulationSpec(trace=str(path), profile=profiles[size], runs=runs))
+        def simulated(size: int, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
+            runs = tuple(one.settings(ttft, tpot) for one in fleets)
+            return run_spec(SimulationSpec(trace=str(path), profile=profiles[size], runs=runs))
 
-            search = Search(simulated)
-            best = search.run({size: devices // size for size in profiles})
-        found = sorted(search.outcomes.values(), key=lambda one: one.rank)
-        chosen = profiles[best.fleet.ranks]
-        settings = {
-            "tensor_parallel_size": best.fleet.ranks,
-            "max_model_len": size.longest_tokens,
-            "max_num_batched_tokens": chosen.max_num_batched_tokens,
-            "max_num_seqs": chosen.max_num_seqs,
-        }
-        targets = f"ttft_target={ttft:g}s tpot_target={tpot:g}s"
-        start = _start(best.fleet, model, settings, targets, device.machine_devices)
-        why = reason(best, found)
-        facts = _facts(config, network_gbit, size, chosen)
-        if as_json:
-            ways = [{**asdict(one.fleet), **one.result} for one in found]
-            answer = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
-            print_json({**answer, "ways": ways, "profile": facts})
-        else:
-            _show(found, best, [facts, why], start)
+        search = Search(simulated)
+        best = search.run({size: devices // size for size in profiles})
+    found = sorted(search.outcomes.values(), key=lambda one: one.rank)
+    chosen = profiles[best.fleet.ranks]
+    settings = {
+        "tensor_parallel_size": best.fleet.ranks,
+        "max_model_len": size.longest_tokens,
+        "max_num_batched_tokens": chosen.max_num_batched_tokens,
+        "max_num_seqs": chosen.max_num_seqs,
+    }
+    targets = f"ttft_target={ttft:g}s tpot_target={tpot:g}s"
+    start = _start(best.fleet, model, settings, targets, device.machine_devices)
+    why = reason(best, found)
+    facts = _facts(config, network_gbit, size, chosen)
+    if as_json:
+        ways = [{**asdict(one.fleet), **one.result} for one in found]
+        answer = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
+        print_json({**answer, "ways": ways, "profile": facts})
+    else:
+        _show(found, best, [facts, why], start)
 
 
 def _load(

@@ -21,11 +21,10 @@ from headrace_cli.options import (
 )
 from headrace_cli.output import (
     Json,
-    failures_as_exit,
+    command,
     message_object,
     notice_console,
     print_json,
-    run_command,
 )
 from headrace_client import build_request
 from headrace_common.durations import seconds_from_duration
@@ -62,15 +61,11 @@ class CompleteAnswer:
     last: inference_pb2.GenerateResponse
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace chat`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   "
-        "echo Hello | headrace chat",
-    )(chat)
-
-
+@command(
+    "chat",
+    "headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   echo Hello | headrace chat",
+    cls=AddressedCommand,
+)
 def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     prompt: Annotated[
         str,
@@ -94,26 +89,24 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     """Runs one prompt, or on a terminal a conversation."""
     options = ChatOptions(model, max_tokens, temperature, seed, system, timeout, timing)
 
-    @run_command
-    async def answer_once(question: str) -> None:
-        async with open_router(router) as client:
-            answer = await chat_once(client, question, options, show=not as_json)
-            if as_json:
-                print_json(chat_object(answer))
-                return
-            if sys.stderr.isatty():
-                notice_console().print(summary(answer), style="dim")
-            if timing:
-                notice_console().print("\n".join(latency_lines(answer)), highlight=False)
+    if not prompt and sys.stdin.isatty():
+        if as_json:
+            raise ConfigError("--json answers one prompt: give PROMPT, or pipe one")
+        converse(router, options)
+        return
+    asyncio.run(_answer_once(router, prompt or read_piped(), options, as_json=as_json))
 
-    with failures_as_exit():
-        if not prompt and sys.stdin.isatty():
-            if as_json:
-                raise ConfigError("--json answers one prompt: give PROMPT, or pipe one")
-            converse(router, options)
+
+async def _answer_once(router: str, question: str, options: ChatOptions, *, as_json: bool) -> None:
+    async with open_router(router) as client:
+        answer = await chat_once(client, question, options, show=not as_json)
+        if as_json:
+            print_json(chat_object(answer))
             return
-        question = prompt or read_piped()
-    answer_once(question)
+        if sys.stderr.isatty():
+            notice_console().print(summary(answer), style="dim")
+        if options.timing:
+            notice_console().print("\n".join(latency_lines(answer)), highlight=False)
 
 
 async def ask(

@@ -6,19 +6,12 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.output import run_command
+from headrace_cli.output import command
 from headrace_common import ports
 from headrace_common.extras import require_extra
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace pair`."""
-    app.command(
-        epilog="Example:  headrace pair --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200"
-    )(pair)
-
-
-@run_command
+@command("pair", "headrace pair --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")
 async def pair(
     prefill: Annotated[
         str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_producer or kv_both.")

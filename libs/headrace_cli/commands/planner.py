@@ -23,10 +23,10 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
+    command,
     fitted_table,
     message_object,
     print_json,
-    run_command,
 )
 from headrace_cli.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
@@ -50,7 +50,10 @@ class Explanation(NamedTuple):
     decisions: list[planner_pb2.Decision]
 
 
-@run_command
+@command(
+    "planner explain",
+    "headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
+)
 async def explain(
     planner: Annotated[
         str,
@@ -131,15 +134,3 @@ def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
         short_name(planner_pb2.Decision.Outcome.Name(decision.outcome)),
         " ".join(filter(None, [decision.detail, *sentences])),
     )
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `headrace planner explain`."""
-    planner_app = typer.Typer(
-        no_args_is_help=True, help="Plans the numbers of prefill and decode workers."
-    )
-    planner_app.command(
-        "explain",
-        epilog="Examples:  headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
-    )(explain)
-    app.add_typer(planner_app, name="planner")

@@ -31,7 +31,7 @@ from headrace_cli.options import (
     Router,
     RouterInternal,
 )
-from headrace_cli.output import notice_console, run_command
+from headrace_cli.output import command, notice_console
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import unix_ns_from_timestamp
 from headrace_common.errors import ConfigError
@@ -46,20 +46,11 @@ _DAY_S: Final = 86_400.0
 _CLASSES: Final = {one.label: one for one in Priority}
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace profile` and `headrace record`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Example:  headrace profile --output profile.json   |   headrace simulate --profile profile.json ...",
-    )(profile)
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace record --output load.jsonl --seconds 600   |   "
-        "headrace simulate --trace load.jsonl --profile profile.json",
-    )(record)
-
-
-@run_command
+@command(
+    "profile",
+    "headrace profile --output profile.json   |   headrace simulate --profile profile.json ...",
+    cls=AddressedCommand,
+)
 async def profile(
     output: Annotated[Path, typer.Option(metavar="FILE", help="File for the profile, as JSON.")],
     router: Router = DEFAULT_ROUTER,
@@ -114,7 +105,12 @@ def profile_of(
     )
 
 
-@run_command
+@command(
+    "record",
+    "headrace record --output load.jsonl --seconds 600   |   "
+    "headrace simulate --trace load.jsonl --profile profile.json",
+    cls=AddressedCommand,
+)
 async def record(
     output: Annotated[Path, typer.Option(metavar="FILE", help="File for the trace.")],
     seconds: Annotated[

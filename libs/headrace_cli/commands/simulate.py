@@ -17,7 +17,7 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
-    failures_as_exit,
+    command,
     fitted_table,
     print_json,
 )
@@ -62,18 +62,15 @@ _CLASS_COLUMNS: Final = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace simulate`."""
-    app.command(
-        epilog="Example:  headrace simulate --trace conversation.jsonl --profile profile.json --prefill 4 --decode 8"
-    )(simulate)
-
-
 _Goal = Annotated[
     float | None, typer.Option(min=1e-3, max=1e5, help="In seconds. Default: the planner's goal.")
 ]
 
 
+@command(
+    "simulate",
+    "headrace simulate --trace conversation.jsonl --profile profile.json --prefill 4 --decode 8",
+)
 def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     trace: Annotated[
         Path,
@@ -128,45 +125,42 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     as_json: Json = False,
 ) -> None:
     """Replays a trace in virtual time, and shows the latencies that a deployment would have."""
-    with failures_as_exit():
-        require_extra("headrace simulate", "router")
-        worker = read_profile(profile)
-        if worker is None:
-            raise ConfigError("give --profile FILE, which `headrace profile` writes")
-        plan = read_settings(settings)
-        if Way.PLAIN in (way or ()) and not workers:
-            raise ConfigError(
-                f"--placement '{Way.PLAIN}' has workers of both roles: give --workers"
-            )
-        runs = tuple(
-            SimulationSettings(
-                prefill_workers=prefill,
-                decode_workers=decode,
-                both_workers=workers,
-                way=one,
-                host_tokens=host_tokens or 4 * worker.kv_tokens,
-                ttft_s=ttft if ttft is not None else plan.goals.ttft_s,
-                itl_s=itl if itl is not None else plan.goals.itl_s,
-                seed=seed,
-                scaling=ScalingSettings(
-                    scaling=Scaling.PLANNER if planner else Scaling.FIXED,
-                    planner=plan,
-                    interval_s=interval,
-                    worker_start_s=worker_start,
-                ),
-            )
-            for one in way or (Way if workers else POOL_WAYS)
+    require_extra("headrace simulate", "router")
+    worker = read_profile(profile)
+    if worker is None:
+        raise ConfigError("give --profile FILE, which `headrace profile` writes")
+    plan = read_settings(settings)
+    if Way.PLAIN in (way or ()) and not workers:
+        raise ConfigError(f"--placement '{Way.PLAIN}' has workers of both roles: give --workers")
+    runs = tuple(
+        SimulationSettings(
+            prefill_workers=prefill,
+            decode_workers=decode,
+            both_workers=workers,
+            way=one,
+            host_tokens=host_tokens or 4 * worker.kv_tokens,
+            ttft_s=ttft if ttft is not None else plan.goals.ttft_s,
+            itl_s=itl if itl is not None else plan.goals.itl_s,
+            seed=seed,
+            scaling=ScalingSettings(
+                scaling=Scaling.PLANNER if planner else Scaling.FIXED,
+                planner=plan,
+                interval_s=interval,
+                worker_start_s=worker_start,
+            ),
         )
-        spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
-        results = run_spec(spec)
-        if as_json:
-            print_json({"trace": str(trace), "runs": results})
-        else:
-            goals = runs[0]
-            answer_console().print(
-                f"Goals: TTFT {goals.ttft_s:g} s and ITL {goals.itl_s:g} s at most (--ttft, --itl)."
-            )
-            _show(results)
+        for one in way or (Way if workers else POOL_WAYS)
+    )
+    spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
+    results = run_spec(spec)
+    if as_json:
+        print_json({"trace": str(trace), "runs": results})
+    else:
+        goals = runs[0]
+        answer_console().print(
+            f"Goals: TTFT {goals.ttft_s:g} s and ITL {goals.itl_s:g} s at most (--ttft, --itl)."
+        )
+        _show(results)
 
 
 def run_spec(spec: SimulationSpec) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ from headrace_cli.output import (
     Json,
     answer_console,
     can_draw_blocks,
+    command,
     fitted_table,
     message_object,
     print_json,
-    run_command,
 )
 from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
@@ -67,19 +67,12 @@ class TraceOrder(StrEnum):
     ANSWER = "answer"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace trace` and `headrace explain`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace trace   |   headrace trace slowest   |   headrace trace my-request --layers   |   "
-        "headrace trace compare my-request other-request   |   headrace trace failed --otlp trace.json",
-    )(trace)
-    app.command(
-        cls=AddressedCommand, epilog="Examples:  headrace explain   |   headrace explain --json"
-    )(explain)
-
-
-@run_command
+@command(
+    "trace",
+    "headrace trace   |   headrace trace slowest   |   headrace trace my-request --layers   |   "
+    "headrace trace compare my-request other-request   |   headrace trace failed --otlp trace.json",
+    cls=AddressedCommand,
+)
 async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     which: Annotated[
         list[str] | None,
@@ -139,7 +132,7 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
                 show_trace(shown, answer_console(), layers=layers)
 
 
-@run_command
+@command("explain", "headrace explain   |   headrace explain --json", cls=AddressedCommand)
 async def explain(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
