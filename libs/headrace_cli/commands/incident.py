@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,6 +15,7 @@ import typer
 from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import WAIT_S, Wait, call_channel, list_members, registry_of, rpc_errors
+from headrace_cli.commands.simulate import run_module
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.output import (
     Column,
@@ -29,12 +28,11 @@ from headrace_cli.output import (
     print_json,
 )
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import ConfigError, DeadlineExceeded, HeadraceError, InternalError
+from headrace_common.errors import ConfigError, HeadraceError
 from headrace_simulator.incident_file import Parts, read_incident, write_incident
 
 _SAVE_S: Final = 60.0
 _REPLAY_S: Final = 600.0
-_MISCONFIGURED: Final = 2
 _BUCKETS: Final = 48
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _ASCII: Final = " .:-=+*#@"
@@ -178,32 +176,13 @@ def replay(file: File, as_json: Json = False) -> None:
     Exits with 1 when a decision differs.
     """
     members = read_incident(file)
-    results = _replayed(file)
+    results = run_module("headrace_simulator.incident", str(file), limit_s=_REPLAY_S)
     if as_json:
         print_json(results)
     else:
         _print_replay(members, results)
     if any(kind["differing"] for kinds in results.values() for kind in kinds.values()):
         raise typer.Exit(1)
-
-
-def _replayed(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "headrace_simulator.incident", str(file)],
-            capture_output=True,
-            text=True,
-            timeout=_REPLAY_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"the replay took more than {_REPLAY_S:.0f} s") from error
-    if done.returncode == _MISCONFIGURED:
-        raise ConfigError(done.stderr.strip())
-    if done.returncode:
-        raise InternalError(f"the replay failed: {done.stderr.strip()[-2_000:]}")
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return found
 
 
 def _print_replay(members: dict[str, Parts], results: dict[str, dict[str, Any]]) -> None:

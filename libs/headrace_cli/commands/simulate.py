@@ -164,29 +164,37 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
 
 
 def run_spec(spec: SimulationSpec) -> list[dict[str, Any]]:
-    """The results of all runs, from a process of its own. Raises ConfigError or InternalError."""
+    """The results of all runs. Raises as run_module does."""
+    results: list[dict[str, Any]] = run_module(
+        "headrace_simulator", given=spec.model_dump_json(), limit_s=_TIME_LIMIT_S
+    )
+    return results
+
+
+def run_module(module: str, *arguments: str, limit_s: float, given: str = "") -> Any:
+    """The JSON that a module prints, which runs in a process of its own.
+
+    Raises ConfigError, DeadlineExceeded or InternalError.
+    """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "headrace_simulator"],
-            input=spec.model_dump_json(),
+            [sys.executable, "-m", module, *arguments],
+            input=given,
             capture_output=True,
             text=True,
-            timeout=_TIME_LIMIT_S,
+            timeout=limit_s,
             check=False,
             # Sets of workers have one order in every process, so equal runs have equal results.
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )
     except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(
-            f"the simulation took more than {_TIME_LIMIT_S:g} s: replay less with --seconds"
-        ) from None
+        raise DeadlineExceeded(f"{module} took more than {limit_s:g} s: replay less") from None
     if done.returncode == _MISCONFIGURED:
         raise ConfigError(done.stderr.strip())
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise InternalError(f"the simulation ended with status {done.returncode}: {last[0]}")
-    results: list[dict[str, Any]] = json.loads(done.stdout)
-    return results
+        raise InternalError(f"{module} ended with status {done.returncode}: {last[0]}")
+    return json.loads(done.stdout)
 
 
 def _show(runs: Sequence[Mapping[str, Any]]) -> None:
