@@ -110,7 +110,7 @@ def show(file: File) -> None:
     members = read_incident(file)
     console = answer_console()
     found = [
-        (_unix_s(part, event), name, event)
+        ((event.monotonic_ns + part.clock_offset_ns) / 1e9, name, event)
         for name, parts in members.items()
         for part in parts
         for event in part.events
@@ -145,10 +145,6 @@ def _drawn(times: Sequence[float], begin_s: float, end_s: float, levels: str) ->
     most = max(counts.values(), default=1)
     top = len(levels) - 1
     return "".join(levels[-(-counts[bucket] * top // most)] for bucket in range(_BUCKETS))
-
-
-def _unix_s(part: incident_pb2.ListEventsResponse, event: incident_pb2.Event) -> float:
-    return (event.monotonic_ns + part.clock_offset_ns) / 1e9
 
 
 def _time(unix_s: float) -> str:

@@ -37,7 +37,6 @@ from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
 from headrace_common.trace_view.conversation import Turn, turns_of
-from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.regret import regrets_of
 from headrace_common.trace_view.verdict import format_ms, verdict
@@ -49,11 +48,8 @@ LAST: Final = "last"
 SLOWEST: Final = "slowest"
 FAILED: Final = "failed"
 _TRACE_TITLES: Final = "started (UTC),request,status,model,TTFT,prompt,answer,verdict"
-_TRACE_COLUMNS: Final = [*map(Column, _TRACE_TITLES.split(","))]
-_TURN_TITLES: Final = "request prompt cached sent computed answer kept workers why"
-_TURN_COLUMNS: Final = [*map(Column, _TURN_TITLES.split())]
+_TURN_TITLES: Final = "request,prompt,cached,sent,computed,answer,kept,workers,why"
 _REGRET_TITLES: Final = "best other decision,requests,earlier,sum,most,request"
-_REGRET_COLUMNS: Final = [*map(Column, _REGRET_TITLES.split(","))]
 SEARCHED_MAX: Final = 256
 """Traces, newest first, among which the slowest or the last failed one is searched."""
 
@@ -155,8 +151,7 @@ async def explain(
         ]
         for one in regrets
     ]
-    console = answer_console()
-    console.print(fitted_table(console, _REGRET_COLUMNS, rows)[0])
+    _print_table(_REGRET_TITLES, rows)
 
 
 def chosen_names(words: list[str]) -> list[str]:
@@ -192,7 +187,7 @@ async def chosen_trace(client: RouterClient, name: str, wait_s: float) -> trace_
     longest_ns = -1
     async for trace in newest_traces(client):
         view = read_trace(trace)
-        if name == FAILED and is_failed(view):
+        if name == FAILED and (view.error or any(step.error for step in view.steps)):
             return trace
         if name == SLOWEST and view.answered and view.ttft_ns > longest_ns:
             best, longest_ns = trace, view.ttft_ns
@@ -234,13 +229,7 @@ def show_turns(turns: Iterable[Turn], *, as_json: bool) -> None:
         counts += [turn.computed_tokens, turn.answer_tokens, turn.kept_tokens]
         workers = " > ".join(filter(None, (turn.prefill_worker, turn.decode_worker)))
         rows.append([turn.request_id, *map(str, counts), workers, turn.reason])
-    console = answer_console()
-    console.print(fitted_table(console, _TURN_COLUMNS, rows)[0])
-
-
-def is_failed(view: TraceView) -> bool:
-    """Whether the request, or one of its attempts, failed."""
-    return bool(view.error) or any(step.error for step in view.steps)
+    _print_table(_TURN_TITLES, rows)
 
 
 def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> None:
@@ -284,8 +273,12 @@ def show_list(traces: Iterable[trace_pb2.Trace], order: TraceOrder, *, as_json: 
         ]
         for one in listed
     ]
+    _print_table(_TRACE_TITLES, rows)
+
+
+def _print_table(titles: str, rows: Sequence[Sequence[str]]) -> None:
     console = answer_console()
-    console.print(fitted_table(console, _TRACE_COLUMNS, rows)[0])
+    console.print(fitted_table(console, [*map(Column, titles.split(","))], rows)[0])
 
 
 def listed_trace(trace: trace_pb2.Trace) -> dict[str, Any]:

@@ -288,15 +288,12 @@ class EtcdStore:
         found, policy = self._read_records(listing.records)
         members = {name: member for name, member in found.items() if member is not None}
         policy = policy or PolicyRecord(default_policy(), 0)
-        if self._continues(listing):
+        if listing.cluster_id == self._cluster_id and listing.revision >= self.feed.revision:
             self.feed.apply_listing(listing.revision, members, policy)
         else:
             self._report_loss(listing, before.keys() - found.keys())
             self.feed.restart(listing.revision, members, policy)
         self._cluster_id = listing.cluster_id
-
-    def _continues(self, listing: Listing) -> bool:
-        return listing.cluster_id == self._cluster_id and listing.revision >= self.feed.revision
 
     def _report_loss(self, listing: Listing, removed: Collection[str]) -> None:
         if self._cluster_id is None:
