@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import grpc.aio
-import typer
 
 import headrace_client
 from headrace.inference.v1 import (
@@ -26,7 +25,7 @@ from headrace.inference.v1 import (
 from headrace.planner.v1 import planner_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.output import notice_console
+from headrace_cli.output import notice_console, option
 from headrace_cli.state import nothing_serves, read_state
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -61,12 +60,12 @@ def _begin_wait(seconds: float) -> float:
 
 Wait = Annotated[
     float,
-    typer.Option(
+    option(
+        "SECONDS",
+        "Time that a deployment which is starting has until it can answer; 0 fails at once.",
         "--wait",
-        metavar="SECONDS",
         min=0,
         callback=_begin_wait,
-        help="Time that a deployment which is starting has until it can answer; 0 fails at once.",
     ),
 ]
 """An option of every command that calls a service. It bounds all waits of the command together."""

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members, registry_of
-from headrace_cli.output import failures_as_exit
+from headrace_cli.output import failures_as_exit, option
 from headrace_common import ports
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError
@@ -120,9 +120,9 @@ def _checked(path: Path, values: Mapping[str, Any]) -> dict[str, str]:
         raise ConfigError(f"{path} is wrong{where}: it has texts only, named {names}")
     if "router" not in values:
         raise ConfigError(f"{path} names no router: write router = 'HOST:PORT'")
-    for option in _ADDRESSES:
-        if option in values:
-            check_address(f"{option} of {path}", values[option])
+    for name in _ADDRESSES:
+        if name in values:
+            check_address(f"{name} of {path}", values[name])
     absolute = path.absolute().parent
     return {
         name: value if name in _ADDRESSES else str(absolute / Path(value).expanduser())
@@ -131,26 +131,21 @@ def _checked(path: Path, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _given_addresses(ctx: typer.Context) -> Iterator[tuple[str, str]]:
-    for option in _ADDRESSES:
-        source = ctx.get_parameter_source(option)
-        text = ctx.params.get(option)
+    for name in _ADDRESSES:
+        source = ctx.get_parameter_source(name)
+        text = ctx.params.get(name)
         if source is not None and source.name in _GIVEN and text:
-            what = f"--{option}" if source.name == _GIVEN[0] else _VARIABLES[option]
-            yield option, check_address(what, text)
+            what = f"--{name}" if source.name == _GIVEN[0] else _VARIABLES[name]
+            yield name, check_address(what, text)
 
 
 DEFAULT_ROUTER = f"127.0.0.1:{ports.ROUTER}"
 DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
 
 
-def _option(metavar: str | None, text: str, *words: str, **others: Any) -> Any:
-    """An option with this help. Without `words`, its name is that of the parameter."""
-    return typer.Option(*words, metavar=metavar, help=text, **others)
-
-
 Router = Annotated[
     str,
-    _option(
+    option(
         "HOST:PORT",
         "Router to call, by its address for clients.",
         "--router",
@@ -159,7 +154,7 @@ Router = Annotated[
 ]
 Registry = Annotated[
     str,
-    _option(
+    option(
         "HOST:PORT",
         "Registry to call; empty means that of `headrace up`.",
         envvar=REGISTRY_VARIABLE,
@@ -167,53 +162,53 @@ Registry = Annotated[
 ]
 RouterInternal = Annotated[
     str,
-    _option(
+    option(
         "HOST:PORT",
         "Internal address of the router; empty means as the registry has it.",
         "--internal",
     ),
 ]
-Engine = Annotated[str, _option("ENGINE", "vllm for real models, sim for the simulated one.")]
+Engine = Annotated[str, option("ENGINE", "vllm for real models, sim for the simulated one.")]
 Model = Annotated[
     str,
-    _option(
+    option(
         "MODEL",
         "Folder in the Hugging Face layout, or OWNER/NAME or hf:OWNER/NAME, which is downloaded; "
         f"for vllm the default is {DEFAULT_MODEL}",
     ),
 ]
 _BOTH = "Workers of both roles: each computes prompts for the others, and generates."
-WorkerCount = Annotated[int, _option("N", _BOTH, "--workers", min=0)]
+WorkerCount = Annotated[int, option("N", _BOTH, "--workers", min=0)]
 _ONE = "workers. The default is 1 without --workers."
-PrefillCount = Annotated[int | None, _option("N", f"Prefill {_ONE}", "--prefill", min=0)]
-DecodeCount = Annotated[int | None, _option("N", f"Decode {_ONE}", "--decode", min=0)]
-Port = Annotated[int, _option("PORT", "Port of the router; 0 takes any.", min=0)]
+PrefillCount = Annotated[int | None, option("N", f"Prefill {_ONE}", "--prefill", min=0)]
+DecodeCount = Annotated[int | None, option("N", f"Decode {_ONE}", "--decode", min=0)]
+Port = Annotated[int, option("PORT", "Port of the router; 0 takes any.", min=0)]
 _HTTP = "Port of the OpenAI HTTP API; 0 takes any. The default is 6 above --port."
-HttpPort = Annotated[int | None, _option("PORT", _HTTP, min=0)]
+HttpPort = Annotated[int | None, option("PORT", _HTTP, min=0)]
 Store = Annotated[
     str,
-    _option("STORE", "Where the registry stores its records: memory, or etcd://HOST:PORT."),
+    option("STORE", "Where the registry stores its records: memory, or etcd://HOST:PORT."),
 ]
 _POOL = "Memory of a store on this machine where all workers share KV blocks; 0 starts none."
-StorePool = Annotated[float, _option("GIB", _POOL, min=0.0)]
+StorePool = Annotated[float, option("GIB", _POOL, min=0.0)]
 _RANKS = "Ranks of each worker; N:M gives prefill N and decode M."
-TensorParallel = Annotated[str, _option("N or N:M", _RANKS, "--tensor-parallel-size")]
+TensorParallel = Annotated[str, option("N or N:M", _RANKS, "--tensor-parallel-size")]
 Devices = Annotated[
     str,
-    _option(
+    option(
         "GPU,GPU",
         "GPUs by number or UUID, for the ranks of prefill workers, then of decode workers, then of those of both "
         "roles.",
         "--devices",
     ),
 ]
-CpuThreads = Annotated[int, _option("N", "Compute threads of each worker on CPUs.", min=1)]
+CpuThreads = Annotated[int, option("N", "Compute threads of each worker on CPUs.", min=1)]
 
 
 def _flag(metavar: str | None, text: str, *words: str, **bounds: Any) -> Any:
     """A flag of vLLM, by its name there."""
     panel = "Flags of vLLM, for all workers"
-    return _option(metavar, text, *words, rich_help_panel=panel, **bounds)
+    return option(metavar, text, *words, rich_help_panel=panel, **bounds)
 
 
 ServedModelName = Annotated[str, _flag("NAME", "Name that clients call the model by.")]
@@ -236,16 +231,16 @@ LoraModules = Annotated[
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", hidden=True)]
 _SET = "Any other setting, as SERVICE.FIELD=VALUE; may be repeated. `headrace-decode --help` lists those of decode."
-Settings = Annotated[list[str] | None, _option("SETTING", _SET, "--set")]
+Settings = Annotated[list[str] | None, option("SETTING", _SET, "--set")]
 _LOGS = "Folder of logs; the default is in ~/.local/state/headrace."
-Logs = Annotated[Path | None, _option("FOLDER", _LOGS)]
+Logs = Annotated[Path | None, option("FOLDER", _LOGS)]
 _MODEL = "Model to call; empty means the only one served."
-RequestModel = Annotated[str, typer.Option("--model", help=_MODEL)]
+RequestModel = Annotated[str, option(None, _MODEL, "--model")]
 SystemMessage = Annotated[
-    str, typer.Option("--system", help="System message at the start of the conversation.")
+    str, option(None, "System message at the start of the conversation.", "--system")
 ]
 _TOKENS = "Most tokens to generate. Without it, as many as the context leaves."
-MaxTokens = Annotated[int | None, _option("N", _TOKENS, min=1)]
+MaxTokens = Annotated[int | None, option("N", _TOKENS, min=1)]
 
 
 _TIMEOUT_S = 1.0

@@ -56,7 +56,12 @@ def can_draw_blocks(console: Console) -> bool:
     return console.encoding.lower().startswith("utf")
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for programs.")]
+def option(metavar: str | None, text: str, *words: str, **others: Any) -> Any:
+    """An option with this help. Without `words`, its name is that of the parameter."""
+    return typer.Option(*words, metavar=metavar, help=text, **others)
+
+
+Json = Annotated[bool, option(None, "Print one JSON document for programs.", "--json")]
 
 
 def message_object(message: Message) -> dict[str, Any]:

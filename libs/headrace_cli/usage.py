@@ -11,8 +11,6 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-import typer
-
 from headrace.inference.v1 import load_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import time_model_pb2
@@ -26,6 +24,7 @@ from headrace_cli.output import (
     command,
     fitted_table,
     message_object,
+    option,
     print_json,
 )
 from headrace_common.durations import unix_s_from_timestamp
@@ -56,12 +55,12 @@ class By(StrEnum):
     "headrace usage   |   headrace usage --by model --since 1   |   headrace usage --csv",
 )
 async def usage(
-    by: Annotated[By, typer.Option(help="What a line stands for.")] = By.TENANT,
+    by: Annotated[By, option(None, "What a line stands for.")] = By.TENANT,
     since: Annotated[
-        float, typer.Option(metavar="HOURS", min=0, max=_HOURS_MAX, help="Hours that count, whole.")
+        float, option("HOURS", "Hours that count, whole.", min=0, max=_HOURS_MAX)
     ] = 24.0,
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print a line for each hour, in columns of FOCUS.")
+        bool, option(None, "Print a line for each hour, in columns of FOCUS.", "--csv")
     ] = False,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

@@ -10,8 +10,6 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final
 
-import typer
-
 from headrace_cli.commands.simulate import run_spec, time_text
 from headrace_cli.output import (
     Column,
@@ -19,6 +17,7 @@ from headrace_cli.output import (
     answer_console,
     command,
     fitted_table,
+    option,
     print_json,
 )
 from headrace_common.errors import ConfigError
@@ -64,28 +63,26 @@ _COLUMNS: Final = (Column("Workers"), *(Column(title, right=True) for title in _
     "headrace advise --model config.json --accelerator H200 --devices 16 --trace load.jsonl --ttft 2 --tpot 0.05",
 )
 def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
-    model: Annotated[Path, typer.Option(metavar="FILE", help="config.json, or its folder.")],
-    accelerator: Annotated[str, typer.Option(help=f"{', '.join(ACCELERATORS)}, or a JSON file.")],
-    devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most of all workers.")],
-    ttft: Annotated[float, typer.Option(min=1e-3, max=1e5, help="Bound of TTFT, in seconds.")],
-    tpot: Annotated[float, typer.Option(min=1e-4, max=1e5, help="Bound of TPOT, in seconds.")],
+    model: Annotated[Path, option("FILE", "config.json, or its folder.")],
+    accelerator: Annotated[str, option(None, f"{', '.join(ACCELERATORS)}, or a JSON file.")],
+    devices: Annotated[int, option(None, "Most of all workers.", min=1, max=1024)],
+    ttft: Annotated[float, option(None, "Bound of TTFT, in seconds.", min=0.001, max=100000.0)],
+    tpot: Annotated[float, option(None, "Bound of TPOT, in seconds.", min=0.0001, max=100000.0)],
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Recorded load."),
+        Path | None, option("FILE", "Recorded load.", exists=True, dir_okay=False)
     ] = None,
-    prompt_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
-    answer_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
-    hit_share: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share that others have.")
+    prompt_tokens: Annotated[str, option(_SPREAD, "Without a trace.")] = "",
+    answer_tokens: Annotated[str, option(_SPREAD, "Without a trace.")] = "",
+    hit_share: Annotated[float, option(None, "Share that others have.", min=0, max=0.99)] = 0.0,
+    rate: Annotated[
+        float, option(None, "Requests/s; 0 as in a trace.", min=0, max=1000000.0)
     ] = 0.0,
-    rate: Annotated[float, typer.Option(min=0, max=1e6, help="Requests/s; 0 as in a trace.")] = 0.0,
-    network_gbit: Annotated[float, typer.Option(min=1e-3, max=1e6, help="Of a worker.")] = 100.0,
+    network_gbit: Annotated[float, option(None, "Of a worker.", min=0.001, max=1000000.0)] = 100.0,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured, in place of the computed one.")
+        Path | None, option("FILE", "Measured, in place of the computed one.")
     ] = None,
     ranks: Annotated[
-        int,
-        typer.Option("--tensor-parallel-size", min=0, help="Devices of a worker; 0 tries all."),
+        int, option(None, "Devices of a worker; 0 tries all.", "--tensor-parallel-size", min=0)
     ] = 0,
     as_json: Json = False,
 ) -> None:

@@ -24,6 +24,7 @@ from headrace_cli.output import (
     command,
     message_object,
     notice_console,
+    option,
     print_json,
 )
 from headrace_client import build_request
@@ -34,9 +35,9 @@ from headrace_common.latency.parts import sum_from_proto
 EXIT_WORDS = ("/exit", "/quit")
 
 Temperature = Annotated[
-    float | None, typer.Option(min=0, max=2, help="Randomness; 0 is greedy.", show_default="1")
+    float | None, option(None, "Randomness; 0 is greedy.", min=0, max=2, show_default="1")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
+Seed = Annotated[int | None, option(None, "Makes sampling repeatable.", min=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,9 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an answer may take.")] = 300,
+    timeout: Annotated[float, option(None, "Seconds that an answer may take.", min=0.1)] = 300,
     timing: Annotated[
-        bool, typer.Option("--timing", help="Show the parts of the time to the first token.")
+        bool, option(None, "Show the parts of the time to the first token.", "--timing")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,

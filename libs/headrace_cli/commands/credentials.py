@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from headrace_cli.output import answer_console, command, notice_console
+from headrace_cli.output import answer_console, command, notice_console, option
 from headrace_common.access.key_file import load_keys
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import HeldToken, new_private_key, public_key_of
@@ -67,12 +67,12 @@ def keygen(
 )
 def create_token_file(
     role: Annotated[Role, typer.Argument(help="The role that the token proves.")],
-    key: Annotated[Path, typer.Option(help=f"The private key, {PRIVATE_KEY_FILE}.")],
-    output: Annotated[Path, typer.Option(help="The file to write. Only its owner may read it.")],
+    key: Annotated[Path, option(None, f"The private key, {PRIVATE_KEY_FILE}.")],
+    output: Annotated[Path, option(None, "The file to write. Only its owner may read it.")],
     name: Annotated[
-        str, typer.Option(help="Id of the only member that may use it.", show_default="any")
+        str, option(None, "Id of the only member that may use it.", show_default="any")
     ] = "",
-    days: Annotated[float, typer.Option(min=0.001, help="Days until the token expires.")] = 365.0,
+    days: Annotated[float, option(None, "Days until the token expires.", min=0.001)] = 365.0,
 ) -> None:
     """Writes a token of one role, and the key by which only its holder can use it."""
     try:
@@ -213,16 +213,13 @@ DEFAULT_DOMAIN: Final = "headrace"
 def init_authority(
     folder: Annotated[Path, typer.Argument(help="New folder for the authority and all roles.")],
     host: Annotated[
-        list[str],
-        typer.Option(
-            "--host", metavar="HOST", help="Name or address that others call; may be repeated."
-        ),
+        list[str], option("HOST", "Name or address that others call; may be repeated.", "--host")
     ],
     trust_domain: Annotated[
-        str, typer.Option(help="Name of the deployment in certificates, for tls_trust_domain.")
+        str, option(None, "Name of the deployment in certificates, for tls_trust_domain.")
     ] = DEFAULT_DOMAIN,
     days: Annotated[
-        float, typer.Option(min=0.001, max=DAYS_MAX, help="Days until certificates expire.")
+        float, option(None, "Days until certificates expire.", min=0.001, max=DAYS_MAX)
     ] = 365.0,
 ) -> None:
     """Creates an authority, and a folder with certificate, key and authority for each role."""
@@ -252,7 +249,7 @@ _KEY_BYTES: Final = 24
 def create_api_key(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
     file: Annotated[
-        Path, typer.Option(metavar="FILE", help="File for api_keys_file, which gets one more line.")
+        Path, option("FILE", "File for api_keys_file, which gets one more line.")
     ] = DEFAULT_FILE,
 ) -> None:
     """Adds a key to a file, and prints it. A router that has the file as api_keys_file follows within 2 s."""

@@ -25,6 +25,7 @@ from headrace_cli.output import (
     command,
     fitted_table,
     notice_console,
+    option,
     print_json,
 )
 from headrace_common.durations import duration_from_seconds
@@ -49,11 +50,9 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of `headrace 
     "headrace incident save --output stall.incident   |   headrace incident save --output all.incident --last 0",
 )
 async def save(
-    output: Annotated[
-        Path, typer.Option(metavar="FILE", help="The file to write. It has no text of requests.")
-    ],
+    output: Annotated[Path, option("FILE", "The file to write. It has no text of requests.")],
     last: Annotated[
-        float, typer.Option(min=0, help="Minutes that the events go back; 0: all that are stored.")
+        float, option(None, "Minutes that the events go back; 0: all that are stored.", min=0)
     ] = 10.0,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

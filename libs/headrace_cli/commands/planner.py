@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Final, NamedTuple
 
-import typer
-
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.client import (
     CALL_TIMEOUT_S,
@@ -26,6 +24,7 @@ from headrace_cli.output import (
     command,
     fitted_table,
     message_object,
+    option,
     print_json,
 )
 from headrace_cli.state import find_planner
@@ -57,18 +56,18 @@ class Explanation(NamedTuple):
 async def explain(
     planner: Annotated[
         str,
-        typer.Option(
-            metavar="HOST:PORT",
+        option(
+            "HOST:PORT",
+            "Planner to call; empty means that of `headrace up`.",
             envvar=PLANNER_VARIABLE,
-            help="Planner to call; empty means that of `headrace up`.",
         ),
     ] = "",
     router: Router = DEFAULT_ROUTER,
     count: Annotated[
-        int, typer.Option(min=1, max=_DECISIONS_MAX, help="Decisions to show, the newest first.")
+        int, option(None, "Decisions to show, the newest first.", min=1, max=_DECISIONS_MAX)
     ] = 20,
     changes: Annotated[
-        bool, typer.Option("--changes", help="Of these, show only those that ask for a change.")
+        bool, option(None, "Of these, show only those that ask for a change.", "--changes")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,

@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
-
 from headrace.inference.v1 import load_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
@@ -31,7 +29,7 @@ from headrace_cli.options import (
     Router,
     RouterInternal,
 )
-from headrace_cli.output import command, notice_console
+from headrace_cli.output import command, notice_console, option
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import unix_ns_from_timestamp
 from headrace_common.errors import ConfigError
@@ -52,7 +50,7 @@ _CLASSES: Final = {one.label: one for one in Priority}
     cls=AddressedCommand,
 )
 async def profile(
-    output: Annotated[Path, typer.Option(metavar="FILE", help="File for the profile, as JSON.")],
+    output: Annotated[Path, option("FILE", "File for the profile, as JSON.")],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     model: RequestModel = "",
@@ -112,9 +110,9 @@ def profile_of(
     cls=AddressedCommand,
 )
 async def record(
-    output: Annotated[Path, typer.Option(metavar="FILE", help="File for the trace.")],
+    output: Annotated[Path, option("FILE", "File for the trace.")],
     seconds: Annotated[
-        float, typer.Option(min=1, max=_DAY_S, help="Time after which it ends; or Ctrl-C.")
+        float, option(None, "Time after which it ends; or Ctrl-C.", min=1, max=_DAY_S)
     ] = _DAY_S,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

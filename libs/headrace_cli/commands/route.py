@@ -37,6 +37,7 @@ from headrace_cli.output import (
     command,
     fitted_table,
     message_object,
+    option,
     print_json,
 )
 from headrace_client import build_request
@@ -56,7 +57,7 @@ async def route(
     model: RequestModel = "",
     system: SystemMessage = "",
     explain: Annotated[
-        bool, typer.Option("--explain", help="List the candidates and the cost of each.")
+        bool, option(None, "List the candidates and the cost of each.", "--explain")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
 from rich.console import Console
 
 from headrace_cli.output import (
@@ -19,6 +18,7 @@ from headrace_cli.output import (
     answer_console,
     command,
     fitted_table,
+    option,
     print_json,
 )
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
@@ -63,7 +63,7 @@ _CLASS_COLUMNS: Final = (
 
 
 _Goal = Annotated[
-    float | None, typer.Option(min=1e-3, max=1e5, help="In seconds. Default: the planner's goal.")
+    float | None, option(None, "In seconds. Default: the planner's goal.", min=0.001, max=100000.0)
 ]
 
 
@@ -74,54 +74,50 @@ _Goal = Annotated[
 def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     trace: Annotated[
         Path,
-        typer.Option(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="Trace in the form of Mooncake's, as JSON lines.",
+        option(
+            "FILE", "Trace in the form of Mooncake's, as JSON lines.", exists=True, dir_okay=False
         ),
     ],
-    profile: Annotated[
-        Path, typer.Option(metavar="FILE", help="JSON file with a worker's profile.")
-    ],
+    profile: Annotated[Path, option("FILE", "JSON file with a worker's profile.")],
     prefill: Annotated[
-        int, typer.Option(min=0, max=2_000, help="Prefill workers, at first with --planner.")
+        int, option(None, "Prefill workers, at first with --planner.", min=0, max=2000)
     ] = 1,
     decode: Annotated[
-        int, typer.Option(min=1, max=2_000, help="Decode workers, at first with --planner.")
+        int, option(None, "Decode workers, at first with --planner.", min=1, max=2000)
     ] = 1,
     workers: Annotated[
         int,
-        typer.Option(
-            min=0, max=2_000, help="Workers of both roles, at first with --planner, and no others."
+        option(
+            None, "Workers of both roles, at first with --planner, and no others.", min=0, max=2000
         ),
     ] = 0,
     planner: Annotated[
-        bool, typer.Option("--planner", help="Let the planner change the numbers of workers.")
+        bool, option(None, "Let the planner change the numbers of workers.", "--planner")
     ] = False,
     settings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file with the planner's settings.")
+        Path | None, option("FILE", "TOML file with the planner's settings.")
     ] = None,
     way: Annotated[
         list[Way] | None,
-        typer.Option(
+        option(
+            None,
+            "Placement to replay; may be repeated. Default: all, with --workers also plain engines.",
             "--placement",
             case_sensitive=False,
-            help="Placement to replay; may be repeated. Default: all, with --workers also plain engines.",
         ),
     ] = None,
     host_tokens: Annotated[
         int,
-        typer.Option(
-            min=0, help="Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory."
-        ),
+        option(None, "Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory.", min=0),
     ] = 0,
     ttft: _Goal = None,
     itl: _Goal = None,
-    interval: Annotated[float, typer.Option(min=1, max=1e5, help="Of decisions, in s.")] = 30.0,
-    worker_start: Annotated[float, typer.Option(min=0, max=1e5, help="Seconds of a start.")] = 30.0,
-    seconds: Annotated[float | None, typer.Option(min=1, max=1e9, help="Replay so many.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of draws between equal workers.")] = 0,
+    interval: Annotated[float, option(None, "Of decisions, in s.", min=1, max=100000.0)] = 30.0,
+    worker_start: Annotated[float, option(None, "Seconds of a start.", min=0, max=100000.0)] = 30.0,
+    seconds: Annotated[
+        float | None, option(None, "Replay so many.", min=1, max=1000000000.0)
+    ] = None,
+    seed: Annotated[int, option(None, "Of draws between equal workers.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """Replays a trace in virtual time, and shows the latencies that a deployment would have."""

@@ -28,6 +28,7 @@ from headrace_cli.output import (
     command,
     fitted_table,
     message_object,
+    option,
     print_json,
 )
 from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
@@ -82,23 +83,17 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     registry: Registry = "",
     internal: RouterInternal = "",
     layers: Annotated[
-        bool, typer.Option("--layers/--no-layers", help="Also list every layer of every link.")
+        bool, option(None, "Also list every layer of every link.", "--layers/--no-layers")
     ] = False,
-    otlp: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as OTLP JSON.")
-    ] = None,
+    otlp: Annotated[Path | None, option("FILE", "Write it as OTLP JSON.")] = None,
     list_count: Annotated[
-        int,
-        typer.Option(
-            "--list", metavar="N", min=0, max=PAGE_SIZE_MAX, help="List the newest N instead."
-        ),
+        int, option("N", "List the newest N instead.", "--list", min=0, max=PAGE_SIZE_MAX)
     ] = 0,
     sort: Annotated[
-        TraceOrder, typer.Option("--sort", help="Order of the list, the largest first.")
+        TraceOrder, option(None, "Order of the list, the largest first.", "--sort")
     ] = TraceOrder.TIME,
     spans_wait: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0, help="Time that the last spans have to arrive."),
+        float, option("SECONDS", "Time that the last spans have to arrive.", min=0)
     ] = 2.0,
     wait: Wait = WAIT_S,
     as_json: Json = False,

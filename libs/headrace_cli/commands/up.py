@@ -50,7 +50,7 @@ from headrace_cli.options import (
     TrustRemoteCode,
     WorkerCount,
 )
-from headrace_cli.output import answer_console, command, notice_console
+from headrace_cli.output import answer_console, command, notice_console, option
 from headrace_cli.state import (
     ADD_ANSWER,
     ADD_FAILED,
@@ -123,16 +123,18 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     logs: Logs = None,
     no_restart: Annotated[
         bool,
-        typer.Option(
+        option(
+            None,
+            "End everything when a worker was killed, which otherwise starts again.",
             "--no-restart",
-            help="End everything when a worker was killed, which otherwise starts again.",
         ),
     ] = False,
     planner: Annotated[
         bool,
-        typer.Option(
+        option(
+            None,
+            "Start a planner, which adds and removes workers as the load asks for.",
             "--planner",
-            help="Start a planner, which adds and removes workers as the load asks for.",
         ),
     ] = False,
 ) -> None:
@@ -337,12 +339,8 @@ def logs(
         typer.Argument(metavar="[NAME]...", help="Processes, such as router or decode-0."),
     ] = None,
     router: Router = DEFAULT_ROUTER,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", metavar="N", min=0, help="Newest lines of each log.")
-    ] = 20,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")
-    ] = False,
+    lines: Annotated[int, option("N", "Newest lines of each log.", "--lines", "-n", min=0)] = 20,
+    follow: Annotated[bool, option(None, "Show new lines until Ctrl-C.", "--follow", "-f")] = False,
 ) -> None:
     """Shows the logs of `headrace up`, also of one that has ended."""
     paths = find_logs(router, names or [])
@@ -384,9 +382,7 @@ def _show(prefix: str, lines: Iterator[str] | deque[str] | TextIO) -> None:
 @command("down", "headrace down", cls=AddressedCommand)
 def down(
     router: Router = DEFAULT_ROUTER,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Time until everything has ended.")
-    ] = 60.0,
+    timeout: Annotated[float, option("SECONDS", "Time until everything has ended.", min=0)] = 60.0,
 ) -> None:
     """Ends a deployment of `headrace up` as Ctrl-C does, and waits until it has ended."""
     end_deployment(router, timeout)

@@ -38,7 +38,7 @@ from headrace_cli.options import (
     Router,
     complete_workers,
 )
-from headrace_cli.output import Json, answer_console, command, message_object, print_json
+from headrace_cli.output import Json, answer_console, command, message_object, option, print_json
 from headrace_common import ports
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -136,15 +136,16 @@ async def drain(
     registry: Registry = "",
     grace: Annotated[
         float | None,
-        typer.Option(
+        option(
+            None,
+            "Seconds that its requests may take; the rest continues elsewhere.",
             min=0,
             max=DRAIN_GRACE_MAX_S,
-            help="Seconds that its requests may take; the rest continues elsewhere.",
             show_default="the worker's drain_grace_s",
         ),
     ] = None,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="Return at once, not when the worker has ended.")
+        bool, option(None, "Return at once, not when the worker has ended.", "--no-wait")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -168,11 +169,9 @@ async def workers(
     registry: Registry = "",
     wait: Wait = WAIT_S,
     as_json: Json = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, option(None, "Show it again until Ctrl-C.", "--watch", "-w")] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="With --watch: seconds between two looks.")
+        float, option(None, "With --watch: seconds between two looks.", min=0.1, max=3600)
     ] = 2.0,
 ) -> None:
     """Lists the registered processes and the state of each worker."""
@@ -203,7 +202,7 @@ async def reset_cache(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     timeout: Annotated[
-        float, typer.Option(min=0.5, max=60, help="Seconds to wait for running requests.")
+        float, option(None, "Seconds to wait for running requests.", min=0.5, max=60)
     ] = 10.0,
     wait: Wait = WAIT_S,
     as_json: Json = False,
