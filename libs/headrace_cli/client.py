@@ -76,19 +76,21 @@ async def wait_until_started(endpoint: str) -> None:
 
     A command without the option Wait does not wait.
     """
-    deadline = _waits_until.get()
-    has_noted = False
-    while await asyncio.to_thread(_refuses, endpoint):
-        if deadline is None or deadline.expired:
+
+    async def connect() -> None:
+        if await asyncio.to_thread(_refuses, endpoint):
             raise nothing_serves(endpoint)
-        if not has_noted:
-            has_noted = True
-            _note(f"{endpoint} refuses connections", deadline)
-        await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
+
+    await once_possible(connect, WorkerGone, f"{endpoint} refuses connections")
 
 
-async def once_possible(attempt: Callable[[], Awaitable[_T]], missing: type[HeadraceError]) -> _T:
-    """What `attempt` returns. It is repeated after an error `missing`, for as long as the command may wait."""
+async def once_possible(
+    attempt: Callable[[], Awaitable[_T]], missing: type[HeadraceError], state: str = ""
+) -> _T:
+    """What `attempt` returns. It is repeated after an error `missing`, for as long as the command may wait.
+
+    The notice of the wait names `state`, or else the error.
+    """
     deadline = _waits_until.get()
     has_noted = False
     while True:
@@ -99,15 +101,11 @@ async def once_possible(attempt: Callable[[], Awaitable[_T]], missing: type[Head
                 raise
             if not has_noted:
                 has_noted = True
-                _note(error.detail, deadline)
+                notice_console().print(
+                    f"headrace: {state or error.detail}; waiting up to {deadline.remaining_s():.0f} s for it to start",
+                    markup=False,
+                )
         await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
-
-
-def _note(state: str, deadline: Deadline) -> None:
-    notice_console().print(
-        f"headrace: {state}; waiting up to {deadline.remaining_s():.0f} s for it to start",
-        markup=False,
-    )
 
 
 def _refuses(endpoint: str) -> bool:
