@@ -23,8 +23,8 @@ from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_registry.config import MEMORY_STORE, RegistryConfig
-from headrace_registry.service import RegistryServicer
-from headrace_registry.store.base import MemoryStore, Store
+from headrace_registry.service import RegistryServicer, Store
+from headrace_registry.store.base import MemoryStore
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The interface of a store, the rules that all stores apply, and the store in the memory of one process."""
+"""The rules that all stores apply, and the store in the memory of one process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation
 from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
-
-if TYPE_CHECKING:
-    from headrace_registry.store.etcd_store import EtcdStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +131,6 @@ class _Lease:
         """Starts the time to live again."""
         self.expires_at_s = now_s + self.ttl_s
 
-    def put_descriptor(self, descriptor: layout_pb2.KvDescriptor) -> None:
-        self.descriptor = descriptor
-
     def restart_timer(self, on_timer: Callable[[str], None]) -> None:
         """Has `on_timer` called with the lease id when the lease expires. The last timer has fired."""
         loop = asyncio.get_running_loop()
@@ -219,7 +213,7 @@ class MemoryStore:
         held_id = self._lease_ids.get(reference.worker_id, "")
         current = self.feed.members.get(reference.worker_id)
         require_owner(current, held_id == lease_id, lease_id, reference)
-        self._leases[held_id].put_descriptor(descriptor)
+        self._leases[held_id].descriptor = descriptor
         revision = self.feed.revision + 1
         self.feed.apply(revision, {})
         return revision
@@ -274,6 +268,3 @@ class MemoryStore:
     def _end_lease(self, lease: _Lease) -> None:
         self._remove_lease(lease)
         self.feed.apply(self.feed.revision + 1, {lease.member.worker_id: None})
-
-
-Store: TypeAlias = "MemoryStore | EtcdStore"
