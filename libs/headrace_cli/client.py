@@ -61,9 +61,9 @@ def _begin_wait(seconds: float) -> float:
 Wait = Annotated[
     float,
     option(
-        "SECONDS",
         "Time that a deployment which is starting has until it can answer; 0 fails at once.",
         "--wait",
+        metavar="SECONDS",
         min=0,
         callback=_begin_wait,
     ),

@@ -7,6 +7,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -146,101 +147,98 @@ DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
 Router = Annotated[
     str,
     option(
-        "HOST:PORT",
         "Router to call, by its address for clients.",
         "--router",
+        metavar="HOST:PORT",
         envvar=ROUTER_VARIABLE,
     ),
 ]
 Registry = Annotated[
     str,
     option(
-        "HOST:PORT",
         "Registry to call; empty means that of `headrace up`.",
+        metavar="HOST:PORT",
         envvar=REGISTRY_VARIABLE,
     ),
 ]
 RouterInternal = Annotated[
     str,
     option(
-        "HOST:PORT",
         "Internal address of the router; empty means as the registry has it.",
         "--internal",
+        metavar="HOST:PORT",
     ),
 ]
-Engine = Annotated[str, option("ENGINE", "vllm for real models, sim for the simulated one.")]
+Engine = Annotated[
+    str, option("vllm for real models, sim for the simulated one.", metavar="ENGINE")
+]
 Model = Annotated[
     str,
     option(
-        "MODEL",
         "Folder in the Hugging Face layout, or OWNER/NAME or hf:OWNER/NAME, which is downloaded; "
         f"for vllm the default is {DEFAULT_MODEL}",
+        metavar="MODEL",
     ),
 ]
 _BOTH = "Workers of both roles: each computes prompts for the others, and generates."
-WorkerCount = Annotated[int, option("N", _BOTH, "--workers", min=0)]
+WorkerCount = Annotated[int, option(_BOTH, "--workers", metavar="N", min=0)]
 _ONE = "workers. The default is 1 without --workers."
-PrefillCount = Annotated[int | None, option("N", f"Prefill {_ONE}", "--prefill", min=0)]
-DecodeCount = Annotated[int | None, option("N", f"Decode {_ONE}", "--decode", min=0)]
-Port = Annotated[int, option("PORT", "Port of the router; 0 takes any.", min=0)]
+PrefillCount = Annotated[int | None, option(f"Prefill {_ONE}", "--prefill", metavar="N", min=0)]
+DecodeCount = Annotated[int | None, option(f"Decode {_ONE}", "--decode", metavar="N", min=0)]
+Port = Annotated[int, option("Port of the router; 0 takes any.", metavar="PORT", min=0)]
 _HTTP = "Port of the OpenAI HTTP API; 0 takes any. The default is 6 above --port."
-HttpPort = Annotated[int | None, option("PORT", _HTTP, min=0)]
+HttpPort = Annotated[int | None, option(_HTTP, metavar="PORT", min=0)]
 Store = Annotated[
     str,
-    option("STORE", "Where the registry stores its records: memory, or etcd://HOST:PORT."),
+    option("Where the registry stores its records: memory, or etcd://HOST:PORT.", metavar="STORE"),
 ]
 _POOL = "Memory of a store on this machine where all workers share KV blocks; 0 starts none."
-StorePool = Annotated[float, option("GIB", _POOL, min=0.0)]
+StorePool = Annotated[float, option(_POOL, metavar="GIB", min=0.0)]
 _RANKS = "Ranks of each worker; N:M gives prefill N and decode M."
-TensorParallel = Annotated[str, option("N or N:M", _RANKS, "--tensor-parallel-size")]
+TensorParallel = Annotated[str, option(_RANKS, "--tensor-parallel-size", metavar="N or N:M")]
 Devices = Annotated[
     str,
     option(
-        "GPU,GPU",
         "GPUs by number or UUID, for the ranks of prefill workers, then of decode workers, then of those of both "
         "roles.",
         "--devices",
+        metavar="GPU,GPU",
     ),
 ]
-CpuThreads = Annotated[int, option("N", "Compute threads of each worker on CPUs.", min=1)]
-
-
-def _flag(metavar: str | None, text: str, *words: str, **bounds: Any) -> Any:
-    """A flag of vLLM, by its name there."""
-    panel = "Flags of vLLM, for all workers"
-    return option(metavar, text, *words, rich_help_panel=panel, **bounds)
-
-
-ServedModelName = Annotated[str, _flag("NAME", "Name that clients call the model by.")]
+CpuThreads = Annotated[int, option("Compute threads of each worker on CPUs.", metavar="N", min=1)]
+_flag = partial(option, rich_help_panel="Flags of vLLM, for all workers")
+ServedModelName = Annotated[str, _flag("Name that clients call the model by.", metavar="NAME")]
 _LEN = "Most tokens of prompt and answer together; 0 means the model's own, as far as the memory for KV goes."
-MaxModelLen = Annotated[int, _flag("N", _LEN, min=0)]
-MaxNumSeqs = Annotated[int, _flag("N", "Most requests that a worker computes at once.", min=0)]
+MaxModelLen = Annotated[int, _flag(_LEN, metavar="N", min=0)]
+MaxNumSeqs = Annotated[
+    int, _flag("Most requests that a worker computes at once.", metavar="N", min=0)
+]
 MaxNumBatchedTokens = Annotated[
-    int, _flag("N", "Most tokens of one step of a worker's engine.", min=0)
+    int, _flag("Most tokens of one step of a worker's engine.", metavar="N", min=0)
 ]
 Dtype = Annotated[
-    str, _flag("TYPE", "Type of weights and KV cache: auto, float32, bfloat16 or float16.")
+    str, _flag("Type of weights and KV cache: auto, float32, bfloat16 or float16.", metavar="TYPE")
 ]
 GpuMemoryUtilization = Annotated[
-    float, _flag("SHARE", "Share of a GPU's memory for each rank.", min=0, max=1)
+    float, _flag("Share of a GPU's memory for each rank.", metavar="SHARE", min=0, max=1)
 ]
-Quantization = Annotated[str, _flag("METHOD", "How weights are quantized.")]
-EnableLora = Annotated[bool, _flag(None, "Serve LoRA adapters.", "--enable-lora")]
+Quantization = Annotated[str, _flag("How weights are quantized.", metavar="METHOD")]
+EnableLora = Annotated[bool, _flag("Serve LoRA adapters.", "--enable-lora")]
 LoraModules = Annotated[
-    list[str] | None, _flag("NAME=FOLDER", "A LoRA adapter to load; may be repeated.")
+    list[str] | None, _flag("A LoRA adapter to load; may be repeated.", metavar="NAME=FOLDER")
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", hidden=True)]
 _SET = "Any other setting, as SERVICE.FIELD=VALUE; may be repeated. `headrace-decode --help` lists those of decode."
-Settings = Annotated[list[str] | None, option("SETTING", _SET, "--set")]
+Settings = Annotated[list[str] | None, option(_SET, "--set", metavar="SETTING")]
 _LOGS = "Folder of logs; the default is in ~/.local/state/headrace."
-Logs = Annotated[Path | None, option("FOLDER", _LOGS)]
+Logs = Annotated[Path | None, option(_LOGS, metavar="FOLDER")]
 _MODEL = "Model to call; empty means the only one served."
-RequestModel = Annotated[str, option(None, _MODEL, "--model")]
+RequestModel = Annotated[str, option(_MODEL, "--model")]
 SystemMessage = Annotated[
-    str, option(None, "System message at the start of the conversation.", "--system")
+    str, option("System message at the start of the conversation.", "--system")
 ]
 _TOKENS = "Most tokens to generate. Without it, as many as the context leaves."
-MaxTokens = Annotated[int | None, option("N", _TOKENS, min=1)]
+MaxTokens = Annotated[int | None, option(_TOKENS, metavar="N", min=1)]
 
 
 _TIMEOUT_S = 1.0

@@ -56,12 +56,12 @@ def can_draw_blocks(console: Console) -> bool:
     return console.encoding.lower().startswith("utf")
 
 
-def option(metavar: str | None, text: str, *words: str, **others: Any) -> Any:
+def option(text: str, *words: str, **others: Any) -> Any:
     """An option with this help. Without `words`, its name is that of the parameter."""
-    return typer.Option(*words, metavar=metavar, help=text, **others)
+    return typer.Option(*words, help=text, **others)
 
 
-Json = Annotated[bool, option(None, "Print one JSON document for programs.", "--json")]
+Json = Annotated[bool, option("Print one JSON document for programs.", "--json")]
 
 
 def message_object(message: Message) -> dict[str, Any]:

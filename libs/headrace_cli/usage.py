@@ -55,12 +55,12 @@ class By(StrEnum):
     "headrace usage   |   headrace usage --by model --since 1   |   headrace usage --csv",
 )
 async def usage(
-    by: Annotated[By, option(None, "What a line stands for.")] = By.TENANT,
+    by: Annotated[By, option("What a line stands for.")] = By.TENANT,
     since: Annotated[
-        float, option("HOURS", "Hours that count, whole.", min=0, max=_HOURS_MAX)
+        float, option("Hours that count, whole.", metavar="HOURS", min=0, max=_HOURS_MAX)
     ] = 24.0,
     as_csv: Annotated[
-        bool, option(None, "Print a line for each hour, in columns of FOCUS.", "--csv")
+        bool, option("Print a line for each hour, in columns of FOCUS.", "--csv")
     ] = False,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

@@ -63,26 +63,24 @@ _COLUMNS: Final = (Column("Workers"), *(Column(title, right=True) for title in _
     "headrace advise --model config.json --accelerator H200 --devices 16 --trace load.jsonl --ttft 2 --tpot 0.05",
 )
 def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
-    model: Annotated[Path, option("FILE", "config.json, or its folder.")],
-    accelerator: Annotated[str, option(None, f"{', '.join(ACCELERATORS)}, or a JSON file.")],
-    devices: Annotated[int, option(None, "Most of all workers.", min=1, max=1024)],
-    ttft: Annotated[float, option(None, "Bound of TTFT, in seconds.", min=0.001, max=100000.0)],
-    tpot: Annotated[float, option(None, "Bound of TPOT, in seconds.", min=0.0001, max=100000.0)],
+    model: Annotated[Path, option("config.json, or its folder.", metavar="FILE")],
+    accelerator: Annotated[str, option(f"{', '.join(ACCELERATORS)}, or a JSON file.")],
+    devices: Annotated[int, option("Most of all workers.", min=1, max=1_024)],
+    ttft: Annotated[float, option("Bound of TTFT, in seconds.", min=1e-3, max=1e5)],
+    tpot: Annotated[float, option("Bound of TPOT, in seconds.", min=1e-4, max=1e5)],
     trace: Annotated[
-        Path | None, option("FILE", "Recorded load.", exists=True, dir_okay=False)
+        Path | None, option("Recorded load.", metavar="FILE", exists=True, dir_okay=False)
     ] = None,
-    prompt_tokens: Annotated[str, option(_SPREAD, "Without a trace.")] = "",
-    answer_tokens: Annotated[str, option(_SPREAD, "Without a trace.")] = "",
-    hit_share: Annotated[float, option(None, "Share that others have.", min=0, max=0.99)] = 0.0,
-    rate: Annotated[
-        float, option(None, "Requests/s; 0 as in a trace.", min=0, max=1000000.0)
-    ] = 0.0,
-    network_gbit: Annotated[float, option(None, "Of a worker.", min=0.001, max=1000000.0)] = 100.0,
+    prompt_tokens: Annotated[str, option("Without a trace.", metavar=_SPREAD)] = "",
+    answer_tokens: Annotated[str, option("Without a trace.", metavar=_SPREAD)] = "",
+    hit_share: Annotated[float, option("Share that others have.", min=0, max=0.99)] = 0.0,
+    rate: Annotated[float, option("Requests/s; 0 as in a trace.", min=0, max=1e6)] = 0.0,
+    network_gbit: Annotated[float, option("Of a worker.", min=1e-3, max=1e6)] = 100.0,
     profile: Annotated[
-        Path | None, option("FILE", "Measured, in place of the computed one.")
+        Path | None, option("Measured, in place of the computed one.", metavar="FILE")
     ] = None,
     ranks: Annotated[
-        int, option(None, "Devices of a worker; 0 tries all.", "--tensor-parallel-size", min=0)
+        int, option("Devices of a worker; 0 tries all.", "--tensor-parallel-size", min=0)
     ] = 0,
     as_json: Json = False,
 ) -> None:

@@ -35,9 +35,9 @@ from headrace_common.latency.parts import sum_from_proto
 EXIT_WORDS = ("/exit", "/quit")
 
 Temperature = Annotated[
-    float | None, option(None, "Randomness; 0 is greedy.", min=0, max=2, show_default="1")
+    float | None, option("Randomness; 0 is greedy.", min=0, max=2, show_default="1")
 ]
-Seed = Annotated[int | None, option(None, "Makes sampling repeatable.", min=0)]
+Seed = Annotated[int | None, option("Makes sampling repeatable.", min=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
-    timeout: Annotated[float, option(None, "Seconds that an answer may take.", min=0.1)] = 300,
+    timeout: Annotated[float, option("Seconds that an answer may take.", min=0.1)] = 300,
     timing: Annotated[
-        bool, option(None, "Show the parts of the time to the first token.", "--timing")
+        bool, option("Show the parts of the time to the first token.", "--timing")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,

@@ -67,12 +67,10 @@ def keygen(
 )
 def create_token_file(
     role: Annotated[Role, typer.Argument(help="The role that the token proves.")],
-    key: Annotated[Path, option(None, f"The private key, {PRIVATE_KEY_FILE}.")],
-    output: Annotated[Path, option(None, "The file to write. Only its owner may read it.")],
-    name: Annotated[
-        str, option(None, "Id of the only member that may use it.", show_default="any")
-    ] = "",
-    days: Annotated[float, option(None, "Days until the token expires.", min=0.001)] = 365.0,
+    key: Annotated[Path, option(f"The private key, {PRIVATE_KEY_FILE}.")],
+    output: Annotated[Path, option("The file to write. Only its owner may read it.")],
+    name: Annotated[str, option("Id of the only member that may use it.", show_default="any")] = "",
+    days: Annotated[float, option("Days until the token expires.", min=0.001)] = 365.0,
 ) -> None:
     """Writes a token of one role, and the key by which only its holder can use it."""
     try:
@@ -213,13 +211,14 @@ DEFAULT_DOMAIN: Final = "headrace"
 def init_authority(
     folder: Annotated[Path, typer.Argument(help="New folder for the authority and all roles.")],
     host: Annotated[
-        list[str], option("HOST", "Name or address that others call; may be repeated.", "--host")
+        list[str],
+        option("Name or address that others call; may be repeated.", "--host", metavar="HOST"),
     ],
     trust_domain: Annotated[
-        str, option(None, "Name of the deployment in certificates, for tls_trust_domain.")
+        str, option("Name of the deployment in certificates, for tls_trust_domain.")
     ] = DEFAULT_DOMAIN,
     days: Annotated[
-        float, option(None, "Days until certificates expire.", min=0.001, max=DAYS_MAX)
+        float, option("Days until certificates expire.", min=0.001, max=DAYS_MAX)
     ] = 365.0,
 ) -> None:
     """Creates an authority, and a folder with certificate, key and authority for each role."""
@@ -249,7 +248,7 @@ _KEY_BYTES: Final = 24
 def create_api_key(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
     file: Annotated[
-        Path, option("FILE", "File for api_keys_file, which gets one more line.")
+        Path, option("File for api_keys_file, which gets one more line.", metavar="FILE")
     ] = DEFAULT_FILE,
 ) -> None:
     """Adds a key to a file, and prints it. A router that has the file as api_keys_file follows within 2 s."""

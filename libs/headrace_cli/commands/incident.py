@@ -50,9 +50,11 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of `headrace 
     "headrace incident save --output stall.incident   |   headrace incident save --output all.incident --last 0",
 )
 async def save(
-    output: Annotated[Path, option("FILE", "The file to write. It has no text of requests.")],
+    output: Annotated[
+        Path, option("The file to write. It has no text of requests.", metavar="FILE")
+    ],
     last: Annotated[
-        float, option(None, "Minutes that the events go back; 0: all that are stored.", min=0)
+        float, option("Minutes that the events go back; 0: all that are stored.", min=0)
     ] = 10.0,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

@@ -57,17 +57,17 @@ async def explain(
     planner: Annotated[
         str,
         option(
-            "HOST:PORT",
             "Planner to call; empty means that of `headrace up`.",
+            metavar="HOST:PORT",
             envvar=PLANNER_VARIABLE,
         ),
     ] = "",
     router: Router = DEFAULT_ROUTER,
     count: Annotated[
-        int, option(None, "Decisions to show, the newest first.", min=1, max=_DECISIONS_MAX)
+        int, option("Decisions to show, the newest first.", min=1, max=_DECISIONS_MAX)
     ] = 20,
     changes: Annotated[
-        bool, option(None, "Of these, show only those that ask for a change.", "--changes")
+        bool, option("Of these, show only those that ask for a change.", "--changes")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,

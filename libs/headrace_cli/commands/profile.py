@@ -50,7 +50,7 @@ _CLASSES: Final = {one.label: one for one in Priority}
     cls=AddressedCommand,
 )
 async def profile(
-    output: Annotated[Path, option("FILE", "File for the profile, as JSON.")],
+    output: Annotated[Path, option("File for the profile, as JSON.", metavar="FILE")],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     model: RequestModel = "",
@@ -110,9 +110,9 @@ def profile_of(
     cls=AddressedCommand,
 )
 async def record(
-    output: Annotated[Path, option("FILE", "File for the trace.")],
+    output: Annotated[Path, option("File for the trace.", metavar="FILE")],
     seconds: Annotated[
-        float, option(None, "Time after which it ends; or Ctrl-C.", min=1, max=_DAY_S)
+        float, option("Time after which it ends; or Ctrl-C.", min=1, max=_DAY_S)
     ] = _DAY_S,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

@@ -57,7 +57,7 @@ async def route(
     model: RequestModel = "",
     system: SystemMessage = "",
     explain: Annotated[
-        bool, option(None, "List the candidates and the cost of each.", "--explain")
+        bool, option("List the candidates and the cost of each.", "--explain")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,

@@ -63,7 +63,7 @@ _CLASS_COLUMNS: Final = (
 
 
 _Goal = Annotated[
-    float | None, option(None, "In seconds. Default: the planner's goal.", min=0.001, max=100000.0)
+    float | None, option("In seconds. Default: the planner's goal.", min=1e-3, max=1e5)
 ]
 
 
@@ -75,32 +75,32 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     trace: Annotated[
         Path,
         option(
-            "FILE", "Trace in the form of Mooncake's, as JSON lines.", exists=True, dir_okay=False
+            "Trace in the form of Mooncake's, as JSON lines.",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
         ),
     ],
-    profile: Annotated[Path, option("FILE", "JSON file with a worker's profile.")],
+    profile: Annotated[Path, option("JSON file with a worker's profile.", metavar="FILE")],
     prefill: Annotated[
-        int, option(None, "Prefill workers, at first with --planner.", min=0, max=2000)
+        int, option("Prefill workers, at first with --planner.", min=0, max=2_000)
     ] = 1,
     decode: Annotated[
-        int, option(None, "Decode workers, at first with --planner.", min=1, max=2000)
+        int, option("Decode workers, at first with --planner.", min=1, max=2_000)
     ] = 1,
     workers: Annotated[
         int,
-        option(
-            None, "Workers of both roles, at first with --planner, and no others.", min=0, max=2000
-        ),
+        option("Workers of both roles, at first with --planner, and no others.", min=0, max=2_000),
     ] = 0,
     planner: Annotated[
-        bool, option(None, "Let the planner change the numbers of workers.", "--planner")
+        bool, option("Let the planner change the numbers of workers.", "--planner")
     ] = False,
     settings: Annotated[
-        Path | None, option("FILE", "TOML file with the planner's settings.")
+        Path | None, option("TOML file with the planner's settings.", metavar="FILE")
     ] = None,
     way: Annotated[
         list[Way] | None,
         option(
-            None,
             "Placement to replay; may be repeated. Default: all, with --workers also plain engines.",
             "--placement",
             case_sensitive=False,
@@ -108,16 +108,14 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     ] = None,
     host_tokens: Annotated[
         int,
-        option(None, "Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory.", min=0),
+        option("Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory.", min=0),
     ] = 0,
     ttft: _Goal = None,
     itl: _Goal = None,
-    interval: Annotated[float, option(None, "Of decisions, in s.", min=1, max=100000.0)] = 30.0,
-    worker_start: Annotated[float, option(None, "Seconds of a start.", min=0, max=100000.0)] = 30.0,
-    seconds: Annotated[
-        float | None, option(None, "Replay so many.", min=1, max=1000000000.0)
-    ] = None,
-    seed: Annotated[int, option(None, "Of draws between equal workers.", min=0)] = 0,
+    interval: Annotated[float, option("Of decisions, in s.", min=1, max=1e5)] = 30.0,
+    worker_start: Annotated[float, option("Seconds of a start.", min=0, max=1e5)] = 30.0,
+    seconds: Annotated[float | None, option("Replay so many.", min=1, max=1e9)] = None,
+    seed: Annotated[int, option("Of draws between equal workers.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """Replays a trace in virtual time, and shows the latencies that a deployment would have."""

@@ -83,17 +83,17 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     registry: Registry = "",
     internal: RouterInternal = "",
     layers: Annotated[
-        bool, option(None, "Also list every layer of every link.", "--layers/--no-layers")
+        bool, option("Also list every layer of every link.", "--layers/--no-layers")
     ] = False,
-    otlp: Annotated[Path | None, option("FILE", "Write it as OTLP JSON.")] = None,
+    otlp: Annotated[Path | None, option("Write it as OTLP JSON.", metavar="FILE")] = None,
     list_count: Annotated[
-        int, option("N", "List the newest N instead.", "--list", min=0, max=PAGE_SIZE_MAX)
+        int, option("List the newest N instead.", "--list", metavar="N", min=0, max=PAGE_SIZE_MAX)
     ] = 0,
     sort: Annotated[
-        TraceOrder, option(None, "Order of the list, the largest first.", "--sort")
+        TraceOrder, option("Order of the list, the largest first.", "--sort")
     ] = TraceOrder.TIME,
     spans_wait: Annotated[
-        float, option("SECONDS", "Time that the last spans have to arrive.", min=0)
+        float, option("Time that the last spans have to arrive.", metavar="SECONDS", min=0)
     ] = 2.0,
     wait: Wait = WAIT_S,
     as_json: Json = False,

@@ -124,17 +124,13 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     no_restart: Annotated[
         bool,
         option(
-            None,
-            "End everything when a worker was killed, which otherwise starts again.",
-            "--no-restart",
+            "End everything when a worker was killed, which otherwise starts again.", "--no-restart"
         ),
     ] = False,
     planner: Annotated[
         bool,
         option(
-            None,
-            "Start a planner, which adds and removes workers as the load asks for.",
-            "--planner",
+            "Start a planner, which adds and removes workers as the load asks for.", "--planner"
         ),
     ] = False,
 ) -> None:
@@ -339,8 +335,10 @@ def logs(
         typer.Argument(metavar="[NAME]...", help="Processes, such as router or decode-0."),
     ] = None,
     router: Router = DEFAULT_ROUTER,
-    lines: Annotated[int, option("N", "Newest lines of each log.", "--lines", "-n", min=0)] = 20,
-    follow: Annotated[bool, option(None, "Show new lines until Ctrl-C.", "--follow", "-f")] = False,
+    lines: Annotated[
+        int, option("Newest lines of each log.", "--lines", "-n", metavar="N", min=0)
+    ] = 20,
+    follow: Annotated[bool, option("Show new lines until Ctrl-C.", "--follow", "-f")] = False,
 ) -> None:
     """Shows the logs of `headrace up`, also of one that has ended."""
     paths = find_logs(router, names or [])
@@ -382,7 +380,9 @@ def _show(prefix: str, lines: Iterator[str] | deque[str] | TextIO) -> None:
 @command("down", "headrace down", cls=AddressedCommand)
 def down(
     router: Router = DEFAULT_ROUTER,
-    timeout: Annotated[float, option("SECONDS", "Time until everything has ended.", min=0)] = 60.0,
+    timeout: Annotated[
+        float, option("Time until everything has ended.", metavar="SECONDS", min=0)
+    ] = 60.0,
 ) -> None:
     """Ends a deployment of `headrace up` as Ctrl-C does, and waits until it has ended."""
     end_deployment(router, timeout)

@@ -137,7 +137,6 @@ async def drain(
     grace: Annotated[
         float | None,
         option(
-            None,
             "Seconds that its requests may take; the rest continues elsewhere.",
             min=0,
             max=DRAIN_GRACE_MAX_S,
@@ -145,7 +144,7 @@ async def drain(
         ),
     ] = None,
     no_wait: Annotated[
-        bool, option(None, "Return at once, not when the worker has ended.", "--no-wait")
+        bool, option("Return at once, not when the worker has ended.", "--no-wait")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -169,9 +168,9 @@ async def workers(
     registry: Registry = "",
     wait: Wait = WAIT_S,
     as_json: Json = False,
-    watch: Annotated[bool, option(None, "Show it again until Ctrl-C.", "--watch", "-w")] = False,
+    watch: Annotated[bool, option("Show it again until Ctrl-C.", "--watch", "-w")] = False,
     interval: Annotated[
-        float, option(None, "With --watch: seconds between two looks.", min=0.1, max=3600)
+        float, option("With --watch: seconds between two looks.", min=0.1, max=3600)
     ] = 2.0,
 ) -> None:
     """Lists the registered processes and the state of each worker."""
@@ -202,7 +201,7 @@ async def reset_cache(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     timeout: Annotated[
-        float, option(None, "Seconds to wait for running requests.", min=0.5, max=60)
+        float, option("Seconds to wait for running requests.", min=0.5, max=60)
     ] = 10.0,
     wait: Wait = WAIT_S,
     as_json: Json = False,
