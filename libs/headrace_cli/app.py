@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Final
 
 import typer
-from typer.models import CommandInfo, TyperInfo
 
-from headrace_cli import usage
-from headrace_cli.commands import (
-    advise,
-    chat,
-    credentials,
-    doctor,
-    incident,
-    pair,
-    planner,
-    policy,
-    profile,
-    route,
-    simulate,
-    trace,
-    up,
-    workers,
+from headrace_cli.commands.advise import advise
+from headrace_cli.commands.chat import chat
+from headrace_cli.commands.credentials import (
+    create_api_key,
+    create_token_file,
+    init_authority,
+    keygen,
 )
+from headrace_cli.commands.doctor import doctor
+from headrace_cli.commands.incident import replay, save, show
+from headrace_cli.commands.pair import pair
+from headrace_cli.commands.planner import explain as explain_plan
+from headrace_cli.commands.policy import change_policy, get_policy
+from headrace_cli.commands.profile import profile, record
+from headrace_cli.commands.route import route
+from headrace_cli.commands.simulate import simulate
+from headrace_cli.commands.trace import explain, trace
+from headrace_cli.commands.up import add, demo, down, logs, up
+from headrace_cli.commands.workers import drain, reset_cache, status, workers
+from headrace_cli.output import register
+from headrace_cli.usage import usage
 from headrace_common.version import version
 
 app = typer.Typer(
@@ -37,44 +39,26 @@ app = typer.Typer(
 
 # The help lists them in this order.
 COMMANDS: Final = {
-    "Deployment on this machine": (up,),
-    "Requests": (chat, route, trace),
-    "Operation": (workers, usage, policy, doctor, incident),
-    "Credentials": (credentials,),
-    "Numbers of workers": (advise, profile, simulate, planner),
+    "Deployment on this machine": (up, logs, add, down, demo),
+    "Requests": (chat, route, trace, explain),
+    "Operation": (
+        workers,
+        status,
+        reset_cache,
+        drain,
+        usage,
+        get_policy,
+        change_policy,
+        doctor,
+        save,
+        show,
+        replay,
+    ),
+    "Credentials": (keygen, create_token_file, init_authority, create_api_key),
+    "Numbers of workers": (advise, profile, record, simulate, explain_plan),
     "Stock vLLM": (pair,),
 }
-
-
-def _register_all() -> None:
-    """Registers the commands under the headings of COMMANDS, with each example on a line of its own."""
-    for heading, modules in COMMANDS.items():
-        known = {id(info) for info in _registered(app)}
-        for module in modules:
-            module.register(app)
-        for info in _registered(app):
-            if id(info) not in known:
-                info.rich_help_panel = heading
-                _divide_examples(info)
-
-
-def _registered(group: typer.Typer) -> list[CommandInfo | TyperInfo]:
-    return [*group.registered_commands, *group.registered_groups]
-
-
-def _divide_examples(info: CommandInfo | TyperInfo) -> None:
-    if isinstance(info.epilog, str):
-        # Rich's help joins lines, and begins another one at an empty line.
-        info.epilog = re.sub(
-            r":  |   \|   ", lambda found: f"{found[0].strip(' |')}\n\n", info.epilog
-        )
-    group = info.typer_instance if isinstance(info, TyperInfo) else None
-    if isinstance(group, typer.Typer):
-        for inner in (group.info, *_registered(group)):
-            _divide_examples(inner)
-
-
-_register_all()
+register(app, COMMANDS)
 
 
 def _show_version(asked: bool) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import grpc.aio
-import typer
 
 import headrace_client
 from headrace.inference.v1 import (
@@ -26,7 +25,7 @@ from headrace.inference.v1 import (
 from headrace.planner.v1 import planner_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.output import notice_console
+from headrace_cli.output import notice_console, option
 from headrace_cli.state import nothing_serves, read_state
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -61,12 +60,12 @@ def _begin_wait(seconds: float) -> float:
 
 Wait = Annotated[
     float,
-    typer.Option(
+    option(
+        "Time that a deployment which is starting has until it can answer; 0 fails at once.",
         "--wait",
         metavar="SECONDS",
         min=0,
         callback=_begin_wait,
-        help="Time that a deployment which is starting has until it can answer; 0 fails at once.",
     ),
 ]
 """An option of every command that calls a service. It bounds all waits of the command together."""
@@ -77,19 +76,21 @@ async def wait_until_started(endpoint: str) -> None:
 
     A command without the option Wait does not wait.
     """
-    deadline = _waits_until.get()
-    has_noted = False
-    while await asyncio.to_thread(_refuses, endpoint):
-        if deadline is None or deadline.expired:
+
+    async def connect() -> None:
+        if await asyncio.to_thread(_refuses, endpoint):
             raise nothing_serves(endpoint)
-        if not has_noted:
-            has_noted = True
-            _note(f"{endpoint} refuses connections", deadline)
-        await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
+
+    await once_possible(connect, WorkerGone, f"{endpoint} refuses connections")
 
 
-async def once_possible(attempt: Callable[[], Awaitable[_T]], missing: type[HeadraceError]) -> _T:
-    """What `attempt` returns. It is repeated after an error `missing`, for as long as the command may wait."""
+async def once_possible(
+    attempt: Callable[[], Awaitable[_T]], missing: type[HeadraceError], state: str = ""
+) -> _T:
+    """What `attempt` returns. It is repeated after an error `missing`, for as long as the command may wait.
+
+    The notice of the wait names `state`, or else the error.
+    """
     deadline = _waits_until.get()
     has_noted = False
     while True:
@@ -100,15 +101,11 @@ async def once_possible(attempt: Callable[[], Awaitable[_T]], missing: type[Head
                 raise
             if not has_noted:
                 has_noted = True
-                _note(error.detail, deadline)
+                notice_console().print(
+                    f"headrace: {state or error.detail}; waiting up to {deadline.remaining_s():.0f} s for it to start",
+                    markup=False,
+                )
         await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
-
-
-def _note(state: str, deadline: Deadline) -> None:
-    notice_console().print(
-        f"headrace: {state}; waiting up to {deadline.remaining_s():.0f} s for it to start",
-        markup=False,
-    )
 
 
 def _refuses(endpoint: str) -> bool:

@@ -7,6 +7,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -15,7 +16,7 @@ from typer.core import TyperCommand
 
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members, registry_of
-from headrace_cli.output import failures_as_exit
+from headrace_cli.output import failures_as_exit, option
 from headrace_common import ports
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError
@@ -120,9 +121,9 @@ def _checked(path: Path, values: Mapping[str, Any]) -> dict[str, str]:
         raise ConfigError(f"{path} is wrong{where}: it has texts only, named {names}")
     if "router" not in values:
         raise ConfigError(f"{path} names no router: write router = 'HOST:PORT'")
-    for option in _ADDRESSES:
-        if option in values:
-            check_address(f"{option} of {path}", values[option])
+    for name in _ADDRESSES:
+        if name in values:
+            check_address(f"{name} of {path}", values[name])
     absolute = path.absolute().parent
     return {
         name: value if name in _ADDRESSES else str(absolute / Path(value).expanduser())
@@ -131,177 +132,113 @@ def _checked(path: Path, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _given_addresses(ctx: typer.Context) -> Iterator[tuple[str, str]]:
-    for option in _ADDRESSES:
-        source = ctx.get_parameter_source(option)
-        text = ctx.params.get(option)
+    for name in _ADDRESSES:
+        source = ctx.get_parameter_source(name)
+        text = ctx.params.get(name)
         if source is not None and source.name in _GIVEN and text:
-            what = f"--{option}" if source.name == _GIVEN[0] else _VARIABLES[option]
-            yield option, check_address(what, text)
+            what = f"--{name}" if source.name == _GIVEN[0] else _VARIABLES[name]
+            yield name, check_address(what, text)
 
 
 DEFAULT_ROUTER = f"127.0.0.1:{ports.ROUTER}"
 DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
 
+
 Router = Annotated[
     str,
-    typer.Option(
+    option(
+        "Router to call, by its address for clients.",
         "--router",
         metavar="HOST:PORT",
         envvar=ROUTER_VARIABLE,
-        help="Router to call, by its address for clients.",
     ),
 ]
 Registry = Annotated[
     str,
-    typer.Option(
+    option(
+        "Registry to call; empty means that of `headrace up`.",
         metavar="HOST:PORT",
         envvar=REGISTRY_VARIABLE,
-        help="Registry to call; empty means that of `headrace up`.",
     ),
 ]
 RouterInternal = Annotated[
     str,
-    typer.Option(
+    option(
+        "Internal address of the router; empty means as the registry has it.",
         "--internal",
         metavar="HOST:PORT",
-        help="Internal address of the router; empty means as the registry has it.",
     ),
 ]
 Engine = Annotated[
-    str, typer.Option(metavar="ENGINE", help="vllm for real models, sim for the simulated one.")
+    str, option("vllm for real models, sim for the simulated one.", metavar="ENGINE")
 ]
 Model = Annotated[
     str,
-    typer.Option(
-        metavar="MODEL",
-        help="Folder in the Hugging Face layout, or OWNER/NAME or hf:OWNER/NAME, which is downloaded; "
+    option(
+        "Folder in the Hugging Face layout, or OWNER/NAME or hf:OWNER/NAME, which is downloaded; "
         f"for vllm the default is {DEFAULT_MODEL}",
+        metavar="MODEL",
     ),
 ]
-WorkerCount = Annotated[
-    int,
-    typer.Option(
-        "--workers",
-        metavar="N",
-        min=0,
-        help="Workers of both roles: each computes prompts for the others, and generates.",
-    ),
-]
-PrefillCount = Annotated[
-    int | None,
-    typer.Option(
-        "--prefill", metavar="N", min=0, help="Prefill workers. The default is 1 without --workers."
-    ),
-]
-DecodeCount = Annotated[
-    int | None,
-    typer.Option(
-        "--decode", metavar="N", min=0, help="Decode workers. The default is 1 without --workers."
-    ),
-]
-Port = Annotated[
-    int,
-    typer.Option(metavar="PORT", min=0, help="Port of the router; 0 takes any."),
-]
-HttpPort = Annotated[
-    int | None,
-    typer.Option(
-        metavar="PORT",
-        min=0,
-        help="Port of the OpenAI HTTP API; 0 takes any. The default is 6 above --port.",
-    ),
-]
+_BOTH = "Workers of both roles: each computes prompts for the others, and generates."
+WorkerCount = Annotated[int, option(_BOTH, "--workers", metavar="N", min=0)]
+_ONE = "workers. The default is 1 without --workers."
+PrefillCount = Annotated[int | None, option(f"Prefill {_ONE}", "--prefill", metavar="N", min=0)]
+DecodeCount = Annotated[int | None, option(f"Decode {_ONE}", "--decode", metavar="N", min=0)]
+Port = Annotated[int, option("Port of the router; 0 takes any.", metavar="PORT", min=0)]
+_HTTP = "Port of the OpenAI HTTP API; 0 takes any. The default is 6 above --port."
+HttpPort = Annotated[int | None, option(_HTTP, metavar="PORT", min=0)]
 Store = Annotated[
     str,
-    typer.Option(
-        metavar="STORE",
-        help="Where the registry stores its records: memory, or etcd://HOST:PORT.",
-    ),
+    option("Where the registry stores its records: memory, or etcd://HOST:PORT.", metavar="STORE"),
 ]
-StorePool = Annotated[
-    float,
-    typer.Option(
-        metavar="GIB",
-        min=0.0,
-        help="Memory of a store on this machine where all workers share KV blocks; 0 starts none.",
-    ),
-]
-TensorParallel = Annotated[
-    str,
-    typer.Option(
-        "--tensor-parallel-size",
-        metavar="N or N:M",
-        help="Ranks of each worker; N:M gives prefill N and decode M.",
-    ),
-]
+_POOL = "Memory of a store on this machine where all workers share KV blocks; 0 starts none."
+StorePool = Annotated[float, option(_POOL, metavar="GIB", min=0.0)]
+_RANKS = "Ranks of each worker; N:M gives prefill N and decode M."
+TensorParallel = Annotated[str, option(_RANKS, "--tensor-parallel-size", metavar="N or N:M")]
 Devices = Annotated[
     str,
-    typer.Option(
+    option(
+        "GPUs by number or UUID, for the ranks of prefill workers, then of decode workers, then of those of both "
+        "roles.",
         "--devices",
         metavar="GPU,GPU",
-        help="GPUs by number or UUID, for the ranks of prefill workers, then of decode workers, then of those of both "
-        "roles.",
     ),
 ]
-CpuThreads = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Compute threads of each worker on CPUs.")
-]
-
-
-def _flag(metavar: str | None, text: str, *words: str, **bounds: Any) -> Any:
-    """A flag of vLLM, by its name there."""
-    panel = "Flags of vLLM, for all workers"
-    return typer.Option(*words, metavar=metavar, rich_help_panel=panel, help=text, **bounds)
-
-
-ServedModelName = Annotated[str, _flag("NAME", "Name that clients call the model by.")]
+CpuThreads = Annotated[int, option("Compute threads of each worker on CPUs.", metavar="N", min=1)]
+_flag = partial(option, rich_help_panel="Flags of vLLM, for all workers")
+ServedModelName = Annotated[str, _flag("Name that clients call the model by.", metavar="NAME")]
 _LEN = "Most tokens of prompt and answer together; 0 means the model's own, as far as the memory for KV goes."
-MaxModelLen = Annotated[int, _flag("N", _LEN, min=0)]
-MaxNumSeqs = Annotated[int, _flag("N", "Most requests that a worker computes at once.", min=0)]
+MaxModelLen = Annotated[int, _flag(_LEN, metavar="N", min=0)]
+MaxNumSeqs = Annotated[
+    int, _flag("Most requests that a worker computes at once.", metavar="N", min=0)
+]
 MaxNumBatchedTokens = Annotated[
-    int, _flag("N", "Most tokens of one step of a worker's engine.", min=0)
+    int, _flag("Most tokens of one step of a worker's engine.", metavar="N", min=0)
 ]
 Dtype = Annotated[
-    str, _flag("TYPE", "Type of weights and KV cache: auto, float32, bfloat16 or float16.")
+    str, _flag("Type of weights and KV cache: auto, float32, bfloat16 or float16.", metavar="TYPE")
 ]
 GpuMemoryUtilization = Annotated[
-    float, _flag("SHARE", "Share of a GPU's memory for each rank.", min=0, max=1)
+    float, _flag("Share of a GPU's memory for each rank.", metavar="SHARE", min=0, max=1)
 ]
-Quantization = Annotated[str, _flag("METHOD", "How weights are quantized.")]
-EnableLora = Annotated[bool, _flag(None, "Serve LoRA adapters.", "--enable-lora")]
+Quantization = Annotated[str, _flag("How weights are quantized.", metavar="METHOD")]
+EnableLora = Annotated[bool, _flag("Serve LoRA adapters.", "--enable-lora")]
 LoraModules = Annotated[
-    list[str] | None, _flag("NAME=FOLDER", "A LoRA adapter to load; may be repeated.")
+    list[str] | None, _flag("A LoRA adapter to load; may be repeated.", metavar="NAME=FOLDER")
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", hidden=True)]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SETTING",
-        help="Any other setting, as SERVICE.FIELD=VALUE; may be repeated. `headrace-decode --help` lists those of "
-        "decode.",
-    ),
-]
-Logs = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Folder of logs; the default is in ~/.local/state/headrace."
-    ),
-]
-RequestModel = Annotated[
-    str, typer.Option("--model", help="Model to call; empty means the only one served.")
-]
+_SET = "Any other setting, as SERVICE.FIELD=VALUE; may be repeated. `headrace-decode --help` lists those of decode."
+Settings = Annotated[list[str] | None, option(_SET, "--set", metavar="SETTING")]
+_LOGS = "Folder of logs; the default is in ~/.local/state/headrace."
+Logs = Annotated[Path | None, option(_LOGS, metavar="FOLDER")]
+_MODEL = "Model to call; empty means the only one served."
+RequestModel = Annotated[str, option(_MODEL, "--model")]
 SystemMessage = Annotated[
-    str, typer.Option("--system", help="System message at the start of the conversation.")
+    str, option("System message at the start of the conversation.", "--system")
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Most tokens to generate. Without it, as many as the context leaves.",
-    ),
-]
+_TOKENS = "Most tokens to generate. Without it, as many as the context leaves."
+MaxTokens = Annotated[int | None, option(_TOKENS, metavar="N", min=1)]
 
 
 _TIMEOUT_S = 1.0

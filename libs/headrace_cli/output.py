@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -19,6 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from headrace_common.errors import Cancelled, ConfigError, HeadraceError, InternalError
 from headrace_common.logs import CONTROL_ESCAPES
@@ -55,7 +56,12 @@ def can_draw_blocks(console: Console) -> bool:
     return console.encoding.lower().startswith("utf")
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for programs.")]
+def option(text: str, *words: str, **others: Any) -> Any:
+    """An option with this help. Without `words`, its name is that of the parameter."""
+    return typer.Option(*words, help=text, **others)
+
+
+Json = Annotated[bool, option("Print one JSON document for programs.", "--json")]
 
 
 def message_object(message: Message) -> dict[str, Any]:
@@ -157,17 +163,57 @@ _REMEDIES: Final = (
 _Options = ParamSpec("_Options")
 
 
-def run_command(
-    command: Callable[_Options, Coroutine[Any, Any, None]],
-) -> Callable[_Options, None]:
-    """Makes a coroutine function a command, which runs to its end. It raises typer.Exit when it fails."""
+_USES: Final[dict[Callable[..., None], tuple[str, str, type[TyperCommand]]]] = {}
+"""Of each command its name, examples and class."""
+_GROUPS: Final = {
+    "certs": "Creates certificates of roles, for mutual TLS.",
+    "incident": "Stores what happened, draws it, and replays decisions.",
+    "keys": "Creates API keys of clients.",
+    "planner": "Plans the numbers of prefill and decode workers.",
+    "policy": "Shows and changes the policy that all routers follow.",
+    "token": "Creates keys and role tokens.",
+}
 
-    @wraps(command)
-    def run(*args: _Options.args, **options: _Options.kwargs) -> None:
-        with failures_as_exit():
-            asyncio.run(command(*args, **options))
 
-    return run
+def command(
+    name: str, examples: str, cls: type[TyperCommand] = TyperCommand
+) -> Callable[[Callable[_Options, Coroutine[Any, Any, None] | None]], Callable[_Options, None]]:
+    """Makes a function a command, which runs to its end. It raises typer.Exit when it fails.
+
+    `name` may begin with that of a group. The help has each of the examples in a line.
+    """
+
+    def made(
+        function: Callable[_Options, Coroutine[Any, Any, None] | None],
+    ) -> Callable[_Options, None]:
+        @wraps(function)
+        def run(*args: _Options.args, **options: _Options.kwargs) -> None:
+            with failures_as_exit():
+                work = function(*args, **options)
+                if work is not None:
+                    asyncio.run(work)
+
+        _USES[run] = name, examples, cls
+        return run
+
+    return made
+
+
+def register(app: typer.Typer, commands: Mapping[str, Iterable[Callable[..., None]]]) -> None:
+    """Adds commands by their headings in the help."""
+    groups = {"": app}
+    for heading, functions in commands.items():
+        for function in functions:
+            full_name, examples, cls = _USES[function]
+            group, _, name = full_name.rpartition(" ")
+            if group not in groups:
+                groups[group] = typer.Typer(no_args_is_help=True, help=_GROUPS[group])
+                app.add_typer(groups[group], name=group, rich_help_panel=heading)
+            # Rich's help joins lines, and begins another one at an empty line.
+            lines = examples.split("   |   ")
+            epilog = "\n\n".join(("Examples:" if lines[1:] else "Example:", *lines))
+            panel = None if group else heading
+            groups[group].command(name, cls=cls, epilog=epilog, rich_help_panel=panel)(function)
 
 
 @contextmanager

@@ -11,8 +11,6 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-import typer
-
 from headrace.inference.v1 import load_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import time_model_pb2
@@ -23,10 +21,11 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
+    command,
     fitted_table,
     message_object,
+    option,
     print_json,
-    run_command,
 )
 from headrace_common.durations import unix_s_from_timestamp
 from headrace_common.time_model.receipts import add_receipt
@@ -51,14 +50,17 @@ class By(StrEnum):
     ADAPTER = "adapter"
 
 
-@run_command
+@command(
+    "usage",
+    "headrace usage   |   headrace usage --by model --since 1   |   headrace usage --csv",
+)
 async def usage(
-    by: Annotated[By, typer.Option(help="What a line stands for.")] = By.TENANT,
+    by: Annotated[By, option("What a line stands for.")] = By.TENANT,
     since: Annotated[
-        float, typer.Option(metavar="HOURS", min=0, max=_HOURS_MAX, help="Hours that count, whole.")
+        float, option("Hours that count, whole.", metavar="HOURS", min=0, max=_HOURS_MAX)
     ] = 24.0,
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print a line for each hour, in columns of FOCUS.")
+        bool, option("Print a line for each hour, in columns of FOCUS.", "--csv")
     ] = False,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
@@ -146,10 +148,3 @@ def _cells(name: str, total: load_pb2.HourlyUsage) -> tuple[str, ...]:
     kv_gb_h = sum(use.byte_seconds for use in receipt.kv) / 3.6e12
     counts = (total.request_count, total.prompt_tokens, total.answer_tokens)
     return (name or "-", *map(str, counts), *(f"{one:.1f}" for one in seconds), f"{kv_gb_h:.3g}")
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `headrace usage`."""
-    app.command(
-        epilog="Examples:  headrace usage   |   headrace usage --by model --since 1   |   headrace usage --csv"
-    )(usage)

@@ -34,10 +34,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from itertools import islice
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 import grpc
 
+_Code: TypeAlias = grpc.StatusCode
 VIOLATIONS_MAX: Final = 16
 """Most wrong fields that an error names."""
 
@@ -49,8 +50,13 @@ class HeadraceError(Exception):
     """
 
     reason: ClassVar[str] = "INTERNAL"
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: ClassVar[grpc.StatusCode] = _Code.INTERNAL
     retry_after_s: float | None = None
+
+    def __init_subclass__(
+        cls, reason: str = reason, code: _Code = code, retry_after_s: float | None = None
+    ) -> None:
+        cls.reason, cls.code, cls.retry_after_s = reason, code, retry_after_s
 
     def __init__(
         self,
@@ -70,14 +76,11 @@ class HeadraceError(Exception):
         self.metadata.update(values)
 
 
-class InvalidRequest(HeadraceError):
+class InvalidRequest(HeadraceError, reason="INVALID_FIELD", code=_Code.INVALID_ARGUMENT):
     """A field of the request is wrong. `violations` maps each field's path to its remedy, for VIOLATIONS_MAX fields.
 
     `cause` is the word that OpenAI has for it, such as "model_not_found". It stays within the process.
     """
-
-    reason = "INVALID_FIELD"
-    code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(
         self,
@@ -92,75 +95,47 @@ class InvalidRequest(HeadraceError):
         super().__init__(detail, metadata=self.violations, retry_after_s=retry_after_s)
 
 
-class ConfigError(HeadraceError):
+class ConfigError(HeadraceError, reason="CONFIG_INVALID", code=_Code.FAILED_PRECONDITION):
     """The process cannot start as configured. The detail is one line with the remedy."""
 
-    reason = "CONFIG_INVALID"
-    code = grpc.StatusCode.FAILED_PRECONDITION
 
-
-class Unauthenticated(HeadraceError):
+class Unauthenticated(HeadraceError, reason="UNAUTHENTICATED", code=_Code.UNAUTHENTICATED):
     """The caller's API key, role token or ticket is missing or invalid."""
 
-    reason = "UNAUTHENTICATED"
-    code = grpc.StatusCode.UNAUTHENTICATED
 
-
-class PermissionDenied(HeadraceError):
+class PermissionDenied(HeadraceError, reason="PERMISSION_DENIED", code=_Code.PERMISSION_DENIED):
     """The caller is known, but its role may not do this."""
 
-    reason = "PERMISSION_DENIED"
-    code = grpc.StatusCode.PERMISSION_DENIED
 
-
-class NotFound(HeadraceError):
+class NotFound(HeadraceError, reason="NOT_FOUND", code=_Code.NOT_FOUND):
     """The requested record does not exist."""
 
-    reason = "NOT_FOUND"
-    code = grpc.StatusCode.NOT_FOUND
 
-
-class DuplicateTransfer(HeadraceError):
+class DuplicateTransfer(HeadraceError, reason="DUPLICATE_TRANSFER", code=_Code.ALREADY_EXISTS):
     """A transfer id was used before."""
 
-    reason = "DUPLICATE_TRANSFER"
-    code = grpc.StatusCode.ALREADY_EXISTS
 
-
-class StaleIncarnation(HeadraceError):
+class StaleIncarnation(HeadraceError, reason="STALE_INCARNATION", code=_Code.ABORTED):
     """The message is for another incarnation of this worker."""
 
-    reason = "STALE_INCARNATION"
-    code = grpc.StatusCode.ABORTED
 
-
-class Conflict(HeadraceError):
+class Conflict(HeadraceError, reason="CONFLICT", code=_Code.ABORTED):
     """Another writer changed the record first."""
 
-    reason = "CONFLICT"
-    code = grpc.StatusCode.ABORTED
 
-
-class LayoutMismatch(HeadraceError):
+class LayoutMismatch(HeadraceError, reason="LAYOUT_MISMATCH", code=_Code.FAILED_PRECONDITION):
     """Two KV layouts are incompatible. `metadata` maps each differing field to both values."""
 
-    reason = "LAYOUT_MISMATCH"
-    code = grpc.StatusCode.FAILED_PRECONDITION
 
-
-class ProtocolViolation(HeadraceError):
+class ProtocolViolation(HeadraceError, reason="PROTOCOL_VIOLATION", code=_Code.FAILED_PRECONDITION):
     """A peer sent a message out of order."""
 
-    reason = "PROTOCOL_VIOLATION"
-    code = grpc.StatusCode.FAILED_PRECONDITION
 
-
-class DecodeFull(HeadraceError):
+class DecodeFull(
+    HeadraceError, reason="DECODE_FULL", code=_Code.RESOURCE_EXHAUSTED, retry_after_s=0.5
+):
     """The decode worker has no room for the prompt and its answer. Its metadata names the `resource`."""
 
-    reason = "DECODE_FULL"
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    retry_after_s = 0.5
     SLOTS = "slots"
     BLOCKS = "blocks"
 
@@ -170,80 +145,52 @@ class DecodeFull(HeadraceError):
         return self.metadata.get("resource") == self.BLOCKS
 
 
-class QueueFull(HeadraceError):
+class QueueFull(
+    HeadraceError, reason="QUEUE_FULL", code=_Code.RESOURCE_EXHAUSTED, retry_after_s=0.5
+):
     """A bounded queue is full."""
 
-    reason = "QUEUE_FULL"
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    retry_after_s = 0.5
 
-
-class FirstTokenLate(HeadraceError):
+class FirstTokenLate(HeadraceError, reason="FIRST_TOKEN_LATE", code=_Code.RESOURCE_EXHAUSTED):
     """The first token is predicted to come after the request's deadline or target. No work was done for it."""
 
-    reason = "FIRST_TOKEN_LATE"
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-
-class NoDecodeWorker(HeadraceError):
+class NoDecodeWorker(
+    HeadraceError, reason="NO_DECODE_WORKER", code=_Code.UNAVAILABLE, retry_after_s=1.0
+):
     """No live decode worker serves the model."""
 
-    reason = "NO_DECODE_WORKER"
-    code = grpc.StatusCode.UNAVAILABLE
-    retry_after_s = 1.0
 
-
-class WorkerGone(HeadraceError):
+class WorkerGone(HeadraceError, reason="WORKER_GONE", code=_Code.UNAVAILABLE, retry_after_s=0.1):
     """A worker failed during the request, or cannot be reached."""
 
-    reason = "WORKER_GONE"
-    code = grpc.StatusCode.UNAVAILABLE
-    retry_after_s = 0.1
 
-
-class Draining(HeadraceError):
+class Draining(HeadraceError, reason="DRAINING", code=_Code.UNAVAILABLE, retry_after_s=0.1):
     """The process is shutting down and rejects new requests."""
 
-    reason = "DRAINING"
-    code = grpc.StatusCode.UNAVAILABLE
-    retry_after_s = 0.1
 
-
-class RegistryUnavailable(HeadraceError):
+class RegistryUnavailable(
+    HeadraceError, reason="REGISTRY_UNAVAILABLE", code=_Code.UNAVAILABLE, retry_after_s=1.0
+):
     """The registry or its store cannot be reached."""
 
-    reason = "REGISTRY_UNAVAILABLE"
-    code = grpc.StatusCode.UNAVAILABLE
-    retry_after_s = 1.0
 
-
-class TransferFailed(HeadraceError):
+class TransferFailed(
+    HeadraceError, reason="TRANSFER_FAILED", code=_Code.UNAVAILABLE, retry_after_s=0.0
+):
     """KV bytes could not be moved."""
 
-    reason = "TRANSFER_FAILED"
-    code = grpc.StatusCode.UNAVAILABLE
-    retry_after_s = 0.0
 
-
-class TransferTimeout(HeadraceError):
+class TransferTimeout(HeadraceError, reason="TRANSFER_TIMEOUT", code=_Code.DEADLINE_EXCEEDED):
     """KV bytes did not arrive in time. The detail names the missing (rank, layer) keys."""
 
-    reason = "TRANSFER_TIMEOUT"
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
 
-
-class KvCorrupt(HeadraceError):
+class KvCorrupt(HeadraceError, reason="KV_CORRUPT", code=_Code.DATA_LOSS):
     """The KV bytes received differ from those sent. The detail names the (rank, layer) keys."""
 
-    reason = "KV_CORRUPT"
-    code = grpc.StatusCode.DATA_LOSS
 
-
-class DeadlineExceeded(HeadraceError):
+class DeadlineExceeded(HeadraceError, reason="DEADLINE_EXCEEDED", code=_Code.DEADLINE_EXCEEDED):
     """The request's deadline has passed."""
-
-    reason = "DEADLINE_EXCEEDED"
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
 
     @classmethod
     def waiting_for(cls, what: str) -> DeadlineExceeded:
@@ -252,18 +199,12 @@ class DeadlineExceeded(HeadraceError):
         return cls(detail, metadata={"waited_for": what})
 
 
-class Cancelled(HeadraceError):
+class Cancelled(HeadraceError, reason="CANCELLED", code=_Code.CANCELLED):
     """The request was cancelled."""
 
-    reason = "CANCELLED"
-    code = grpc.StatusCode.CANCELLED
 
-
-class WatchExpired(HeadraceError):
+class WatchExpired(HeadraceError, reason="WATCH_EXPIRED", code=_Code.OUT_OF_RANGE):
     """The requested changes are no longer kept. The caller watches again from 0."""
-
-    reason = "WATCH_EXPIRED"
-    code = grpc.StatusCode.OUT_OF_RANGE
 
 
 class InternalError(HeadraceError):

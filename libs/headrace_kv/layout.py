@@ -11,7 +11,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
+
+from google.protobuf.message import Message
 
 from headrace.kv.v1 import layout_pb2
 from headrace_common.errors import InternalError, LayoutMismatch
@@ -189,10 +191,6 @@ class KvLayout:
         """Element type of the first group's first part."""
         return self.groups[0].parts[0].dtype
 
-    def blocks_for(self, token_count: int) -> int:
-        """Blocks of the first group that hold `token_count` tokens."""
-        return self.groups[0].blocks_between(0, token_count)
-
     def group_index(self, layer: int) -> int:
         """Index of a layer's group. Raises InternalError for a layer without one."""
         index = self._group_indices.get(layer)
@@ -285,6 +283,9 @@ class KvDescriptor:
     ranks: tuple[RankMemory, ...]
 
 
+_Mirror = TypeVar("_Mirror", Part, CacheGroup, KvLayout, Region, RankMemory)
+
+
 class WorkerRef(NamedTuple):
     """Names one incarnation of a worker (I4). A tuple, because routing hashes many of them."""
 
@@ -296,25 +297,10 @@ class WorkerRef(NamedTuple):
 
 
 def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
-    return layout_pb2.KvLayout(
-        model=layout.model,
-        tensor_parallel_size=layout.tensor_parallel_size,
-        stage_starts=layout.stage_starts,
-        broadcast_width=layout.broadcast_width,
-        groups=[
-            layout_pb2.CacheGroup(
-                name=group.name,
-                layers=group.layers,
-                kind=_KINDS[group.kind],
-                head_count=group.head_count,
-                block_tokens=group.block_tokens,
-                parts=[layout_pb2.Part(**asdict(part)) for part in group.parts],
-                window_tokens=group.window_tokens,
-                chunk_tokens=group.chunk_tokens,
-            )
-            for group in layout.groups
-        ],
-    )
+    values = asdict(layout)
+    for group in values["groups"]:
+        group["kind"] = _KINDS[group["kind"]]
+    return layout_pb2.KvLayout(**values)
 
 
 def engine_hash(layout: KvLayout) -> bytes:
@@ -332,43 +318,39 @@ def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
             f"there are no pipeline stages from layers {named} on: give them ascending from 0",
             metadata={"stage_starts": named},
         )
-    return KvLayout(
-        model=message.model,
-        tensor_parallel_size=message.tensor_parallel_size,
+    return _mirror(
+        KvLayout,
+        message,
         stage_starts=starts,
         broadcast_width=max(1, message.broadcast_width),
-        groups=tuple(
-            CacheGroup(
-                name=group.name,
-                layers=tuple(group.layers),
-                kind=STATE if group.kind == layout_pb2.CacheGroup.KIND_STATE else TOKENS,
-                head_count=group.head_count,
-                block_tokens=group.block_tokens,
-                parts=tuple(
-                    Part(part.name, part.dtype, part.unit_bytes, part.block_format)
-                    for part in group.parts
-                ),
-                window_tokens=group.window_tokens,
-                chunk_tokens=group.chunk_tokens,
-            )
-            for group in message.groups
-        ),
+        groups=tuple(map(_group_from_proto, message.groups)),
     )
+
+
+def _group_from_proto(message: layout_pb2.CacheGroup) -> CacheGroup:
+    is_state = message.kind == layout_pb2.CacheGroup.KIND_STATE
+    return _mirror(
+        CacheGroup,
+        message,
+        layers=tuple(message.layers),
+        kind=STATE if is_state else TOKENS,
+        parts=tuple(_mirror(Part, part) for part in message.parts),
+    )
+
+
+def _mirror(kind: type[_Mirror], message: Message, /, **others: Any) -> _Mirror:
+    """A dataclass with the fields of a message, but for `others`."""
+    names = [one.name for one in fields(kind) if one.name not in others]
+    return kind(**{name: getattr(message, name) for name in names}, **others)
 
 
 def rank_memory_to_proto(memory: RankMemory) -> layout_pb2.RankMemory:
-    values = {field.name: getattr(memory, field.name) for field in fields(RankMemory)}
-    values["regions"] = [layout_pb2.Region(**asdict(region)) for region in memory.regions]
-    return layout_pb2.RankMemory(**values)
+    return layout_pb2.RankMemory(**asdict(memory))
 
 
 def rank_memory_from_proto(message: layout_pb2.RankMemory) -> RankMemory:
-    values = {field.name: getattr(message, field.name) for field in fields(RankMemory)}
-    values["regions"] = tuple(
-        Region(**{field.name: getattr(region, field.name) for field in fields(Region)})
-        for region in message.regions
-    )
-    return RankMemory(**values)
+    regions = tuple(_mirror(Region, region) for region in message.regions)
+    return _mirror(RankMemory, message, regions=regions)
 
 
 def descriptor_to_proto(descriptor: KvDescriptor) -> layout_pb2.KvDescriptor:
@@ -381,7 +363,7 @@ def descriptor_to_proto(descriptor: KvDescriptor) -> layout_pb2.KvDescriptor:
 def descriptor_from_proto(message: layout_pb2.KvDescriptor) -> KvDescriptor:
     """Raises LayoutMismatch for values beyond all bounds, and for regions that lie outside their rank's memory."""
     layout = layout_from_proto(message.layout)
-    ranks = tuple(rank_memory_from_proto(rank) for rank in message.ranks)
+    ranks = tuple(map(rank_memory_from_proto, message.ranks))
     for memory in ranks:
         for region in memory.regions:
             if fault := _region_fault(region, memory, layout):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeAlias
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError
@@ -15,22 +15,10 @@ from headrace_kv.layout import KvLayout, WorkerRef
 _SEED_BYTES = 8
 
 
-class HandoffTickets(Protocol):
-    """Checks the tickets that prefill ranks present to one decode worker."""
-
-    def check(
-        self, ticket: bytes, transfer_id: str, prefill: WorkerRef, signer: TicketKey | None
-    ) -> None:
-        """Raises Unauthenticated or PermissionDenied, with the refused part as `ticket` in its metadata.
-
-        `signer` is the only key that counts. None: that of any router that the worker has now.
-        """
-
-
 class RouterTickets:
-    """Tickets for decode worker `decode` with `layout`. `keys` are those of its routers.
+    """Checks the tickets that prefill ranks present to decode worker `decode` with `layout`.
 
-    `on_refused` gets the part of each refused ticket.
+    `keys` are those of its routers. `on_refused` gets the part of each refused ticket.
     """
 
     def __init__(
@@ -48,7 +36,10 @@ class RouterTickets:
     def check(
         self, ticket: bytes, transfer_id: str, prefill: WorkerRef, signer: TicketKey | None
     ) -> None:
-        """See HandoffTickets."""
+        """Raises Unauthenticated or PermissionDenied, with the refused part as `ticket` in its metadata.
+
+        `signer` is the only key that counts. None: that of any router that the worker has now.
+        """
         required = handoff_pb2.HandoffClaims(
             transfer_id=transfer_id,
             prefill_worker_id=prefill.worker_id,
@@ -77,6 +68,10 @@ class NoTickets:
         self, ticket: bytes, transfer_id: str, prefill: WorkerRef, signer: TicketKey | None
     ) -> None:
         """Raises nothing."""
+
+
+# RouterTickets.check states the contract.
+HandoffTickets: TypeAlias = RouterTickets | NoTickets
 
 
 def digest_seed(ticket: bytes) -> int:

@@ -7,6 +7,7 @@ and a slope, with noise of variance 1.0 and 0.1, and observations of variance 10
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -62,19 +63,10 @@ def fewest_workers(
             and late_share(arrivals_per_s, service_s, workers, wait_max_s) <= late_share_max
         )
 
-    first = math.floor(arrivals_per_s * service_s) + 1
-    if first >= _WORKERS_MAX:
-        return first
-    low, high = first, first
+    low = high = math.floor(arrivals_per_s * service_s) + 1
     while high < _WORKERS_MAX and not enough(high):
         low, high = high + 1, high * 2
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return low + bisect_left(range(low, high), True, key=enough)
 
 
 _LEVEL_NOISE: Final = 1.0
@@ -185,11 +177,6 @@ class Demand:
     def context_tokens(self) -> float:
         """Mean length of a request's context during its answer."""
         return self.prompt_tokens.value + self.answer_tokens.value / 2
-
-    @property
-    def new_prompt_tokens(self) -> float:
-        """Prompt tokens of a request without those that a prefix cache has."""
-        return self.prompt_tokens.value * (1.0 - self.cached_share)
 
 
 def predict_demand(settings: PlannerSettings, history: Sequence[Interval]) -> Demand | None:
@@ -309,7 +296,7 @@ def _answers(
 def _prefill_rule(
     settings: PlannerSettings, profile: WorkerProfile, demand: Demand, rate: float
 ) -> Reason:
-    length = max(1.0, demand.new_prompt_tokens)
+    length = max(1.0, demand.prompt_tokens.value * (1.0 - demand.cached_share))
     service_s = profile.prompt_s(length)
     # A hand-over and a step with the answer follow.
     first_s = service_s + profile.handover_s(length) + profile.step_s(1, demand.prompt_tokens.value)

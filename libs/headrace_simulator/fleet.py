@@ -159,18 +159,16 @@ Decide = Callable[[Interval], WorkerCounts]
 """The numbers of workers that should run after an interval."""
 
 
-class PlannerDecisions:
+def planner_decisions(settings: PlannerSettings, profile: WorkerProfile) -> Decide:
     """The decisions of the planner, with its state."""
+    state = PlannerState()
 
-    def __init__(self, settings: PlannerSettings, profile: WorkerProfile) -> None:
-        self._settings = settings
-        self._profile = profile
-        self._state = PlannerState()
-
-    def __call__(self, interval: Interval) -> WorkerCounts:
-        learned = replace(interval, profile=self._profile)
-        decision, self._state = plan(self._settings, learned, self._state)
+    def decide(interval: Interval) -> WorkerCounts:
+        nonlocal state
+        decision, state = plan(settings, replace(interval, profile=profile), state)
         return decision.target
+
+    return decide
 
 
 class Autoscaler:

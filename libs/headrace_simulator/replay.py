@@ -10,8 +10,9 @@ from headrace_common.errors import ConfigError, HeadraceError
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import WorkerProfile
 from headrace_router.placement import Placement
-from headrace_simulator.fleet import Autoscaler, Decide, Fleet, PlannerDecisions
+from headrace_simulator.fleet import Autoscaler, Decide, Fleet, planner_decisions
 from headrace_simulator.job import (
+    ChangeRow,
     RequestOutcome,
     SimulationResult,
     attainment,
@@ -46,83 +47,72 @@ def simulate(
             "a simulation needs kv_tokens and max_num_seqs in the profile: `headrace profile` writes them",
             metadata={"field": "profile"},
         )
-    return run_virtually(lambda: _Replay(settings, profile, trace, decide, wrap, on_ended).run())
+    if decide is None and settings.scaling.scaling is Scaling.PLANNER:
+        decide = planner_decisions(settings.scaling.planner, profile)
+    outcomes: list[RequestOutcome] = []
 
-
-class _Replay:
-    def __init__(
-        self,
-        settings: SimulationSettings,
-        profile: WorkerProfile,
-        trace: Sequence[TraceRequest],
-        decide: Decide | None,
-        wrap: Callable[[Placement], Placement],
-        on_ended: Callable[[RequestOutcome], None],
-    ) -> None:
-        self._settings = settings
-        self._trace = trace
-        if decide is None and settings.scaling.scaling is Scaling.PLANNER:
-            decide = PlannerDecisions(settings.scaling.planner, profile)
-        self._decide = decide
-        self._on_ended = on_ended
-        self._loop = asyncio.get_running_loop()
-        self._router = SimulatedRouter(settings, profile, wrap)
-        longest = max(request.prompt_tokens for request in trace)
-        self._fleet = Fleet(settings, profile, self._router, longest)
-        self._outcomes: list[RequestOutcome] = []
-        self._autoscaler: Autoscaler | None = None
-
-    async def run(self) -> SimulationResult:
+    async def replay() -> SimulationResult:
         """Sends every request at its time, and waits for the last answer."""
-        start_s = self._loop.time()
-        if self._decide is not None:
-            self._autoscaler = Autoscaler(
-                self._settings.scaling, self._fleet, self._router, self._decide
-            )
-            self._scaling = self._loop.create_task(self._autoscaler.run())
+        loop = asyncio.get_running_loop()
+        router = SimulatedRouter(settings, profile, wrap)
+        fleet = Fleet(settings, profile, router, max(one.prompt_tokens for one in trace))
+        start_s = loop.time()
+        scaler = None if decide is None else Autoscaler(settings.scaling, fleet, router, decide)
+        # The loop ends it, and the workers with it.
+        scaling = None if scaler is None else loop.create_task(scaler.run())
+
+        async def serve(request: TraceRequest) -> None:
+            job = router.new_job(request)
+            try:
+                await router.serve(job)
+                outcome = job.outcome()
+            except HeadraceError as error:
+                outcome = job.failed(error.reason)
+            outcomes.append(outcome)
+            on_ended(outcome)
+            if scaler is not None:
+                scaler.request_ended(outcome)
+
         async with asyncio.TaskGroup() as group:
-            for request in self._trace:
-                await asyncio.sleep(start_s + request.arrival_s - self._loop.time())
-                group.create_task(self._serve(request))
-        # The loop ends the workers with it.
-        return self._result(self._loop.time() - start_s)
+            for request in trace:
+                await asyncio.sleep(start_s + request.arrival_s - loop.time())
+                group.create_task(serve(request))
+        if scaling is not None and scaling.done():
+            scaling.result()
+        changes = scaler.changes if scaler is not None else []
+        return _result(settings, fleet, outcomes, changes, loop.time() - start_s)
 
-    async def _serve(self, request: TraceRequest) -> None:
-        job = self._router.new_job(request)
-        try:
-            await self._router.serve(job)
-            outcome = job.outcome()
-        except HeadraceError as error:
-            outcome = job.failed(error.reason)
-        self._outcomes.append(outcome)
-        self._on_ended(outcome)
-        if self._autoscaler is not None:
-            self._autoscaler.request_ended(outcome)
+    return run_virtually(replay)
 
-    def _result(self, duration_s: float) -> SimulationResult:
-        outcomes = self._outcomes
-        complete = [one for one in outcomes if not one.failure]
-        settings = self._settings
-        ttft_s, itl_s = settings.ttft_s, settings.itl_s
-        met = attainment(outcomes, ttft_s, itl_s)
-        prompt_tokens = sum(one.request.prompt_tokens for one in complete)
-        return SimulationResult(
-            way=settings.way,
-            scaling=settings.scaling.scaling,
-            requests=len(outcomes),
-            failures=failures_of(outcomes),
-            duration_s=duration_s,
-            ttft=times_of([one.ttft_s for one in complete]),
-            itl=itl_times(complete),
-            e2e=times_of([one.e2e_s for one in complete]),
-            attainment=met,
-            ttft_attainment=attainment(outcomes, ttft_s, math.inf),
-            itl_attainment=attainment(outcomes, math.inf, itl_s),
-            goodput=met * len(outcomes) / max(1e-9, duration_s),
-            cached_share=sum(one.cached_tokens for one in complete) / max(1, prompt_tokens),
-            prefill_worker_hours=self._fleet.worker_s(PlannedRole.PREFILL) / 3_600.0,
-            decode_worker_hours=self._fleet.worker_s(PlannedRole.DECODE) / 3_600.0,
-            both_worker_hours=self._fleet.worker_s(PlannedRole.BOTH) / 3_600.0,
-            changes=self._autoscaler.changes if self._autoscaler is not None else [],
-            classes=classes_of(outcomes, ttft_s, itl_s, duration_s),
-        )
+
+def _result(
+    settings: SimulationSettings,
+    fleet: Fleet,
+    outcomes: Sequence[RequestOutcome],
+    changes: Sequence[ChangeRow],
+    duration_s: float,
+) -> SimulationResult:
+    complete = [one for one in outcomes if not one.failure]
+    ttft_s, itl_s = settings.ttft_s, settings.itl_s
+    met = attainment(outcomes, ttft_s, itl_s)
+    prompt_tokens = sum(one.request.prompt_tokens for one in complete)
+    return SimulationResult(
+        way=settings.way,
+        scaling=settings.scaling.scaling,
+        requests=len(outcomes),
+        failures=failures_of(outcomes),
+        duration_s=duration_s,
+        ttft=times_of([one.ttft_s for one in complete]),
+        itl=itl_times(complete),
+        e2e=times_of([one.e2e_s for one in complete]),
+        attainment=met,
+        ttft_attainment=attainment(outcomes, ttft_s, math.inf),
+        itl_attainment=attainment(outcomes, math.inf, itl_s),
+        goodput=met * len(outcomes) / max(1e-9, duration_s),
+        cached_share=sum(one.cached_tokens for one in complete) / max(1, prompt_tokens),
+        prefill_worker_hours=fleet.worker_s(PlannedRole.PREFILL) / 3_600.0,
+        decode_worker_hours=fleet.worker_s(PlannedRole.DECODE) / 3_600.0,
+        both_worker_hours=fleet.worker_s(PlannedRole.BOTH) / 3_600.0,
+        changes=changes,
+        classes=classes_of(outcomes, ttft_s, itl_s, duration_s),
+    )

@@ -51,18 +51,6 @@ _CACHED_SHARE: Final = 0.3
 _AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS, Way.PLAIN)
 
 
-def layout_of(profile: WorkerProfile) -> KvLayout:
-    """A layout with as many bytes for a token as the profile states."""
-    return KvLayout.attention(
-        model=MODEL,
-        dtype="bfloat16",
-        layer_count=1,
-        kv_head_count=1,
-        block_tokens=BLOCK_TOKENS,
-        parts={"kv": max(1, profile.kv_bytes_per_token)},
-    )
-
-
 class RoundRobin(Placement):
     """Takes the next decode worker that has not refused the request. Otherwise as KvAware."""
 
@@ -118,7 +106,14 @@ class SimulatedRouter:
         self.queue = PrefillQueue(_REQUESTS_MAX, sign=lambda task, ref, layout_hash: b"")
         self.jobs: dict[str, Job] = {}
         self._loop = asyncio.get_running_loop()
-        self.layout = layout_of(profile)
+        self.layout = KvLayout.attention(
+            model=MODEL,
+            dtype="bfloat16",
+            layer_count=1,
+            kv_head_count=1,
+            block_tokens=BLOCK_TOKENS,
+            parts={"kv": max(1, profile.kv_bytes_per_token)},
+        )
         self._profile = profile
         self._settings = settings
         self._lengths = AnswerLengths()

@@ -152,7 +152,7 @@ class SimulatedWorker:
         profile = around.profile
         self._times = TimeModel(profile.steps, profile.handovers)
         self._engine = SimulatedEngine(
-            profile, around.tpot_s, self._answered, orders_prompts=around.orders_prompts
+            profile, around.tpot_s, self.release, orders_prompts=around.orders_prompts
         )
         capacity = Capacity(
             usable_blocks=max(1, profile.kv_tokens // ADMISSION_BLOCK_TOKENS),
@@ -275,9 +275,6 @@ class SimulatedWorker:
         self._draining = True
         self._around.on_change(self)
         self._leave_if_drained()
-
-    def _answered(self, job: Job) -> None:
-        self.release(job)
 
     def _resize_cache(self) -> None:
         tokens = self._usable_blocks * ADMISSION_BLOCK_TOKENS - self._answer_tokens

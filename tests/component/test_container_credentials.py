@@ -25,8 +25,9 @@ _PROGRAM = f"""import sys
 sys.path[:0] = {[path for path in sys.path if path]}
 import typer
 from headrace_cli.commands import credentials
+from headrace_cli.output import register
 app = typer.Typer()
-credentials.register(app)
+register(app, {{"": (credentials.keygen, credentials.create_token_file)}})
 app()
 """
 

@@ -124,9 +124,9 @@ class Stuck:
 
 def drained(mark: Stuck, wait_on_device: Callable[[Mark], None] | None = None) -> CopyStream:
     pytest.importorskip("torch")
-    from headrace_engine.torch_memory.stream_order import DrainedStream
+    from headrace_engine.torch_memory.stream_order import CopyStream
 
-    return DrainedStream(contextlib.nullcontext, lambda: mark, wait_on_device)
+    return CopyStream(contextlib.nullcontext, lambda: mark, wait_on_device)
 
 
 @pytest.mark.vllm

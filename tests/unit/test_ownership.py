@@ -60,8 +60,6 @@ FOREIGN = {
     ("libs/headrace_engine/vllm/service/sampling.py", "params._bad_words_token_ids"): "vLLM sets it from texts only",
     ("libs/headrace_text/chat_encoder.py", "self._plain.encode_special_tokens"): "tokenizers has no other switch",
     # The objects are typer's descriptions of commands, before it builds them.
-    ("libs/headrace_cli/app.py", "info.epilog"): "each example gets a line of its own",
-    ("libs/headrace_cli/app.py", "info.rich_help_panel"): "the heading in the help",
     # The object is Jinja's environment, which is configured by its dictionaries.
     ("libs/headrace_text/chat_template.py", "environment.filters"): "Jinja",
     ("libs/headrace_text/chat_template.py", "environment.globals"): "Jinja",

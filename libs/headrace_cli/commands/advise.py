@@ -10,15 +10,14 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final
 
-import typer
-
 from headrace_cli.commands.simulate import run_spec, time_text
 from headrace_cli.output import (
     Column,
     Json,
     answer_console,
-    failures_as_exit,
+    command,
     fitted_table,
+    option,
     print_json,
 )
 from headrace_common.errors import ConfigError
@@ -57,87 +56,79 @@ _TITLES: Final = (
 _COLUMNS: Final = (Column("Workers"), *(Column(title, right=True) for title in _TITLES))
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace advise`."""
-    app.command(
-        epilog="Examples:  headrace advise --model models/NAME --accelerator H100 --devices 8 "
-        "--prompt-tokens 4000,2000 --answer-tokens 300,150 --rate 4 --ttft 2 --tpot 0.05   |   "
-        "headrace advise --model config.json --accelerator H200 --devices 16 --trace load.jsonl --ttft 2 --tpot 0.05"
-    )(advise)
-
-
+@command(
+    "advise",
+    "headrace advise --model models/NAME --accelerator H100 --devices 8 --prompt-tokens 4000,2000 --answer-tokens "
+    "300,150 --rate 4 --ttft 2 --tpot 0.05   |   "
+    "headrace advise --model config.json --accelerator H200 --devices 16 --trace load.jsonl --ttft 2 --tpot 0.05",
+)
 def advise(  # noqa: PLR0913, PLR0917 - typer makes an option of each
-    model: Annotated[Path, typer.Option(metavar="FILE", help="config.json, or its folder.")],
-    accelerator: Annotated[str, typer.Option(help=f"{', '.join(ACCELERATORS)}, or a JSON file.")],
-    devices: Annotated[int, typer.Option(min=1, max=1_024, help="Most of all workers.")],
-    ttft: Annotated[float, typer.Option(min=1e-3, max=1e5, help="Bound of TTFT, in seconds.")],
-    tpot: Annotated[float, typer.Option(min=1e-4, max=1e5, help="Bound of TPOT, in seconds.")],
+    model: Annotated[Path, option("config.json, or its folder.", metavar="FILE")],
+    accelerator: Annotated[str, option(f"{', '.join(ACCELERATORS)}, or a JSON file.")],
+    devices: Annotated[int, option("Most of all workers.", min=1, max=1_024)],
+    ttft: Annotated[float, option("Bound of TTFT, in seconds.", min=1e-3, max=1e5)],
+    tpot: Annotated[float, option("Bound of TPOT, in seconds.", min=1e-4, max=1e5)],
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Recorded load."),
+        Path | None, option("Recorded load.", metavar="FILE", exists=True, dir_okay=False)
     ] = None,
-    prompt_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
-    answer_tokens: Annotated[str, typer.Option(metavar=_SPREAD, help="Without a trace.")] = "",
-    hit_share: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share that others have.")
-    ] = 0.0,
-    rate: Annotated[float, typer.Option(min=0, max=1e6, help="Requests/s; 0 as in a trace.")] = 0.0,
-    network_gbit: Annotated[float, typer.Option(min=1e-3, max=1e6, help="Of a worker.")] = 100.0,
+    prompt_tokens: Annotated[str, option("Without a trace.", metavar=_SPREAD)] = "",
+    answer_tokens: Annotated[str, option("Without a trace.", metavar=_SPREAD)] = "",
+    hit_share: Annotated[float, option("Share that others have.", min=0, max=0.99)] = 0.0,
+    rate: Annotated[float, option("Requests/s; 0 as in a trace.", min=0, max=1e6)] = 0.0,
+    network_gbit: Annotated[float, option("Of a worker.", min=1e-3, max=1e6)] = 100.0,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured, in place of the computed one.")
+        Path | None, option("Measured, in place of the computed one.", metavar="FILE")
     ] = None,
     ranks: Annotated[
-        int,
-        typer.Option("--tensor-parallel-size", min=0, help="Devices of a worker; 0 tries all."),
+        int, option("Devices of a worker; 0 tries all.", "--tensor-parallel-size", min=0)
     ] = 0,
     as_json: Json = False,
 ) -> None:
     """Simulates the ways to use some devices for a load, and names the cheapest that keeps the bounds."""
-    with failures_as_exit():
-        require_extra("headrace advise", "router")
-        config, device = read_model(model), accelerator_of(accelerator)
-        load = _load(trace, prompt_tokens, answer_tokens, rate, hit_share)
-        size = LoadSize(
-            fmean(one.prompt_tokens for one in load),
-            fmean(one.answer_tokens for one in load),
-            max(one.prompt_tokens + one.answer_tokens for one in load),
-        )
-        profiles = _profiles(config, device, devices, network_gbit, size)
-        if ranks and ranks not in profiles:
-            sizes = ", ".join(map(str, profiles))
-            raise ConfigError(f"--tensor-parallel-size {ranks} does not start; these do: {sizes}")
-        measured = read_profile(profile)
-        if measured and not ranks:
-            raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
-        profiles = {ranks: measured or profiles[ranks]} if ranks else profiles
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "load.jsonl"
-            path.write_text("".join(one.line() for one in load), encoding="utf-8")
+    require_extra("headrace advise", "router")
+    config, device = read_model(model), accelerator_of(accelerator)
+    load = _load(trace, prompt_tokens, answer_tokens, rate, hit_share)
+    size = LoadSize(
+        fmean(one.prompt_tokens for one in load),
+        fmean(one.answer_tokens for one in load),
+        max(one.prompt_tokens + one.answer_tokens for one in load),
+    )
+    profiles = _profiles(config, device, devices, network_gbit, size)
+    if ranks and ranks not in profiles:
+        sizes = ", ".join(map(str, profiles))
+        raise ConfigError(f"--tensor-parallel-size {ranks} does not start; these do: {sizes}")
+    measured = read_profile(profile)
+    if measured and not ranks:
+        raise ConfigError("give --tensor-parallel-size with --profile: that worker's")
+    profiles = {ranks: measured or profiles[ranks]} if ranks else profiles
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "load.jsonl"
+        path.write_text("".join(one.line() for one in load), encoding="utf-8")
 
-            def simulated(size: int, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
-                runs = tuple(one.settings(ttft, tpot) for one in fleets)
-                return run_spec(SimulationSpec(trace=str(path), profile=profiles[size], runs=runs))
+        def simulated(size: int, fleets: Sequence[Fleet]) -> list[dict[str, Any]]:
+            runs = tuple(one.settings(ttft, tpot) for one in fleets)
+            return run_spec(SimulationSpec(trace=str(path), profile=profiles[size], runs=runs))
 
-            search = Search(simulated)
-            best = search.run({size: devices // size for size in profiles})
-        found = sorted(search.outcomes.values(), key=lambda one: one.rank)
-        chosen = profiles[best.fleet.ranks]
-        settings = {
-            "tensor_parallel_size": best.fleet.ranks,
-            "max_model_len": size.longest_tokens,
-            "max_num_batched_tokens": chosen.max_num_batched_tokens,
-            "max_num_seqs": chosen.max_num_seqs,
-        }
-        targets = f"ttft_target={ttft:g}s tpot_target={tpot:g}s"
-        start = _start(best.fleet, model, settings, targets, device.machine_devices)
-        why = reason(best, found)
-        facts = _facts(config, network_gbit, size, chosen)
-        if as_json:
-            ways = [{**asdict(one.fleet), **one.result} for one in found]
-            answer = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
-            print_json({**answer, "ways": ways, "profile": facts})
-        else:
-            _show(found, best, [facts, why], start)
+        search = Search(simulated)
+        best = search.run({size: devices // size for size in profiles})
+    found = sorted(search.outcomes.values(), key=lambda one: one.rank)
+    chosen = profiles[best.fleet.ranks]
+    settings = {
+        "tensor_parallel_size": best.fleet.ranks,
+        "max_model_len": size.longest_tokens,
+        "max_num_batched_tokens": chosen.max_num_batched_tokens,
+        "max_num_seqs": chosen.max_num_seqs,
+    }
+    targets = f"ttft_target={ttft:g}s tpot_target={tpot:g}s"
+    start = _start(best.fleet, model, settings, targets, device.machine_devices)
+    why = reason(best, found)
+    facts = _facts(config, network_gbit, size, chosen)
+    if as_json:
+        ways = [{**asdict(one.fleet), **one.result} for one in found]
+        answer = {"best": ways[0] if best.is_good else None, "reason": why, "start": start}
+        print_json({**answer, "ways": ways, "profile": facts})
+    else:
+        _show(found, best, [facts, why], start)
 
 
 def _load(

@@ -21,11 +21,11 @@ from headrace_cli.options import (
 )
 from headrace_cli.output import (
     Json,
-    failures_as_exit,
+    command,
     message_object,
     notice_console,
+    option,
     print_json,
-    run_command,
 )
 from headrace_client import build_request
 from headrace_common.durations import seconds_from_duration
@@ -35,9 +35,9 @@ from headrace_common.latency.parts import sum_from_proto
 EXIT_WORDS = ("/exit", "/quit")
 
 Temperature = Annotated[
-    float | None, typer.Option(min=0, max=2, help="Randomness; 0 is greedy.", show_default="1")
+    float | None, option("Randomness; 0 is greedy.", min=0, max=2, show_default="1")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
+Seed = Annotated[int | None, option("Makes sampling repeatable.", min=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,11 @@ class CompleteAnswer:
     last: inference_pb2.GenerateResponse
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace chat`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   "
-        "echo Hello | headrace chat",
-    )(chat)
-
-
+@command(
+    "chat",
+    "headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   echo Hello | headrace chat",
+    cls=AddressedCommand,
+)
 def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     prompt: Annotated[
         str,
@@ -84,9 +80,9 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an answer may take.")] = 300,
+    timeout: Annotated[float, option("Seconds that an answer may take.", min=0.1)] = 300,
     timing: Annotated[
-        bool, typer.Option("--timing", help="Show the parts of the time to the first token.")
+        bool, option("Show the parts of the time to the first token.", "--timing")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -94,26 +90,24 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     """Runs one prompt, or on a terminal a conversation."""
     options = ChatOptions(model, max_tokens, temperature, seed, system, timeout, timing)
 
-    @run_command
-    async def answer_once(question: str) -> None:
-        async with open_router(router) as client:
-            answer = await chat_once(client, question, options, show=not as_json)
-            if as_json:
-                print_json(chat_object(answer))
-                return
-            if sys.stderr.isatty():
-                notice_console().print(summary(answer), style="dim")
-            if timing:
-                notice_console().print("\n".join(latency_lines(answer)), highlight=False)
+    if not prompt and sys.stdin.isatty():
+        if as_json:
+            raise ConfigError("--json answers one prompt: give PROMPT, or pipe one")
+        converse(router, options)
+        return
+    asyncio.run(_answer_once(router, prompt or read_piped(), options, as_json=as_json))
 
-    with failures_as_exit():
-        if not prompt and sys.stdin.isatty():
-            if as_json:
-                raise ConfigError("--json answers one prompt: give PROMPT, or pipe one")
-            converse(router, options)
+
+async def _answer_once(router: str, question: str, options: ChatOptions, *, as_json: bool) -> None:
+    async with open_router(router) as client:
+        answer = await chat_once(client, question, options, show=not as_json)
+        if as_json:
+            print_json(chat_object(answer))
             return
-        question = prompt or read_piped()
-    answer_once(question)
+        if sys.stderr.isatty():
+            notice_console().print(summary(answer), style="dim")
+        if options.timing:
+            notice_console().print("\n".join(latency_lines(answer)), highlight=False)
 
 
 async def ask(

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from headrace_cli.output import answer_console, failures_as_exit, notice_console
+from headrace_cli.output import answer_console, command, notice_console, option
 from headrace_common.access.key_file import load_keys
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import HeldToken, new_private_key, public_key_of
@@ -46,70 +46,41 @@ PUBLIC_KEYS_FILE: Final = "token_keys.pem"
 _DAY_S: Final = 86_400.0
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace token`, `headrace certs` and `headrace keys`."""
-    token_app = typer.Typer(no_args_is_help=True, help="Creates keys and role tokens.")
-    token_app.command("keygen", epilog="Example:  headrace token keygen credentials")(keygen)
-    token_app.command(
-        "create",
-        epilog="Example:  headrace token create decode --name decode-0 --key credentials/token_key.pem "
-        "--output credentials/decode-0.token",
-    )(create_token_file)
-    app.add_typer(token_app, name="token")
-    certs_app = typer.Typer(
-        no_args_is_help=True, help="Creates certificates of roles, for mutual TLS."
-    )
-    certs_app.command(
-        "init", epilog="Example:  headrace certs init credentials --host 10.0.0.7 --host 10.0.0.8"
-    )(init_authority)
-    # A group of one command.
-    certs_app.callback()(_certs_group)
-    app.add_typer(certs_app, name="certs")
-    keys_app = typer.Typer(no_args_is_help=True, help="Creates API keys of clients.")
-    keys_app.command(
-        "create",
-        epilog="Examples:  headrace keys create team   |   "
-        "headrace keys create search --file /etc/headrace/api_keys > search.key",
-    )(create_api_key)
-    # A group of one command.
-    keys_app.callback()(_keys_group)
-    app.add_typer(keys_app, name="keys")
-
-
+@command("token keygen", "headrace token keygen credentials")
 def keygen(
     folder: Annotated[Path, typer.Argument(help="Where the two key files are created.")],
 ) -> None:
     """Creates a private key, which signs tokens, and its public key, for token_keys_file of every service."""
-    with failures_as_exit():
-        private_key = new_private_key()
-        write_new(folder / PRIVATE_KEY_FILE, private_key, SECRET_MODE)
-        write_new(folder / PUBLIC_KEYS_FILE, public_key_of(private_key), PUBLIC_MODE)
-        answer_console().print(
-            f"{folder / PRIVATE_KEY_FILE}: signs tokens; keep it away from every service\n"
-            f"{folder / PUBLIC_KEYS_FILE}: verifies them; set token_keys_file of every service to it",
-            markup=False,
-        )
+    private_key = new_private_key()
+    write_new(folder / PRIVATE_KEY_FILE, private_key, SECRET_MODE)
+    write_new(folder / PUBLIC_KEYS_FILE, public_key_of(private_key), PUBLIC_MODE)
+    answer_console().print(
+        f"{folder / PRIVATE_KEY_FILE}: signs tokens; keep it away from every service\n"
+        f"{folder / PUBLIC_KEYS_FILE}: verifies them; set token_keys_file of every service to it",
+        markup=False,
+    )
 
 
+@command(
+    "token create",
+    "headrace token create decode --name decode-0 --key credentials/token_key.pem --output credentials/decode-0.token",
+)
 def create_token_file(
     role: Annotated[Role, typer.Argument(help="The role that the token proves.")],
-    key: Annotated[Path, typer.Option(help=f"The private key, {PRIVATE_KEY_FILE}.")],
-    output: Annotated[Path, typer.Option(help="The file to write. Only its owner may read it.")],
-    name: Annotated[
-        str, typer.Option(help="Id of the only member that may use it.", show_default="any")
-    ] = "",
-    days: Annotated[float, typer.Option(min=0.001, help="Days until the token expires.")] = 365.0,
+    key: Annotated[Path, option(f"The private key, {PRIVATE_KEY_FILE}.")],
+    output: Annotated[Path, option("The file to write. Only its owner may read it.")],
+    name: Annotated[str, option("Id of the only member that may use it.", show_default="any")] = "",
+    days: Annotated[float, option("Days until the token expires.", min=0.001)] = 365.0,
 ) -> None:
     """Writes a token of one role, and the key by which only its holder can use it."""
-    with failures_as_exit():
-        try:
-            private_key = key.read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read {key}: {error.strerror}; `headrace token keygen` creates one"
-            ) from error
-        held = HeldToken.create(private_key, role, name, days * _DAY_S)
-        write_new(output, held.text.encode(), SECRET_MODE)
+    try:
+        private_key = key.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {key}: {error.strerror}; `headrace token keygen` creates one"
+        ) from error
+    held = HeldToken.create(private_key, role, name, days * _DAY_S)
+    write_new(output, held.text.encode(), SECRET_MODE)
 
 
 HOSTS_MAX: Final = 256
@@ -236,64 +207,57 @@ KEY_FILE: Final = "key.pem"
 DEFAULT_DOMAIN: Final = "headrace"
 
 
-def _certs_group() -> None:
-    """Creates certificates of roles, for mutual TLS."""
-
-
+@command("certs init", "headrace certs init credentials --host 10.0.0.7 --host 10.0.0.8")
 def init_authority(
     folder: Annotated[Path, typer.Argument(help="New folder for the authority and all roles.")],
     host: Annotated[
         list[str],
-        typer.Option(
-            "--host", metavar="HOST", help="Name or address that others call; may be repeated."
-        ),
+        option("Name or address that others call; may be repeated.", "--host", metavar="HOST"),
     ],
     trust_domain: Annotated[
-        str, typer.Option(help="Name of the deployment in certificates, for tls_trust_domain.")
+        str, option("Name of the deployment in certificates, for tls_trust_domain.")
     ] = DEFAULT_DOMAIN,
     days: Annotated[
-        float, typer.Option(min=0.001, max=DAYS_MAX, help="Days until certificates expire.")
+        float, option("Days until certificates expire.", min=0.001, max=DAYS_MAX)
     ] = 365.0,
 ) -> None:
     """Creates an authority, and a folder with certificate, key and authority for each role."""
-    with failures_as_exit():
-        certificate, key, roles = new_certificates(trust_domain, host, days)
-        write_new(folder / AUTHORITY_KEY_FILE, key, SECRET_MODE)
-        write_new(folder / AUTHORITY_FILE, certificate, PUBLIC_MODE)
-        for role, (role_certificate, role_key) in roles.items():
-            write_new(folder / role / KEY_FILE, role_key, SECRET_MODE)
-            write_new(folder / role / CERTIFICATE_FILE, role_certificate, PUBLIC_MODE)
-            write_new(folder / role / AUTHORITY_FILE, certificate, PUBLIC_MODE)
-        answer_console().print(
-            f"{folder / AUTHORITY_KEY_FILE}: signs certificates; keep it away from every service\n"
-            f"{folder}/ROLE: {CERTIFICATE_FILE}, {KEY_FILE} and {AUTHORITY_FILE}; give each host the folders of its "
-            "services",
-            markup=False,
-        )
+    certificate, key, roles = new_certificates(trust_domain, host, days)
+    write_new(folder / AUTHORITY_KEY_FILE, key, SECRET_MODE)
+    write_new(folder / AUTHORITY_FILE, certificate, PUBLIC_MODE)
+    for role, (role_certificate, role_key) in roles.items():
+        write_new(folder / role / KEY_FILE, role_key, SECRET_MODE)
+        write_new(folder / role / CERTIFICATE_FILE, role_certificate, PUBLIC_MODE)
+        write_new(folder / role / AUTHORITY_FILE, certificate, PUBLIC_MODE)
+    answer_console().print(
+        f"{folder / AUTHORITY_KEY_FILE}: signs certificates; keep it away from every service\n"
+        f"{folder}/ROLE: {CERTIFICATE_FILE}, {KEY_FILE} and {AUTHORITY_FILE}; give each host the folders of its "
+        "services",
+        markup=False,
+    )
 
 
 DEFAULT_FILE: Final = Path("credentials/api_keys")
 _KEY_BYTES: Final = 24
 
 
-def _keys_group() -> None:
-    """Creates API keys of clients."""
-
-
+@command(
+    "keys create",
+    "headrace keys create team   |   headrace keys create search --file /etc/headrace/api_keys > search.key",
+)
 def create_api_key(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
     file: Annotated[
-        Path, typer.Option(metavar="FILE", help="File for api_keys_file, which gets one more line.")
+        Path, option("File for api_keys_file, which gets one more line.", metavar="FILE")
     ] = DEFAULT_FILE,
 ) -> None:
     """Adds a key to a file, and prints it. A router that has the file as api_keys_file follows within 2 s."""
-    with failures_as_exit():
-        key = add_key(file, tenant)
-        notice_console().print(
-            f"{file} has a key of {tenant}: set api_keys_file of the routers to it; clients send the key",
-            markup=False,
-        )
-        typer.echo(key)
+    key = add_key(file, tenant)
+    notice_console().print(
+        f"{file} has a key of {tenant}: set api_keys_file of the routers to it; clients send the key",
+        markup=False,
+    )
+    typer.echo(key)
 
 
 def add_key(file: Path, tenant: str) -> str:

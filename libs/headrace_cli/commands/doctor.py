@@ -26,7 +26,7 @@ from headrace_cli.checks import (
 )
 from headrace_cli.client import registry_of
 from headrace_cli.options import DEFAULT_ROUTER, AddressedCommand, Registry, Router
-from headrace_cli.output import EXIT_FAILED, Json, answer_console, print_json, run_command
+from headrace_cli.output import EXIT_FAILED, Json, answer_console, command, print_json
 from headrace_common.errors import HeadraceError
 
 _CLASS: Final = Path("/sys/class/infiniband")
@@ -181,15 +181,11 @@ def _text(path: Path) -> str:
 _STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR: "red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace doctor`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051",
-    )(doctor)
-
-
-@run_command
+@command(
+    "doctor",
+    "headrace doctor   |   headrace doctor --registry 10.0.0.1:7051",
+    cls=AddressedCommand,
+)
 async def doctor(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,25 +15,25 @@ import typer
 from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import WAIT_S, Wait, call_channel, list_members, registry_of, rpc_errors
+from headrace_cli.commands.simulate import run_module
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.output import (
     Column,
     Json,
     answer_console,
     can_draw_blocks,
-    failures_as_exit,
+    command,
     fitted_table,
     notice_console,
+    option,
     print_json,
-    run_command,
 )
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import ConfigError, DeadlineExceeded, HeadraceError, InternalError
+from headrace_common.errors import ConfigError, HeadraceError
 from headrace_simulator.incident_file import Parts, read_incident, write_incident
 
 _SAVE_S: Final = 60.0
 _REPLAY_S: Final = 600.0
-_MISCONFIGURED: Final = 2
 _BUCKETS: Final = 48
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _ASCII: Final = " .:-=+*#@"
@@ -44,30 +42,19 @@ _NOTED: Final = ("WARNING", "ERROR", "CRITICAL")
 _NOTES_MAX: Final = 40
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the subcommands."""
-    incident = typer.Typer(no_args_is_help=True)
-    incident.command(
-        epilog="Examples:  headrace incident save --output stall.incident   |   "
-        "headrace incident save --output all.incident --last 0"
-    )(save)
-    incident.command(epilog="Examples:  headrace incident show stall.incident")(show)
-    incident.command(epilog="Examples:  headrace incident replay stall.incident")(replay)
-    app.add_typer(
-        incident, name="incident", help="Stores what happened, draws it, and replays decisions."
-    )
-
-
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A file of `headrace incident save`.")]
 
 
-@run_command
+@command(
+    "incident save",
+    "headrace incident save --output stall.incident   |   headrace incident save --output all.incident --last 0",
+)
 async def save(
     output: Annotated[
-        Path, typer.Option(metavar="FILE", help="The file to write. It has no text of requests.")
+        Path, option("The file to write. It has no text of requests.", metavar="FILE")
     ],
     last: Annotated[
-        float, typer.Option(min=0, help="Minutes that the events go back; 0: all that are stored.")
+        float, option("Minutes that the events go back; 0: all that are stored.", min=0)
     ] = 10.0,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
@@ -118,38 +105,38 @@ async def _events_of(
     return found
 
 
+@command("incident show", "headrace incident show stall.incident")
 def show(file: File) -> None:
     """Draws the events of each member over time, and lists alarms, warnings and failed placements."""
-    with failures_as_exit():
-        members = read_incident(file)
-        console = answer_console()
-        found = [
-            (_unix_s(part, event), name, event)
-            for name, parts in members.items()
-            for part in parts
-            for event in part.events
-        ]
-        if not found:
-            console.print("The file has no events.")
-            return
-        begin_s, end_s = min(one[0] for one in found), max(one[0] for one in found)
-        notes = [(at_s, name, note) for at_s, name, event in found if (note := _note(event))]
-        levels = _BLOCKS if can_draw_blocks(console) else _ASCII
-        rows = []
-        for name in members:
-            times = [at_s for at_s, other, _ in found if other == name]
-            warnings = sum(other == name for _, other, _ in notes)
-            drawn = _drawn(times, begin_s, end_s, levels)
-            rows.append((name, drawn, str(len(times)), str(warnings)))
-        columns = (
-            Column("Member"),
-            Column(f"Events, {_time(begin_s)} to {_time(end_s)}"),
-            Column("Events", right=True),
-            Column("Warnings", right=True),
-        )
-        console.print(fitted_table(console, columns, rows)[0])
-        for at_s, name, note in sorted(notes)[-_NOTES_MAX:]:
-            console.print(f"{_time(at_s)} {name}: {note}", markup=False)
+    members = read_incident(file)
+    console = answer_console()
+    found = [
+        ((event.monotonic_ns + part.clock_offset_ns) / 1e9, name, event)
+        for name, parts in members.items()
+        for part in parts
+        for event in part.events
+    ]
+    if not found:
+        console.print("The file has no events.")
+        return
+    begin_s, end_s = min(one[0] for one in found), max(one[0] for one in found)
+    notes = [(at_s, name, note) for at_s, name, event in found if (note := _note(event))]
+    levels = _BLOCKS if can_draw_blocks(console) else _ASCII
+    rows = []
+    for name in members:
+        times = [at_s for at_s, other, _ in found if other == name]
+        warnings = sum(other == name for _, other, _ in notes)
+        drawn = _drawn(times, begin_s, end_s, levels)
+        rows.append((name, drawn, str(len(times)), str(warnings)))
+    columns = (
+        Column("Member"),
+        Column(f"Events, {_time(begin_s)} to {_time(end_s)}"),
+        Column("Events", right=True),
+        Column("Warnings", right=True),
+    )
+    console.print(fitted_table(console, columns, rows)[0])
+    for at_s, name, note in sorted(notes)[-_NOTES_MAX:]:
+        console.print(f"{_time(at_s)} {name}: {note}", markup=False)
 
 
 def _drawn(times: Sequence[float], begin_s: float, end_s: float, levels: str) -> str:
@@ -159,10 +146,6 @@ def _drawn(times: Sequence[float], begin_s: float, end_s: float, levels: str) ->
     most = max(counts.values(), default=1)
     top = len(levels) - 1
     return "".join(levels[-(-counts[bucket] * top // most)] for bucket in range(_BUCKETS))
-
-
-def _unix_s(part: incident_pb2.ListEventsResponse, event: incident_pb2.Event) -> float:
-    return (event.monotonic_ns + part.clock_offset_ns) / 1e9
 
 
 def _time(unix_s: float) -> str:
@@ -183,39 +166,20 @@ def _note(event: incident_pb2.Event) -> str:
     return ""
 
 
+@command("incident replay", "headrace incident replay stall.incident")
 def replay(file: File, as_json: Json = False) -> None:
     """Lets placement, queue and admission decide again by the recorded events, and names the first difference.
 
     Exits with 1 when a decision differs.
     """
-    with failures_as_exit():
-        members = read_incident(file)
-        results = _replayed(file)
-        if as_json:
-            print_json(results)
-        else:
-            _print_replay(members, results)
-        if any(kind["differing"] for kinds in results.values() for kind in kinds.values()):
-            raise typer.Exit(1)
-
-
-def _replayed(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "headrace_simulator.incident", str(file)],
-            capture_output=True,
-            text=True,
-            timeout=_REPLAY_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"the replay took more than {_REPLAY_S:.0f} s") from error
-    if done.returncode == _MISCONFIGURED:
-        raise ConfigError(done.stderr.strip())
-    if done.returncode:
-        raise InternalError(f"the replay failed: {done.stderr.strip()[-2_000:]}")
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return found
+    members = read_incident(file)
+    results = run_module("headrace_simulator.incident", str(file), limit_s=_REPLAY_S)
+    if as_json:
+        print_json(results)
+    else:
+        _print_replay(members, results)
+    if any(kind["differing"] for kinds in results.values() for kind in kinds.values()):
+        raise typer.Exit(1)
 
 
 def _print_replay(members: dict[str, Parts], results: dict[str, dict[str, Any]]) -> None:

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from headrace_cli.output import run_command
+from headrace_cli.output import command, option
 from headrace_common import ports
 from headrace_common.extras import require_extra
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace pair`."""
-    app.command(
-        epilog="Example:  headrace pair --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200"
-    )(pair)
-
-
-@run_command
+@command("pair", "headrace pair --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")
 async def pair(
     prefill: Annotated[
-        str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_producer or kv_both.")
+        str, option("vLLM server with kv_role kv_producer or kv_both.", metavar="URL")
     ],
     decode: Annotated[
-        str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_consumer or kv_both.")
+        str, option("vLLM server with kv_role kv_consumer or kv_both.", metavar="URL")
     ],
     pair_address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The prefill server's `listen` setting.")
+        str, option("The prefill server's `listen` setting.", metavar="HOST:PORT")
     ] = f"127.0.0.1:{ports.PAIRS}",
-    host: Annotated[str, typer.Option(help="Host to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on.")
-    ] = ports.PAIR_PROXY,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request.")] = 600.0,
+    host: Annotated[str, option("Host to listen on.")] = "127.0.0.1",
+    port: Annotated[int, option("Port to listen on.", min=0, max=65535)] = ports.PAIR_PROXY,
+    timeout: Annotated[float, option("Most seconds of a request.", min=0.001)] = 600.0,
     transfer_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds after which decode prefills by itself.")
+        float, option("Seconds after which decode prefills by itself.", min=0.001)
     ] = 60.0,
 ) -> None:
     """Joins two vLLM servers that have Headrace's connector; needs no service of Headrace."""

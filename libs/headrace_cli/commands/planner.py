@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Final, NamedTuple
 
-import typer
-
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.client import (
     CALL_TIMEOUT_S,
@@ -23,10 +21,11 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
+    command,
     fitted_table,
     message_object,
+    option,
     print_json,
-    run_command,
 )
 from headrace_cli.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
@@ -50,22 +49,25 @@ class Explanation(NamedTuple):
     decisions: list[planner_pb2.Decision]
 
 
-@run_command
+@command(
+    "planner explain",
+    "headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
+)
 async def explain(
     planner: Annotated[
         str,
-        typer.Option(
+        option(
+            "Planner to call; empty means that of `headrace up`.",
             metavar="HOST:PORT",
             envvar=PLANNER_VARIABLE,
-            help="Planner to call; empty means that of `headrace up`.",
         ),
     ] = "",
     router: Router = DEFAULT_ROUTER,
     count: Annotated[
-        int, typer.Option(min=1, max=_DECISIONS_MAX, help="Decisions to show, the newest first.")
+        int, option("Decisions to show, the newest first.", min=1, max=_DECISIONS_MAX)
     ] = 20,
     changes: Annotated[
-        bool, typer.Option("--changes", help="Of these, show only those that ask for a change.")
+        bool, option("Of these, show only those that ask for a change.", "--changes")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -131,15 +133,3 @@ def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
         short_name(planner_pb2.Decision.Outcome.Name(decision.outcome)),
         " ".join(filter(None, [decision.detail, *sentences])),
     )
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `headrace planner explain`."""
-    planner_app = typer.Typer(
-        no_args_is_help=True, help="Plans the numbers of prefill and decode workers."
-    )
-    planner_app.command(
-        "explain",
-        epilog="Examples:  headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
-    )(explain)
-    app.add_typer(planner_app, name="planner")

@@ -29,10 +29,10 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
+    command,
     fitted_table,
     message_object,
     print_json,
-    run_command,
 )
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError
@@ -40,26 +40,7 @@ from headrace_common.errors import ConfigError
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace policy get` and `headrace policy set`."""
-    policy_app = typer.Typer(
-        no_args_is_help=True, help="Shows and changes the policy that all routers follow."
-    )
-    policy_app.command("get", cls=AddressedCommand, epilog="Example:  headrace policy get")(
-        get_policy
-    )
-    policy_app.command(
-        "set",
-        cls=AddressedCommand,
-        epilog="Examples:  headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
-        "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
-        "headrace policy set tenant_priorities.chat=high   |   headrace policy set worker_roles.w0=prefill   |   "
-        "headrace policy set temperature=",
-    )(change_policy)
-    app.add_typer(policy_app, name="policy")
-
-
-@run_command
+@command("policy get", "headrace policy get", cls=AddressedCommand)
 async def get_policy(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
@@ -71,7 +52,14 @@ async def get_policy(
     _show(await read_policy(await registry_of(router, registry)), as_json=as_json)
 
 
-@run_command
+@command(
+    "policy set",
+    "headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
+    "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
+    "headrace policy set tenant_priorities.chat=high   |   headrace policy set worker_roles.w0=prefill   |   "
+    "headrace policy set temperature=",
+    cls=AddressedCommand,
+)
 async def change_policy(
     changes: Annotated[
         list[str],

@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
-
 from headrace.inference.v1 import load_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
@@ -31,7 +29,7 @@ from headrace_cli.options import (
     Router,
     RouterInternal,
 )
-from headrace_cli.output import notice_console, run_command
+from headrace_cli.output import command, notice_console, option
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import unix_ns_from_timestamp
 from headrace_common.errors import ConfigError
@@ -46,22 +44,13 @@ _DAY_S: Final = 86_400.0
 _CLASSES: Final = {one.label: one for one in Priority}
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace profile` and `headrace record`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Example:  headrace profile --output profile.json   |   headrace simulate --profile profile.json ...",
-    )(profile)
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace record --output load.jsonl --seconds 600   |   "
-        "headrace simulate --trace load.jsonl --profile profile.json",
-    )(record)
-
-
-@run_command
+@command(
+    "profile",
+    "headrace profile --output profile.json   |   headrace simulate --profile profile.json ...",
+    cls=AddressedCommand,
+)
 async def profile(
-    output: Annotated[Path, typer.Option(metavar="FILE", help="File for the profile, as JSON.")],
+    output: Annotated[Path, option("File for the profile, as JSON.", metavar="FILE")],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     model: RequestModel = "",
@@ -114,11 +103,16 @@ def profile_of(
     )
 
 
-@run_command
+@command(
+    "record",
+    "headrace record --output load.jsonl --seconds 600   |   "
+    "headrace simulate --trace load.jsonl --profile profile.json",
+    cls=AddressedCommand,
+)
 async def record(
-    output: Annotated[Path, typer.Option(metavar="FILE", help="File for the trace.")],
+    output: Annotated[Path, option("File for the trace.", metavar="FILE")],
     seconds: Annotated[
-        float, typer.Option(min=1, max=_DAY_S, help="Time after which it ends; or Ctrl-C.")
+        float, option("Time after which it ends; or Ctrl-C.", min=1, max=_DAY_S)
     ] = _DAY_S,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

@@ -34,25 +34,21 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
+    command,
     fitted_table,
     message_object,
+    option,
     print_json,
-    run_command,
 )
 from headrace_client import build_request
 from headrace_common.errors import NotFound
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace route`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace route 'Why is the sky blue?'   |   "
-        "headrace route --explain 'Why is the sky blue?'",
-    )(route)
-
-
-@run_command
+@command(
+    "route",
+    "headrace route 'Why is the sky blue?'   |   headrace route --explain 'Why is the sky blue?'",
+    cls=AddressedCommand,
+)
 async def route(
     prompt: Annotated[str, typer.Argument(help="Prompt to route.")],
     router: Router = DEFAULT_ROUTER,
@@ -61,7 +57,7 @@ async def route(
     model: RequestModel = "",
     system: SystemMessage = "",
     explain: Annotated[
-        bool, typer.Option("--explain", help="List the candidates and the cost of each.")
+        bool, option("List the candidates and the cost of each.", "--explain")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,

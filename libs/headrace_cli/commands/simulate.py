@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
 from rich.console import Console
 
 from headrace_cli.output import (
     Column,
     Json,
     answer_console,
-    failures_as_exit,
+    command,
     fitted_table,
+    option,
     print_json,
 )
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
@@ -62,137 +62,133 @@ _CLASS_COLUMNS: Final = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace simulate`."""
-    app.command(
-        epilog="Example:  headrace simulate --trace conversation.jsonl --profile profile.json --prefill 4 --decode 8"
-    )(simulate)
-
-
 _Goal = Annotated[
-    float | None, typer.Option(min=1e-3, max=1e5, help="In seconds. Default: the planner's goal.")
+    float | None, option("In seconds. Default: the planner's goal.", min=1e-3, max=1e5)
 ]
 
 
+@command(
+    "simulate",
+    "headrace simulate --trace conversation.jsonl --profile profile.json --prefill 4 --decode 8",
+)
 def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     trace: Annotated[
         Path,
-        typer.Option(
+        option(
+            "Trace in the form of Mooncake's, as JSON lines.",
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Trace in the form of Mooncake's, as JSON lines.",
         ),
     ],
-    profile: Annotated[
-        Path, typer.Option(metavar="FILE", help="JSON file with a worker's profile.")
-    ],
+    profile: Annotated[Path, option("JSON file with a worker's profile.", metavar="FILE")],
     prefill: Annotated[
-        int, typer.Option(min=0, max=2_000, help="Prefill workers, at first with --planner.")
+        int, option("Prefill workers, at first with --planner.", min=0, max=2_000)
     ] = 1,
     decode: Annotated[
-        int, typer.Option(min=1, max=2_000, help="Decode workers, at first with --planner.")
+        int, option("Decode workers, at first with --planner.", min=1, max=2_000)
     ] = 1,
     workers: Annotated[
         int,
-        typer.Option(
-            min=0, max=2_000, help="Workers of both roles, at first with --planner, and no others."
-        ),
+        option("Workers of both roles, at first with --planner, and no others.", min=0, max=2_000),
     ] = 0,
     planner: Annotated[
-        bool, typer.Option("--planner", help="Let the planner change the numbers of workers.")
+        bool, option("Let the planner change the numbers of workers.", "--planner")
     ] = False,
     settings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file with the planner's settings.")
+        Path | None, option("TOML file with the planner's settings.", metavar="FILE")
     ] = None,
     way: Annotated[
         list[Way] | None,
-        typer.Option(
+        option(
+            "Placement to replay; may be repeated. Default: all, with --workers also plain engines.",
             "--placement",
             case_sensitive=False,
-            help="Placement to replay; may be repeated. Default: all, with --workers also plain engines.",
         ),
     ] = None,
     host_tokens: Annotated[
         int,
-        typer.Option(
-            min=0, help="Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory."
-        ),
+        option("Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory.", min=0),
     ] = 0,
     ttft: _Goal = None,
     itl: _Goal = None,
-    interval: Annotated[float, typer.Option(min=1, max=1e5, help="Of decisions, in s.")] = 30.0,
-    worker_start: Annotated[float, typer.Option(min=0, max=1e5, help="Seconds of a start.")] = 30.0,
-    seconds: Annotated[float | None, typer.Option(min=1, max=1e9, help="Replay so many.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of draws between equal workers.")] = 0,
+    interval: Annotated[float, option("Of decisions, in s.", min=1, max=1e5)] = 30.0,
+    worker_start: Annotated[float, option("Seconds of a start.", min=0, max=1e5)] = 30.0,
+    seconds: Annotated[float | None, option("Replay so many.", min=1, max=1e9)] = None,
+    seed: Annotated[int, option("Of draws between equal workers.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """Replays a trace in virtual time, and shows the latencies that a deployment would have."""
-    with failures_as_exit():
-        require_extra("headrace simulate", "router")
-        worker = read_profile(profile)
-        if worker is None:
-            raise ConfigError("give --profile FILE, which `headrace profile` writes")
-        plan = read_settings(settings)
-        if Way.PLAIN in (way or ()) and not workers:
-            raise ConfigError(
-                f"--placement '{Way.PLAIN}' has workers of both roles: give --workers"
-            )
-        runs = tuple(
-            SimulationSettings(
-                prefill_workers=prefill,
-                decode_workers=decode,
-                both_workers=workers,
-                way=one,
-                host_tokens=host_tokens or 4 * worker.kv_tokens,
-                ttft_s=ttft if ttft is not None else plan.goals.ttft_s,
-                itl_s=itl if itl is not None else plan.goals.itl_s,
-                seed=seed,
-                scaling=ScalingSettings(
-                    scaling=Scaling.PLANNER if planner else Scaling.FIXED,
-                    planner=plan,
-                    interval_s=interval,
-                    worker_start_s=worker_start,
-                ),
-            )
-            for one in way or (Way if workers else POOL_WAYS)
+    require_extra("headrace simulate", "router")
+    worker = read_profile(profile)
+    if worker is None:
+        raise ConfigError("give --profile FILE, which `headrace profile` writes")
+    plan = read_settings(settings)
+    if Way.PLAIN in (way or ()) and not workers:
+        raise ConfigError(f"--placement '{Way.PLAIN}' has workers of both roles: give --workers")
+    runs = tuple(
+        SimulationSettings(
+            prefill_workers=prefill,
+            decode_workers=decode,
+            both_workers=workers,
+            way=one,
+            host_tokens=host_tokens or 4 * worker.kv_tokens,
+            ttft_s=ttft if ttft is not None else plan.goals.ttft_s,
+            itl_s=itl if itl is not None else plan.goals.itl_s,
+            seed=seed,
+            scaling=ScalingSettings(
+                scaling=Scaling.PLANNER if planner else Scaling.FIXED,
+                planner=plan,
+                interval_s=interval,
+                worker_start_s=worker_start,
+            ),
         )
-        spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
-        results = run_spec(spec)
-        if as_json:
-            print_json({"trace": str(trace), "runs": results})
-        else:
-            goals = runs[0]
-            answer_console().print(
-                f"Goals: TTFT {goals.ttft_s:g} s and ITL {goals.itl_s:g} s at most (--ttft, --itl)."
-            )
-            _show(results)
+        for one in way or (Way if workers else POOL_WAYS)
+    )
+    spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
+    results = run_spec(spec)
+    if as_json:
+        print_json({"trace": str(trace), "runs": results})
+    else:
+        goals = runs[0]
+        answer_console().print(
+            f"Goals: TTFT {goals.ttft_s:g} s and ITL {goals.itl_s:g} s at most (--ttft, --itl)."
+        )
+        _show(results)
 
 
 def run_spec(spec: SimulationSpec) -> list[dict[str, Any]]:
-    """The results of all runs, from a process of its own. Raises ConfigError or InternalError."""
+    """The results of all runs. Raises as run_module does."""
+    results: list[dict[str, Any]] = run_module(
+        "headrace_simulator", given=spec.model_dump_json(), limit_s=_TIME_LIMIT_S
+    )
+    return results
+
+
+def run_module(module: str, *arguments: str, limit_s: float, given: str = "") -> Any:
+    """The JSON that a module prints, which runs in a process of its own.
+
+    Raises ConfigError, DeadlineExceeded or InternalError.
+    """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "headrace_simulator"],
-            input=spec.model_dump_json(),
+            [sys.executable, "-m", module, *arguments],
+            input=given,
             capture_output=True,
             text=True,
-            timeout=_TIME_LIMIT_S,
+            timeout=limit_s,
             check=False,
             # Sets of workers have one order in every process, so equal runs have equal results.
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )
     except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(
-            f"the simulation took more than {_TIME_LIMIT_S:g} s: replay less with --seconds"
-        ) from None
+        raise DeadlineExceeded(f"{module} took more than {limit_s:g} s: replay less") from None
     if done.returncode == _MISCONFIGURED:
         raise ConfigError(done.stderr.strip())
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise InternalError(f"the simulation ended with status {done.returncode}: {last[0]}")
-    results: list[dict[str, Any]] = json.loads(done.stdout)
-    return results
+        raise InternalError(f"{module} ended with status {done.returncode}: {last[0]}")
+    return json.loads(done.stdout)
 
 
 def _show(runs: Sequence[Mapping[str, Any]]) -> None:

@@ -25,10 +25,11 @@ from headrace_cli.output import (
     Json,
     answer_console,
     can_draw_blocks,
+    command,
     fitted_table,
     message_object,
+    option,
     print_json,
-    run_command,
 )
 from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
@@ -37,7 +38,6 @@ from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
 from headrace_common.trace_view.conversation import Turn, turns_of
-from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.regret import regrets_of
 from headrace_common.trace_view.verdict import format_ms, verdict
@@ -49,11 +49,8 @@ LAST: Final = "last"
 SLOWEST: Final = "slowest"
 FAILED: Final = "failed"
 _TRACE_TITLES: Final = "started (UTC),request,status,model,TTFT,prompt,answer,verdict"
-_TRACE_COLUMNS: Final = [*map(Column, _TRACE_TITLES.split(","))]
-_TURN_TITLES: Final = "request prompt cached sent computed answer kept workers why"
-_TURN_COLUMNS: Final = [*map(Column, _TURN_TITLES.split())]
+_TURN_TITLES: Final = "request,prompt,cached,sent,computed,answer,kept,workers,why"
 _REGRET_TITLES: Final = "best other decision,requests,earlier,sum,most,request"
-_REGRET_COLUMNS: Final = [*map(Column, _REGRET_TITLES.split(","))]
 SEARCHED_MAX: Final = 256
 """Traces, newest first, among which the slowest or the last failed one is searched."""
 
@@ -67,19 +64,12 @@ class TraceOrder(StrEnum):
     ANSWER = "answer"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace trace` and `headrace explain`."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace trace   |   headrace trace slowest   |   headrace trace my-request --layers   |   "
-        "headrace trace compare my-request other-request   |   headrace trace failed --otlp trace.json",
-    )(trace)
-    app.command(
-        cls=AddressedCommand, epilog="Examples:  headrace explain   |   headrace explain --json"
-    )(explain)
-
-
-@run_command
+@command(
+    "trace",
+    "headrace trace   |   headrace trace slowest   |   headrace trace my-request --layers   |   "
+    "headrace trace compare my-request other-request   |   headrace trace failed --otlp trace.json",
+    cls=AddressedCommand,
+)
 async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     which: Annotated[
         list[str] | None,
@@ -93,23 +83,17 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     registry: Registry = "",
     internal: RouterInternal = "",
     layers: Annotated[
-        bool, typer.Option("--layers/--no-layers", help="Also list every layer of every link.")
+        bool, option("Also list every layer of every link.", "--layers/--no-layers")
     ] = False,
-    otlp: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as OTLP JSON.")
-    ] = None,
+    otlp: Annotated[Path | None, option("Write it as OTLP JSON.", metavar="FILE")] = None,
     list_count: Annotated[
-        int,
-        typer.Option(
-            "--list", metavar="N", min=0, max=PAGE_SIZE_MAX, help="List the newest N instead."
-        ),
+        int, option("List the newest N instead.", "--list", metavar="N", min=0, max=PAGE_SIZE_MAX)
     ] = 0,
     sort: Annotated[
-        TraceOrder, typer.Option("--sort", help="Order of the list, the largest first.")
+        TraceOrder, option("Order of the list, the largest first.", "--sort")
     ] = TraceOrder.TIME,
     spans_wait: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0, help="Time that the last spans have to arrive."),
+        float, option("Time that the last spans have to arrive.", metavar="SECONDS", min=0)
     ] = 2.0,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -139,7 +123,7 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
                 show_trace(shown, answer_console(), layers=layers)
 
 
-@run_command
+@command("explain", "headrace explain   |   headrace explain --json", cls=AddressedCommand)
 async def explain(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
@@ -162,8 +146,7 @@ async def explain(
         ]
         for one in regrets
     ]
-    console = answer_console()
-    console.print(fitted_table(console, _REGRET_COLUMNS, rows)[0])
+    _print_table(_REGRET_TITLES, rows)
 
 
 def chosen_names(words: list[str]) -> list[str]:
@@ -199,7 +182,7 @@ async def chosen_trace(client: RouterClient, name: str, wait_s: float) -> trace_
     longest_ns = -1
     async for trace in newest_traces(client):
         view = read_trace(trace)
-        if name == FAILED and is_failed(view):
+        if name == FAILED and (view.error or any(step.error for step in view.steps)):
             return trace
         if name == SLOWEST and view.answered and view.ttft_ns > longest_ns:
             best, longest_ns = trace, view.ttft_ns
@@ -241,13 +224,7 @@ def show_turns(turns: Iterable[Turn], *, as_json: bool) -> None:
         counts += [turn.computed_tokens, turn.answer_tokens, turn.kept_tokens]
         workers = " > ".join(filter(None, (turn.prefill_worker, turn.decode_worker)))
         rows.append([turn.request_id, *map(str, counts), workers, turn.reason])
-    console = answer_console()
-    console.print(fitted_table(console, _TURN_COLUMNS, rows)[0])
-
-
-def is_failed(view: TraceView) -> bool:
-    """Whether the request, or one of its attempts, failed."""
-    return bool(view.error) or any(step.error for step in view.steps)
+    _print_table(_TURN_TITLES, rows)
 
 
 def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> None:
@@ -291,8 +268,12 @@ def show_list(traces: Iterable[trace_pb2.Trace], order: TraceOrder, *, as_json: 
         ]
         for one in listed
     ]
+    _print_table(_TRACE_TITLES, rows)
+
+
+def _print_table(titles: str, rows: Sequence[Sequence[str]]) -> None:
     console = answer_console()
-    console.print(fitted_table(console, _TRACE_COLUMNS, rows)[0])
+    console.print(fitted_table(console, [*map(Column, titles.split(","))], rows)[0])
 
 
 def listed_trace(trace: trace_pb2.Trace) -> dict[str, Any]:

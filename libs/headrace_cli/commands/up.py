@@ -50,7 +50,7 @@ from headrace_cli.options import (
     TrustRemoteCode,
     WorkerCount,
 )
-from headrace_cli.output import answer_console, failures_as_exit, notice_console, run_command
+from headrace_cli.output import answer_console, command, notice_console, option
 from headrace_cli.state import (
     ADD_ANSWER,
     ADD_FAILED,
@@ -90,26 +90,12 @@ from headrace_common.trace_view.reading import read_trace
 _POLL_S: Final = 0.2
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `headrace up`, `logs`, `down` and `demo`."""
-    app.command(
-        epilog="Examples:  headrace up   |   headrace up --engine sim --prefill 2 --decode 2   |   "
-        "headrace up --engine sim --planner   |   "
-        "headrace up --model ~/models/SmolLM2-135M-Instruct --set decode.kv_cache_gib=2"
-    )(up)
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace logs   |   headrace logs decode-0 --follow",
-    )(logs)
-    app.command(cls=AddressedCommand, epilog="Examples:  headrace add decode")(add)
-    app.command(cls=AddressedCommand, epilog="Examples:  headrace down")(down)
-    app.command(
-        epilog="Examples:  headrace demo   |   headrace demo 'Name three rivers.'   |   "
-        "headrace demo --engine sim"
-    )(demo)
-
-
-@run_command
+@command(
+    "up",
+    "headrace up   |   headrace up --engine sim --prefill 2 --decode 2   |   "
+    "headrace up --engine sim --planner   |   "
+    "headrace up --model ~/models/SmolLM2-135M-Instruct --set decode.kv_cache_gib=2",
+)
 async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     engine: Engine = "vllm",
     model: Model = "",
@@ -137,16 +123,14 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     logs: Logs = None,
     no_restart: Annotated[
         bool,
-        typer.Option(
-            "--no-restart",
-            help="End everything when a worker was killed, which otherwise starts again.",
+        option(
+            "End everything when a worker was killed, which otherwise starts again.", "--no-restart"
         ),
     ] = False,
     planner: Annotated[
         bool,
-        typer.Option(
-            "--planner",
-            help="Start a planner, which adds and removes workers as the load asks for.",
+        option(
+            "Start a planner, which adds and removes workers as the load asks for.", "--planner"
         ),
     ] = False,
 ) -> None:
@@ -222,7 +206,10 @@ TRACE_WAIT_S = 5.0
 DEFAULT_PROMPT = "What is the capital of France?"
 
 
-@run_command
+@command(
+    "demo",
+    "headrace demo   |   headrace demo 'Name three rivers.'   |   headrace demo --engine sim",
+)
 async def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     prompt: Annotated[str, typer.Argument(envvar="PROMPT", help="Prompt to run.")] = DEFAULT_PROMPT,
     engine: Engine = "vllm",
@@ -306,13 +293,13 @@ def _check(answer: CompleteAnswer, topology: Topology, write_count: int, *, comp
         raise InternalError("no KV cache was transferred")
 
 
+@command("add", "headrace add decode", cls=AddressedCommand)
 def add(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or worker.")],
     router: Router = DEFAULT_ROUTER,
 ) -> None:
     """Adds a worker to a deployment of `headrace up`, with the settings of its start. `headrace drain` ends one."""
-    with failures_as_exit():
-        notice_console().print(add_worker(router, role), markup=False)
+    notice_console().print(add_worker(router, role), markup=False)
 
 
 def add_worker(router: str, role: str) -> str:
@@ -341,6 +328,7 @@ def add_worker(router: str, role: str) -> str:
     return text
 
 
+@command("logs", "headrace logs   |   headrace logs decode-0 --follow", cls=AddressedCommand)
 def logs(
     names: Annotated[
         list[str] | None,
@@ -348,25 +336,20 @@ def logs(
     ] = None,
     router: Router = DEFAULT_ROUTER,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", metavar="N", min=0, help="Newest lines of each log.")
+        int, option("Newest lines of each log.", "--lines", "-n", metavar="N", min=0)
     ] = 20,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")
-    ] = False,
+    follow: Annotated[bool, option("Show new lines until Ctrl-C.", "--follow", "-f")] = False,
 ) -> None:
     """Shows the logs of `headrace up`, also of one that has ended."""
-    with failures_as_exit():
-        paths = find_logs(router, names or [])
-        width = max(len(path.stem) for path in paths)
-        opened = [
-            (f"{path.stem:<{width}} | " if len(paths) > 1 else "", _open(path)) for path in paths
-        ]
+    paths = find_logs(router, names or [])
+    width = max(len(path.stem) for path in paths)
+    opened = [(f"{path.stem:<{width}} | " if len(paths) > 1 else "", _open(path)) for path in paths]
+    for prefix, file in opened:
+        _show(prefix, deque(file, maxlen=lines))
+    while follow:
+        time.sleep(_POLL_S)
         for prefix, file in opened:
-            _show(prefix, deque(file, maxlen=lines))
-        while follow:
-            time.sleep(_POLL_S)
-            for prefix, file in opened:
-                _show(prefix, file)
+            _show(prefix, file)
 
 
 def find_logs(router: str, names: Sequence[str]) -> list[Path]:
@@ -394,16 +377,16 @@ def _show(prefix: str, lines: Iterator[str] | deque[str] | TextIO) -> None:
     sys.stdout.flush()
 
 
+@command("down", "headrace down", cls=AddressedCommand)
 def down(
     router: Router = DEFAULT_ROUTER,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Time until everything has ended.")
+        float, option("Time until everything has ended.", metavar="SECONDS", min=0)
     ] = 60.0,
 ) -> None:
     """Ends a deployment of `headrace up` as Ctrl-C does, and waits until it has ended."""
-    with failures_as_exit():
-        end_deployment(router, timeout)
-        notice_console().print(f"the deployment on {router} has ended", markup=False)
+    end_deployment(router, timeout)
+    notice_console().print(f"the deployment on {router} has ended", markup=False)
 
 
 def end_deployment(router: str, timeout_s: float) -> None:

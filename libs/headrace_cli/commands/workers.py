@@ -38,7 +38,7 @@ from headrace_cli.options import (
     Router,
     complete_workers,
 )
-from headrace_cli.output import Json, answer_console, message_object, print_json, run_command
+from headrace_cli.output import Json, answer_console, command, message_object, option, print_json
 from headrace_common import ports
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -120,7 +120,11 @@ async def _wait_gone(channel: grpc.aio.Channel, worker_id: str, timeout_s: float
         await asyncio.sleep(0.1)
 
 
-@run_command
+@command(
+    "drain",
+    "headrace drain decode-0   |   headrace drain prefill-1 --grace 120 --no-wait",
+    cls=AddressedCommand,
+)
 async def drain(
     worker: Annotated[
         str,
@@ -132,15 +136,15 @@ async def drain(
     registry: Registry = "",
     grace: Annotated[
         float | None,
-        typer.Option(
+        option(
+            "Seconds that its requests may take; the rest continues elsewhere.",
             min=0,
             max=DRAIN_GRACE_MAX_S,
-            help="Seconds that its requests may take; the rest continues elsewhere.",
             show_default="the worker's drain_grace_s",
         ),
     ] = None,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="Return at once, not when the worker has ended.")
+        bool, option("Return at once, not when the worker has ended.", "--no-wait")
     ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -154,40 +158,19 @@ async def drain(
         print_json({"worker": worker, **message_object(begun), "ended": not no_wait})
 
 
-def register(app: typer.Typer) -> None:
-    """Adds these commands."""
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace workers   |   headrace workers --watch   |   "
-        "headrace workers --registry 127.0.0.1:7051 --json",
-    )(workers)
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace status   |   headrace status router-0.example:7057 --json",
-    )(status)
-    app.command(
-        "reset-cache",
-        cls=AddressedCommand,
-        epilog="Examples:  headrace reset-cache decode-0   |   "
-        "headrace reset-cache prefill-0 decode-0 --timeout 30",
-    )(reset_cache)
-    app.command(
-        cls=AddressedCommand,
-        epilog="Examples:  headrace drain decode-0   |   headrace drain prefill-1 --grace 120 --no-wait",
-    )(drain)
-
-
-@run_command
+@command(
+    "workers",
+    "headrace workers   |   headrace workers --watch   |   headrace workers --registry 127.0.0.1:7051 --json",
+    cls=AddressedCommand,
+)
 async def workers(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     wait: Wait = WAIT_S,
     as_json: Json = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, option("Show it again until Ctrl-C.", "--watch", "-w")] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="With --watch: seconds between two looks.")
+        float, option("With --watch: seconds between two looks.", min=0.1, max=3600)
     ] = 2.0,
 ) -> None:
     """Lists the registered processes and the state of each worker."""
@@ -205,7 +188,11 @@ async def workers(
         console.print(workers_view(await read(), console))
 
 
-@run_command
+@command(
+    "reset-cache",
+    "headrace reset-cache decode-0   |   headrace reset-cache prefill-0 decode-0 --timeout 30",
+    cls=AddressedCommand,
+)
 async def reset_cache(
     worker_ids: Annotated[
         list[str],
@@ -214,7 +201,7 @@ async def reset_cache(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     timeout: Annotated[
-        float, typer.Option(min=0.5, max=60, help="Seconds to wait for running requests.")
+        float, option("Seconds to wait for running requests.", min=0.5, max=60)
     ] = 10.0,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -239,7 +226,11 @@ async def reset_caches(registry: str, worker_ids: list[str], timeout_s: float) -
         await reset_prefix_cache(members[worker_id].endpoint, timeout_s)
 
 
-@run_command
+@command(
+    "status",
+    "headrace status   |   headrace status router-0.example:7057 --json",
+    cls=AddressedCommand,
+)
 async def status(
     address: Annotated[
         str,

@@ -197,7 +197,7 @@ class Authorizer:
         elif config.tls_certificate_file:
             keys = None
         else:
-            keys = _local_verifier()
+            keys = TokenVerifier.from_pem(public_key_of(load_local_key()))
         return cls(
             keys=keys,
             reads_certificates=bool(config.tls_certificate_file),
@@ -292,10 +292,6 @@ def _read_keys(path: str) -> TokenVerifier:
     except ConfigError as error:
         problem = f"is not valid: {error.detail}"
     raise ConfigError(f"token_keys_file {path} {problem}", metadata={"token_keys_file": path})
-
-
-def _local_verifier() -> TokenVerifier:
-    return TokenVerifier.from_pem(public_key_of(load_local_key()))
 
 
 def _value_in(metadata: Iterable[tuple[str, Any]], key: str) -> str:

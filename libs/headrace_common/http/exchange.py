@@ -143,7 +143,11 @@ class HttpExchange:
             async with asyncio.timeout(BODY_WAIT_S) as clock:
                 return await self._read(bytes_max, clock)
         except TimeoutError:
-            raise _late_body() from None
+            raise HttpError(
+                408,
+                "body_timeout",
+                f"the body did not arrive within {BODY_WAIT_S:g} s, or paused for {BODY_PAUSE_S:g} s; send it at once",
+            ) from None
         finally:
             self._input = None
             self._body.clear()
@@ -263,14 +267,6 @@ def _check_json(headers: Mapping[str, str], bytes_max: int) -> None:
 
 
 _LENGTH_DIGITS_MAX: Final = 18
-
-
-def _late_body() -> HttpError:
-    return HttpError(
-        408,
-        "body_timeout",
-        f"the body did not arrive within {BODY_WAIT_S:g} s, or paused for {BODY_PAUSE_S:g} s; send it at once",
-    )
 
 
 def too_large(bytes_max: int) -> HttpError:

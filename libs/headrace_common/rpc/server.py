@@ -171,11 +171,6 @@ class GrpcServer:
             options=client_options(config.connections_max()),
         )
 
-    @property
-    def draining(self) -> bool:
-        """Whether a drain was requested."""
-        return self._drain_requested.is_set()
-
     async def start(self) -> str:
         """Listens, reports SERVING and returns the host:port at which other services reach this server.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,24 +26,11 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.transport.memory import PASSED, Mark, Memory, wait_for
 
 
-class CopyStream(Protocol):
-    """A queue of device work. One thread at a time uses it."""
+class CopyStream:
+    """A queue of device work. One thread at a time uses it.
 
-    def use(self) -> contextlib.AbstractContextManager[Any]:
-        """Torch operations inside are queued on this stream."""
-
-    def wait(self, mark: Mark, timeout_s: float) -> None:
-        """Work that is queued from now on begins after the mark. A device waits by itself, and this call does not.
-
-        Elsewhere it waits, and raises TransferFailed after a timeout or a failure.
-        """
-
-    def drain(self, timeout_s: float) -> None:
-        """Waits for all queued work. Raises TransferFailed after a timeout or a failure, and on each later call."""
-
-
-class DrainedStream:
-    """A CopyStream made of a context for operations and a function that marks the end of the queued work.
+    It is made of a context, in which torch operations are queued on it, and a function that marks the end of the queued
+    work.
 
     `wait_on_device` makes the device's queue wait for a mark. Without it, the calling thread waits.
     """
@@ -60,12 +47,17 @@ class DrainedStream:
         self._lost = False
 
     def wait(self, mark: Mark, timeout_s: float) -> None:
+        """Work that is queued from now on begins after the mark. A device waits by itself, and this call does not.
+
+        Elsewhere it waits, and raises TransferFailed after a timeout or a failure.
+        """
         if self._wait_on_device is not None:
             self._wait_on_device(mark)
         elif not wait_for(mark, timeout_s):
             raise TransferFailed(f"the device did not compute within {timeout_s:g} s")
 
     def drain(self, timeout_s: float) -> None:
+        """Waits for all queued work. Raises TransferFailed after a timeout or a failure, and on each later call."""
         # Copies that did not end may still write, so the memory that they use cannot be used again.
         if self._lost:
             raise TransferFailed("the device has stopped copying")
@@ -78,14 +70,14 @@ class DrainedStream:
 def open_copy_stream(device: torch.device) -> CopyStream:
     """A stream that runs beside the computation on the device."""
     if device.type != "cuda":
-        return DrainedStream(contextlib.nullcontext, lambda: PASSED)
+        return CopyStream(contextlib.nullcontext, lambda: PASSED)
     stream = torch.cuda.Stream(device=device)
 
     def wait(mark: Mark) -> None:
         if mark is not PASSED:
             stream.wait_event(mark)
 
-    return DrainedStream(lambda: torch.cuda.stream(stream), stream.record_event, wait)
+    return CopyStream(lambda: torch.cuda.stream(stream), stream.record_event, wait)
 
 
 def mark_compute(device: torch.device) -> Mark:
@@ -150,19 +142,6 @@ def _attribute(driver: Any, attribute: int, device_number: int) -> int:
     return value.value
 
 
-class DeviceOrder(Protocol):
-    """The thread that queues the computation calls it. Neither method waits for the computation."""
-
-    def mark(self) -> Mark:
-        """Marks the end of the work that the thread has queued so far."""
-
-    def fence(self) -> None:
-        """Work that is queued from now on sees all writes of peers that were acknowledged before.
-
-        Raises TransferFailed when that cannot be guaranteed.
-        """
-
-
 class HostOrder:
     """A CPU computes in the calling thread, and sees its peers' writes."""
 
@@ -174,20 +153,31 @@ class HostOrder:
 
 
 class CudaOrder:
-    """A CUDA device. `flush` is for memory that network adapters write to, see open_flush."""
+    """A CUDA device. `flush` is for memory that network adapters write to, see open_flush.
+
+    The thread that queues the computation calls it. Neither method waits for the computation.
+    """
 
     def __init__(self, device: torch.device, flush: Callable[[], None] | None) -> None:
         self._device = device
         self._flush = flush
 
     def mark(self) -> Mark:
+        """Marks the end of the work that the thread has queued so far."""
         return mark_compute(self._device)
 
     def fence(self) -> None:
+        """Work that is queued from now on sees all writes of peers that were acknowledged before.
+
+        Raises TransferFailed when that cannot be guaranteed.
+        """
         if self._flush is None:
             return
         with torch.cuda.device(self._device):
             self._flush()
+
+
+DeviceOrder: TypeAlias = HostOrder | CudaOrder
 
 
 def open_order(device: torch.device, memory: Memory) -> DeviceOrder:

@@ -13,10 +13,9 @@ from headrace.worker.v1 import time_model_pb2, worker_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.metrics.instruments import Counter, Gauge
+from headrace_common.telemetry.metrics.instruments import Gauge
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.time_model.model import TimeModel
-from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import Receiver
@@ -40,51 +39,32 @@ _DONE: Final = "done"
 Status = Callable[[], worker_pb2.WatchStatusResponse]
 
 
-class _TierCount:
-    """Blocks by tier that one engine counts, of which `counter` has the first ones."""
+@dataclass(slots=True, kw_only=True)
+class Reporting:
+    """What is sampled of one worker.
 
-    def __init__(self, counter: Counter, blocks: Callable[[], Mapping[Tier, int]]) -> None:
-        self._counter = counter
-        self._blocks = blocks
-        self._counted: dict[Tier, int] = {}
-
-    def add_new(self, worker_id: str) -> None:
-        """Counts the blocks since the last call. KV memory itself is no tier here."""
-        for tier, count in self._blocks().items():
-            if tier == Tier.DEVICE:
-                continue
-            new_count = count - self._counted.get(tier, 0)
-            self._counter.add(new_count, worker_id, tier.name.lower())
-            self._counted[tier] = count
-
-
-@dataclass(slots=True)
-class _Reporting:
-    """What is sampled of one worker."""
+    `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
+    `tier_loads` counts the engine's loads from lower tiers, and `stored_blocks` what it stores there.
+    `times` has the errors of its time model, `promises` what it keeps for clients, `device_time` what its time is
+    spent on.
+    """
 
     status: Status
     reserves_blocks: bool
-    incoming: Receiver | None
-    tiers: Sequence[_TierCount]
-    times: Callable[[], TimeModel]
-    promises: Callable[[], PromiseCounts]
-    device_time: Callable[[], time_model_pb2.DeviceTime]
-    _broken: int = 0
-    _device_us: Counts[str] = field(default_factory=Counts)
+    incoming: Receiver | None = None
+    tier_loads: LoadTimes = field(default_factory=LoadTimes)
+    stored_blocks: Callable[[], Mapping[Tier, int]] = dict
+    times: Callable[[], TimeModel] = TimeModel
+    promises: Callable[[], PromiseCounts] = lambda: NO_PROMISES
+    device_time: Callable[[], time_model_pb2.DeviceTime] = time_model_pb2.DeviceTime
+    _counted: dict[str, Counts[str]] = field(default_factory=dict, init=False)
 
-    def new_broken(self, broken: int) -> int:
-        """How many of its broken promises are not counted yet. They are now."""
-        new_count, self._broken = broken - self._broken, broken
-        return new_count
-
-    def new_device_us(self) -> Counts[str]:
-        """The device time by state that is not counted yet. It is now."""
-        time, before = self.device_time(), self._device_us
+    def uncounted(self, name: str, **counts: int) -> Counts[str]:
+        """How much of these growing counts is not counted yet. It is now."""
+        before = self._counted.get(name, Counts())
         # Idle time may be an estimate, and be less in the next report.
-        self._device_us = before | Counts(
-            idle=time.idle_us, computing=time.computing_us, billed=time.billed_us
-        )
-        return self._device_us - before
+        self._counted[name] = before | Counts(counts)
+        return self._counted[name] - before
 
 
 class WorkerMetrics:
@@ -137,39 +117,13 @@ class WorkerMetrics:
         self._broken_promises = store.counter(schema.METRIC_BROKEN_PROMISES)
         self._gauges = [one for one in vars(self).values() if isinstance(one, Gauge)]
         self._metrics = metrics
-        self._workers: dict[str, _Reporting] = {}
+        self._workers: dict[str, Reporting] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def reporting(
-        self,
-        worker_id: str,
-        status: Status,
-        *,
-        reserves_blocks: bool,
-        incoming: Receiver | None = None,
-        tier_loads: LoadTimes | None = None,
-        prefixes: PrefixEventPublisher | None = None,
-        times: Callable[[], TimeModel] = TimeModel,
-        promises: Callable[[], PromiseCounts] = lambda: NO_PROMISES,
-        device_time: Callable[[], time_model_pb2.DeviceTime] = time_model_pb2.DeviceTime,
-    ) -> Iterator[None]:
-        """Samples `status` while the context lasts, and removes its gauges at its end.
-
-        `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
-        `tier_loads` counts the engine's loads from lower tiers, and `prefixes` what it stores there.
-        `times` has the errors of its time model, `promises` what it keeps for clients, `device_time` what its time is
-        spent on.
-        """
-        tiers = []
-        if tier_loads is not None:
-            tiers.append(_TierCount(self._tier_blocks, tier_loads.loaded_blocks))
-            tiers.append(_TierCount(self._tier_failed, tier_loads.failed_blocks))
-        if prefixes is not None:
-            tiers.append(_TierCount(self._tier_stored, prefixes.stored_blocks))
-        self._workers[worker_id] = _Reporting(
-            status, reserves_blocks, incoming, tiers, times, promises, device_time
-        )
+    def reporting(self, worker_id: str, worker: Reporting) -> Iterator[None]:
+        """Samples a worker while the context lasts, and removes its gauges at its end."""
+        self._workers[worker_id] = worker
         if self._task is None:
             self._task = self._metrics.start_sampling(self.sample)
         try:
@@ -242,13 +196,32 @@ class WorkerMetrics:
                     self._states.set(count, worker_id, state)
                 self._leases.set(worker.incoming.lease_count, worker_id)
             self._set_time_errors(worker_id, worker.times())
-            for tier in worker.tiers:
-                tier.add_new(worker_id)
+            for counter, blocks in (
+                (self._tier_blocks, worker.tier_loads.loaded_blocks()),
+                (self._tier_failed, worker.tier_loads.failed_blocks()),
+                (self._tier_stored, worker.stored_blocks()),
+            ):
+                # KV memory itself is no tier here.
+                counts = {
+                    tier.name.lower(): count
+                    for tier, count in blocks.items()
+                    if tier != Tier.DEVICE
+                }
+                new = worker.uncounted(counter.name, **counts)
+                for tier in counts:
+                    counter.add(new[tier], worker_id, tier)
             self._count_promises(worker_id, worker)
-            for state, new_us in worker.new_device_us().items():
-                self._device_time.add(1e-6 * new_us, worker_id, state)
+            spent = worker.device_time()
+            new_us = worker.uncounted(
+                "device_time",
+                idle=spent.idle_us,
+                computing=spent.computing_us,
+                billed=spent.billed_us,
+            )
+            for state, us in new_us.items():
+                self._device_time.add(1e-6 * us, worker_id, state)
 
-    def _count_promises(self, worker_id: str, worker: _Reporting) -> None:
+    def _count_promises(self, worker_id: str, worker: Reporting) -> None:
         now = worker.promises()
         if not now.blocks:
             # Its engine has no tiers, or has not reported them.
@@ -256,7 +229,8 @@ class WorkerMetrics:
         self._promises.set(now.promises, worker_id)
         for tier, count in now.blocks.items():
             self._promised_blocks.set(count, worker_id, tier.name.lower())
-        self._broken_promises.add(worker.new_broken(now.broken), worker_id)
+        new = worker.uncounted("promises", broken=now.broken)
+        self._broken_promises.add(new["broken"], worker_id)
 
     def _set_time_errors(self, worker_id: str, model: TimeModel) -> None:
         steps, handovers = model.steps, model.handovers

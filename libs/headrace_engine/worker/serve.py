@@ -26,7 +26,7 @@ from headrace_engine.worker.config import (
     worker_member,
 )
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
-from headrace_engine.worker.metrics import Status
+from headrace_engine.worker.metrics import Reporting, Status
 from headrace_engine.worker.status import StatusSignal, WatchedStatus, WorkerStatusServicer
 from headrace_kv.layout import KvDescriptor, descriptor_to_proto
 from headrace_kv.receive.receiver import Receiver
@@ -173,17 +173,17 @@ async def _serve(
         worker.set_prefix_hash_key(membership.prefix_hash_key)
         await hosted.adapters.join(host.registry, member.model, announce)
         server.set_serving(True)
-        with host.metrics.reporting(
-            ref.worker_id,
-            status,
+        reporting = Reporting(
+            status=status,
             reserves_blocks=worker.reserves_blocks,
             incoming=worker.incoming,
             tier_loads=engine.tier_loads,
-            prefixes=engine.prefix_events,
+            stored_blocks=engine.prefix_events.stored_blocks,
             times=hosted.times,
             promises=lambda: engine.promises,
             device_time=hosted.device_time,
-        ):
+        )
+        with host.metrics.reporting(ref.worker_id, reporting):
             await host.serve(server, drain)
     finally:
         await leave()

@@ -44,20 +44,11 @@ State: TypeAlias = Callable[[], bool]
 """Takes text from the buffer. False when it needs more text."""
 
 
-class TextParser(ABC):
-    """Divides text into pieces. The pieces, joined, do not depend on the parts in which the text arrives."""
+class BufferedParser(ABC):
+    """Divides text into pieces. The pieces, joined, do not depend on the parts in which the text arrives.
 
-    @abstractmethod
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain after more text."""
-
-    @abstractmethod
-    def finish(self) -> list[Piece]:
-        """The remaining pieces, at the end of the text."""
-
-
-class BufferedParser(TextParser):
-    """A parser with a buffer of text, a state, and the pieces to return."""
+    It has a buffer of text, a state, and the pieces to return.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -66,10 +57,12 @@ class BufferedParser(TextParser):
         self._state: State = self._start
 
     def feed(self, text: str) -> list[Piece]:
+        """The pieces that are certain after more text."""
         self._text += text
         return self._run()
 
     def finish(self) -> list[Piece]:
+        """The remaining pieces, at the end of the text."""
         self._ended = True
         return self._run()
 
@@ -90,6 +83,11 @@ class BufferedParser(TextParser):
     def _add_content(self, text: str) -> None:
         if text:
             self._pieces.append(Content(text))
+
+    def _pass_on(self) -> bool:
+        """The rest is content."""
+        self._add_content(self._take(len(self._text)))
+        return False
 
     def _take_before(self, tags: Sequence[str]) -> tuple[str, str]:
         """Text up to the first of the tags, and that tag, which is taken too.

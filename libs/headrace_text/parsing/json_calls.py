@@ -43,11 +43,6 @@ class _CallObjects(BufferedParser):
     def _after_failure(self) -> bool:
         return self._pass_on()
 
-    def _pass_on(self) -> bool:
-        """The rest is content."""
-        self._add_content(self._take(len(self._text)))
-        return False
-
 
 class TaggedCalls(_CallObjects):
     """Calls between two tags each, with content between them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,7 +12,6 @@ from headrace_text.parsing.buffered import (
     Content,
     Piece,
     Reasoning,
-    TextParser,
 )
 from headrace_text.parsing.json_calls import LeadingCalls, ListedCalls, NamedCall, TaggedCalls
 from headrace_text.parsing.named_calls import (
@@ -58,10 +57,6 @@ class TaggedReasoning(BufferedParser):
             self._state = self._pass_on
         return bool(tag)
 
-    def _pass_on(self) -> bool:
-        self._add_content(self._take(len(self._text)))
-        return False
-
 
 class AnswerParser:
     """Finds reasoning first, and tool calls in what follows it. Either parser may be None.
@@ -69,7 +64,7 @@ class AnswerParser:
     Spaces before and between tool calls are dropped.
     """
 
-    def __init__(self, reasoning: TextParser | None, calls: TextParser | None) -> None:
+    def __init__(self, reasoning: BufferedParser | None, calls: BufferedParser | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._spaces = ""
@@ -125,14 +120,18 @@ class AnswerParser:
         return Content(text)
 
 
+_TEXTS: Final[Sequence[type[Content | Reasoning | CallArguments]]] = (
+    Content,
+    Reasoning,
+    CallArguments,
+)
+
+
 def _join(first: Piece, second: Piece) -> Piece | None:
     """Both pieces as one, if they are of one kind."""
-    if isinstance(first, Content) and isinstance(second, Content):
-        return Content(first.text + second.text)
-    if isinstance(first, Reasoning) and isinstance(second, Reasoning):
-        return Reasoning(first.text + second.text)
-    if isinstance(first, CallArguments) and isinstance(second, CallArguments):
-        return CallArguments(first.text + second.text)
+    for kind in _TEXTS:
+        if isinstance(first, kind) and isinstance(second, kind):
+            return kind(first.text + second.text)
     return None
 
 
@@ -172,7 +171,7 @@ CALL_OPENINGS: Final[Mapping[str, str]] = {
 }
 """The text that an answer with calls begins with, by parser. NAME is the name of a tool. Empty for JSON."""
 
-TOOL_CALL_PARSERS: Final[Mapping[str, Callable[[Mapping[str, Any]], TextParser]]] = {
+TOOL_CALL_PARSERS: Final[Mapping[str, Callable[[Mapping[str, Any]], BufferedParser]]] = {
     "deepseek_v3": lambda _: NamedCalls(DEEPSEEK_V3),
     "deepseek_v31": lambda _: NamedCalls(DEEPSEEK_V31),
     "granite": lambda _: ListedCalls("<|tool_call|>"),
@@ -202,19 +201,19 @@ REASONING_PARSERS: Final[Mapping[str, ReasoningFormat]] = {
 }
 
 
-def new_tool_call_parser(name: str, schemas: Mapping[str, Any]) -> TextParser:
+def new_tool_call_parser(name: str, schemas: Mapping[str, Any]) -> BufferedParser:
     """A parser for one answer. `schemas` has the JSON schema of each tool's arguments by name."""
     return TOOL_CALL_PARSERS[name](schemas)
 
 
-def new_required_call_parser(named: str = "") -> TextParser:
+def new_required_call_parser(named: str = "") -> BufferedParser:
     """A parser for an answer that a schema constrains to calls: to the arguments of `named`, or to a list of calls."""
     return NamedCall(named) if named else ListedCalls("")
 
 
 def new_reasoning_parser(
     name: str, template_variables: Mapping[str, Any], *, constrained: bool
-) -> TextParser | None:
+) -> BufferedParser | None:
     """A parser for one answer. None where the request turns reasoning off.
 
     A `constrained` answer begins with its content, unless it has an opening tag.

@@ -150,11 +150,6 @@ _RETRY_FIRST_S: Final = 0.2
 _RETRY_MAX_S: Final = 5.0
 
 
-def status_interval_s(workers: int) -> float:
-    """In this time an idle worker sends at least once, if it is one of `workers`. Others send each change."""
-    return max(_SHORTEST_S, heartbeat_interval_s(workers))
-
-
 class WorkerStatus:
     """The latest status of one worker incarnation, from the start of the object to `close`."""
 
@@ -263,7 +258,8 @@ class Observer:
             self._closing.start(self._workers.pop(key).close())
         for key in self._routers.keys() - routers.keys():
             self._closing.start(self._routers.pop(key).channel.close())
-        interval_s = status_interval_s(len(workers))
+        # An idle worker sends at least once in this time. Others send each change.
+        interval_s = max(_SHORTEST_S, heartbeat_interval_s(len(workers)))
         for status in self._workers.values():
             status.set_interval(interval_s)
         for key in workers.keys() - self._workers.keys():

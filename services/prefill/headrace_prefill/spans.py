@@ -29,11 +29,6 @@ _EFFICIENCY: Final = 0.9
 """Share of a link's bandwidth that one transfer is expected to reach."""
 
 
-def transfer_s(payload_bytes: int, gbit_per_s: float) -> float:
-    """Seconds that the bytes should take over a link of 10^9 * `gbit_per_s` bits per second."""
-    return payload_bytes * 8 / (gbit_per_s * 1e9 * _EFFICIENCY)
-
-
 class LinkBandwidths:
     """The best rate of this worker's links to each host by each transport."""
 
@@ -191,7 +186,7 @@ class TaskSpans:
             attributes[schema.ATTRIBUTE_GIGABYTES_PER_S] = gb_per_s
             gbit_per_s = self._bandwidths.compare(link, gb_per_s)
             if gbit_per_s is not None:
-                expected_s = transfer_s(link.payload_bytes, gbit_per_s)
+                expected_s = link.payload_bytes * 8 / (gbit_per_s * 1e9 * _EFFICIENCY)
                 attributes[schema.ATTRIBUTE_BANDWIDTH_GBIT_PER_S] = gbit_per_s
                 attributes[schema.ATTRIBUTE_EXPECTED_MS] = 1e3 * expected_s
                 attributes[schema.ATTRIBUTE_BANDWIDTH_SHARE] = 8 * gb_per_s / gbit_per_s

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
-from opentelemetry.sdk.resources import Resource
-
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import ServiceConfig
@@ -23,9 +21,10 @@ from headrace_common.tasks import end_task
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.metrics.process import Metrics
+from headrace_common.telemetry.setup import init_telemetry
 from headrace_registry.config import MEMORY_STORE, RegistryConfig
-from headrace_registry.service import RegistryServicer
-from headrace_registry.store.base import MemoryStore, Store
+from headrace_registry.service import RegistryServicer, Store
+from headrace_registry.store.base import MemoryStore
 
 
 @asynccontextmanager
@@ -34,10 +33,8 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
 
     Raises ConfigError when it cannot listen.
     """
-    resource = Resource.create(
-        {"service.name": "headrace-registry", "service.instance.id": config.internal_listen}
-    )
-    metrics = Metrics(resource, config.otlp_endpoint, readable=config.serves_metrics)
+    telemetry = init_telemetry("registry", config.internal_listen, config)
+    metrics = telemetry.metrics
     corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
     members = metrics.store.gauge(schema.METRIC_MEMBERS)
 
@@ -51,7 +48,7 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
             yield metrics
     finally:
         await end_task(task)
-        await asyncio.to_thread(metrics.shutdown)
+        await asyncio.to_thread(telemetry.shutdown)
 
 
 def _role_name(member: registry_pb2.Member) -> str:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc.aio
 
@@ -21,10 +21,14 @@ from headrace_common.limits import CLOCK_OFFSET_NOTED_S, PAGE_SIZE_MAX
 from headrace_common.registry.view import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
 from headrace_registry.feed import WatchFilter
-from headrace_registry.store.base import Store
+from headrace_registry.store.base import MemoryStore
+
+if TYPE_CHECKING:
+    from headrace_registry.store.etcd_store import EtcdStore
 
 _LOG = logging.getLogger(__name__)
 
+Store: TypeAlias = "MemoryStore | EtcdStore"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # A member may use up the registrations of so many seconds at once, as after crashes.
 _REGISTRATIONS_AT_ONCE: Final = 20.0

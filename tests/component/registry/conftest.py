@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from headrace.registry.v1 import registry_pb2_grpc
-from headrace_registry.store.base import MemoryStore, Store
+from headrace_registry.service import Store
+from headrace_registry.store.base import MemoryStore
 from headrace_registry.store.etcd_connection import load_etcd3
 from tests.component.registry.harness import (
     ETCD,

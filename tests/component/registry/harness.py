@@ -24,8 +24,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
 from headrace_registry.main import SERVICE, open_store
-from headrace_registry.service import RegistryServicer
-from headrace_registry.store.base import Store
+from headrace_registry.service import RegistryServicer, Store
 from headrace_registry.store.etcd_store import EtcdStore
 from tests.channels import operator_channel
 from tests.freezing import freeze, thaw

@@ -237,12 +237,6 @@ def _choose_scheduler(vllm_config: VllmConfig, async_scheduling: bool | None) ->
     scheduler.scheduler_cls = BUDGET_ASYNC_SCHEDULER if ahead else BUDGET_SCHEDULER
 
 
-def _caches_prefixes(folder: ModelFolder) -> bool:
-    """Whether vLLM can keep prefixes for later requests."""
-    # To keep states from the middle of a prompt, vLLM calls a kernel that its CPU build lacks, and fails.
-    return not (runs_on_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
-
-
 def _device_args(config: EngineConfig, folder: ModelFolder, *, on_cpu: bool) -> dict[str, Any]:
     """The settings of vLLM that depend on the device."""
     if on_cpu:
@@ -348,7 +342,8 @@ def _engine_args(
         num_gpu_blocks_override=config.num_gpu_blocks_override or None,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=_caches_prefixes(folder),
+        # To keep states from the middle of a prompt, vLLM calls a kernel that its CPU build lacks, and fails.
+        enable_prefix_caching=not (runs_on_cpu() and folder.model_type in MAMBA2_MODEL_TYPES),
         kv_events_config=KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
         ),

@@ -1,11 +1,10 @@
-"""The interface of a store, the rules that all stores apply, and the store in the memory of one process."""
+"""The rules that all stores apply, and the store in the memory of one process."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -27,81 +26,6 @@ class Registration:
     ttl_s: int
     revision: int
     order: int
-
-
-class Store(ABC):
-    """Leases, with the records bound to them, and the policy.
-
-    Messages passed in or out are never changed afterwards. Reads use this process's copy, the feed,
-    so they work during an outage of a remote store. Writes and lease calls then raise
-    RegistryUnavailable within seconds. Subclasses write to the feed.
-    """
-
-    def __init__(self, feed: ChangeFeed) -> None:
-        self.feed = feed
-        """This process's copy."""
-
-    @property
-    def corrupt_record_count(self) -> int:
-        """Stored records that cannot be read and are skipped."""
-        return 0
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Connects and reads all records. Raises ConfigError when the store cannot be reached."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Releases threads, timers and connections. Leases continue."""
-
-    @abstractmethod
-    async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
-        """Grants a lease. Raises Conflict when a newer incarnation is registered. See `registered`.
-
-        If the same incarnation is registered, a new lease replaces its lease and it keeps its
-        descriptor.
-        """
-
-    @abstractmethod
-    async def keep_alive(self, lease_id: str) -> float | None:
-        """Renews a lease. Returns its seconds to live, or None when the lease does not exist."""
-
-    @abstractmethod
-    async def deregister(self, lease_id: str) -> None:
-        """Ends a lease and removes its records. Does nothing when the lease does not exist."""
-
-    @abstractmethod
-    async def put_descriptor(
-        self,
-        lease_id: str,
-        reference: registry_pb2.MemberRef,
-        descriptor: layout_pb2.KvDescriptor,
-    ) -> int:
-        """Binds a descriptor to a lease and returns the revision.
-
-        Raises as require_owner does.
-        """
-
-    @abstractmethod
-    async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
-        """The descriptor of one incarnation. Raises NotFound."""
-
-    @abstractmethod
-    async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
-        """Replaces the policy and returns the revision. Raises as require_policy_revision does."""
-
-    @abstractmethod
-    async def ensure_prefix_hash_key(self, proposed: int) -> int:
-        """The deployment's key for prefix hashes.
-
-        Without a stored key, stores `proposed` or, when that is 0, a random one.
-        """
-
-    @abstractmethod
-    def watch(
-        self, start_revision: int, wanted: WatchFilter = ALL
-    ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        """As ChangeFeed.watch. A remote store also accepts starts that this copy has not reached."""
 
 
 def new_prefix_hash_key() -> int:
@@ -207,36 +131,47 @@ class _Lease:
         """Starts the time to live again."""
         self.expires_at_s = now_s + self.ttl_s
 
-    def put_descriptor(self, descriptor: layout_pb2.KvDescriptor) -> None:
-        self.descriptor = descriptor
-
     def restart_timer(self, on_timer: Callable[[str], None]) -> None:
         """Has `on_timer` called with the lease id when the lease expires. The last timer has fired."""
         loop = asyncio.get_running_loop()
         self.timer = loop.call_at(self.expires_at_s, on_timer, self.lease_id)
 
 
-class MemoryStore(Store):
-    """Leases with timers on the event loop on which the store was made.
+class MemoryStore:
+    """Leases, with the records bound to them, and the policy. Its methods are those of every store.
 
-    Revisions start at the start time in microseconds. So the revision of a watcher from before a
-    restart has expired.
+    Messages passed in or out are never changed afterwards. Reads use this process's copy, the feed,
+    so they work during an outage of a remote store. Writes and lease calls then raise
+    RegistryUnavailable within seconds. Only stores write to the feed.
+
+    Here, leases have timers on the event loop on which the store was made. Revisions start at the start time in
+    microseconds. So the revision of a watcher from before a restart has expired.
     """
 
+    corrupt_record_count = 0
+    """Stored records that cannot be read and are skipped."""
+
     def __init__(self, history_size: int) -> None:
-        super().__init__(ChangeFeed(history_size, revision=time.time_ns() // 1000))
+        self.feed = ChangeFeed(history_size, revision=time.time_ns() // 1000)
+        """This process's copy."""
         self._leases: dict[str, _Lease] = {}
         self._lease_ids: dict[str, str] = {}
         self._prefix_hash_key = 0
 
     async def start(self) -> None:
-        """Does nothing: there is no remote store."""
+        """Connects and reads all records. Raises ConfigError when the store cannot be reached."""
 
     async def close(self) -> None:
+        """Releases threads, timers and connections. Leases in a remote store continue."""
         for lease in self._leases.values():
             lease.timer.cancel()
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
+        """Grants a lease. Raises Conflict when a newer incarnation is registered. See `registered`.
+
+        If the same incarnation is registered, a new lease replaces its lease and it keeps its
+        descriptor.
+        """
         member = registered(self.feed.members.get(member.worker_id), member, self.feed.revision)
         previous = self._leases.get(self._lease_ids.get(member.worker_id, ""))
         descriptor = None
@@ -255,6 +190,7 @@ class MemoryStore(Store):
         return Registration(lease_id, ttl_s, revision, member.registration_order)
 
     async def keep_alive(self, lease_id: str) -> float | None:
+        """Renews a lease. Returns its seconds to live, or None when the lease does not exist."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return None
@@ -262,6 +198,7 @@ class MemoryStore(Store):
         return float(lease.ttl_s)
 
     async def deregister(self, lease_id: str) -> None:
+        """Ends a lease and removes its records. Does nothing when the lease does not exist."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             self._end_lease(lease)
@@ -272,15 +209,17 @@ class MemoryStore(Store):
         reference: registry_pb2.MemberRef,
         descriptor: layout_pb2.KvDescriptor,
     ) -> int:
+        """Binds a descriptor to a lease and returns the revision. Raises as require_owner does."""
         held_id = self._lease_ids.get(reference.worker_id, "")
         current = self.feed.members.get(reference.worker_id)
         require_owner(current, held_id == lease_id, lease_id, reference)
-        self._leases[held_id].put_descriptor(descriptor)
+        self._leases[held_id].descriptor = descriptor
         revision = self.feed.revision + 1
         self.feed.apply(revision, {})
         return revision
 
     async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
+        """The descriptor of one incarnation. Raises NotFound."""
         lease = self._leases.get(self._lease_ids.get(reference.worker_id, ""))
         if (
             lease is None
@@ -291,18 +230,24 @@ class MemoryStore(Store):
         return lease.descriptor
 
     async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
+        """Replaces the policy and returns the revision. Raises as require_policy_revision does."""
         require_policy_revision(self.feed.policy.revision, expected_revision)
         revision = self.feed.revision + 1
         self.feed.apply(revision, {}, PolicyRecord(policy, revision))
         return revision
 
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
+        """The deployment's key for prefix hashes.
+
+        Without a stored key, stores `proposed` or, when that is 0, a random one.
+        """
         self._prefix_hash_key = self._prefix_hash_key or proposed or new_prefix_hash_key()
         return self._prefix_hash_key
 
     def watch(
         self, start_revision: int, wanted: WatchFilter = ALL
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
+        """As ChangeFeed.watch. A remote store also accepts starts that this copy has not reached."""
         return self.feed.watch(start_revision, wanted)
 
     def _on_timer(self, lease_id: str) -> None:

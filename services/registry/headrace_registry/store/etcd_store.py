@@ -15,7 +15,7 @@ from headrace_common.errors import ConfigError, HeadraceError, RegistryUnavailab
 from headrace_common.registry.view import default_policy
 from headrace_common.tasks import end_task, run_forever
 from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
-from headrace_registry.store.base import Registration, Store, descriptor_missing
+from headrace_registry.store.base import Registration, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
 from headrace_registry.store.etcd_table import (
@@ -119,8 +119,8 @@ _RETRY_S: Final = (0.1, 0.2, 0.4, 0.8, 1.0)
 _READ_OWN_WRITE_S: Final = 1.0
 
 
-class EtcdStore(Store):
-    """Records in etcd and this process's copy of them. Used by one event loop.
+class EtcdStore:
+    """As MemoryStore, with the records in etcd and this process's copy of them. Used by one event loop.
 
     One task follows etcd. It lists the records, then watches from the listing's revision. When the
     watch breaks, the task lists again and applies the differences. During an outage of etcd the copy
@@ -131,7 +131,7 @@ class EtcdStore(Store):
         self, access: EtcdAccess, *, prefix: str, history_size: int, start_timeout_s: float
     ) -> None:
         """Raises ConfigError when etcd3 is missing or a file cannot be read."""
-        super().__init__(ChangeFeed(history_size))
+        self.feed = ChangeFeed(history_size)
         self._connection = EtcdConnection(access)
         self._prefix = prefix
         self._timeout_s = access.timeout_s
@@ -288,15 +288,12 @@ class EtcdStore(Store):
         found, policy = self._read_records(listing.records)
         members = {name: member for name, member in found.items() if member is not None}
         policy = policy or PolicyRecord(default_policy(), 0)
-        if self._continues(listing):
+        if listing.cluster_id == self._cluster_id and listing.revision >= self.feed.revision:
             self.feed.apply_listing(listing.revision, members, policy)
         else:
             self._report_loss(listing, before.keys() - found.keys())
             self.feed.restart(listing.revision, members, policy)
         self._cluster_id = listing.cluster_id
-
-    def _continues(self, listing: Listing) -> bool:
-        return listing.cluster_id == self._cluster_id and listing.revision >= self.feed.revision
 
     def _report_loss(self, listing: Listing, removed: Collection[str]) -> None:
         if self._cluster_id is None:

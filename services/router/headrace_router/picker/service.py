@@ -33,14 +33,6 @@ _OVERWRITE: Final = 2
 _PART_BYTES: Final = 60_000
 
 
-def headers_to_dict(headers: ext_pb2.HeaderMap) -> dict[str, str]:
-    """By lower-case name. The last of several values counts."""
-    return {
-        header.key.lower(): header.raw_value.decode("latin-1") or header.value
-        for header in headers.headers
-    }
-
-
 def subset_of(metadata: ext_pb2.Metadata) -> frozenset[str] | None:
     """The endpoints that the gateway permits. None: all."""
     hint = metadata.filter_metadata.get(_SUBSET_SPACE)
@@ -144,7 +136,10 @@ class PickerService:
         first = await _next(requests)
         if first.WhichOneof("request") != "request_headers":
             raise ProtocolViolation("the first message must have request_headers")
-        headers = headers_to_dict(first.request_headers.headers)
+        headers = {
+            header.key.lower(): header.raw_value.decode("latin-1") or header.value
+            for header in first.request_headers.headers.headers
+        }
         subset = subset_of(first.metadata_context)
         mode = first.protocol_config.request_body_mode
         bodied = not first.request_headers.end_of_stream and mode in (_WHOLE, _FULL_DUPLEX)

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation, WatchExpired
-from headrace_registry.store.base import Store
+from headrace_registry.service import Store
 from tests.component.registry.harness import kv_descriptor, ordered, reference, worker
 from tests.waiting import PATIENCE_S
 

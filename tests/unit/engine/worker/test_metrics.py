@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 import pytest
@@ -14,7 +15,7 @@ from headrace_common.telemetry.metrics.instruments import HistogramPoint
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.worker.metrics import WorkerMetrics
+from headrace_engine.worker.metrics import Reporting, WorkerMetrics
 from headrace_kv.layout import WorkerRef
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
@@ -22,6 +23,8 @@ from headrace_kv.receive.receiver import Receiver
 from headrace_kv.tiers.load_times import LoadTimes, TierLoad
 from headrace_kv.tiers.promises import NO_PROMISES, PromiseCounts
 from tests.transfer_links import sent_link
+
+_reporting = partial(Reporting, status=worker_pb2.WatchStatusResponse, reserves_blocks=False)
 
 
 class Shown:
@@ -98,7 +101,9 @@ def test_the_state_of_a_decode_worker_is_shown_while_it_serves(shown: Shown) -> 
     )
     incoming = cast("Receiver", _Incoming())
 
-    with shown.workers.reporting("d0", lambda: status, reserves_blocks=True, incoming=incoming):
+    with shown.workers.reporting(
+        "d0", Reporting(status=lambda: status, reserves_blocks=True, incoming=incoming)
+    ):
         assert shown(schema.METRIC_TRANSFER_STATES) == {("d0", "open"): 2, ("d0", "draining"): 1}
         assert shown(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
         assert shown(schema.METRIC_WORKER_REQUESTS) == {("d0", "running"): 1, ("d0", "waiting"): 0}
@@ -118,9 +123,7 @@ def test_the_state_of_a_decode_worker_is_shown_while_it_serves(shown: Shown) -> 
 def test_loads_from_lower_tiers_are_counted_once_for_all_ranks(shown: Shown) -> None:
     loads = LoadTimes()
 
-    with shown.workers.reporting(
-        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, tier_loads=loads
-    ):
+    with shown.workers.reporting("prefill-0", _reporting(tier_loads=loads)):
         assert shown(schema.METRIC_TIER_LOADED_BLOCKS) is None
         for rank in range(2):
             loads.record(TierLoad(Tier.HOST, 3, 0.1), rank)
@@ -141,9 +144,7 @@ def test_loads_from_lower_tiers_are_counted_once_for_all_ranks(shown: Shown) -> 
 async def test_blocks_stored_below_kv_memory_are_counted_by_tier(shown: Shown) -> None:
     prefixes = PrefixEventPublisher(WorkerRef("prefill-0", "a" * 16), 8, tiers=tuple(Tier))
 
-    with shown.workers.reporting(
-        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, prefixes=prefixes
-    ):
+    with shown.workers.reporting("prefill-0", _reporting(stored_blocks=prefixes.stored_blocks)):
         prefixes.stored(None, [1, 2, 3])
         assert shown(schema.METRIC_TIER_STORED_BLOCKS) is None
         prefixes.stored(None, [1, 2], Tier.HOST)
@@ -168,7 +169,7 @@ def test_promises_are_counted_and_broken_ones_once(shown: Shown) -> None:
         return [shown(name) for name in names]
 
     with shown.workers.reporting(
-        "decode-0", worker_pb2.WatchStatusResponse, reserves_blocks=True, promises=lambda: counts
+        "decode-0", _reporting(reserves_blocks=True, promises=lambda: counts)
     ):
         # An engine without tiers.
         assert points() == [None, None, None]
@@ -187,9 +188,7 @@ def test_promises_are_counted_and_broken_ones_once(shown: Shown) -> None:
 def test_the_errors_of_the_time_model_are_shown_once_it_has_learned(shown: Shown) -> None:
     model = TimeModel()
 
-    with shown.workers.reporting(
-        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, times=lambda: model
-    ):
+    with shown.workers.reporting("prefill-0", _reporting(times=lambda: model)):
         assert shown(schema.METRIC_TIME_ERROR) is None
         model = TimeModel(
             StepTimes(prompt_steps=9, error_p50=0.05, error_p90=0.1),
