@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -110,29 +111,33 @@ def other_node(
     }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**settings, **same}.items()]
     # The flags of a worker that admits no host have the transport closed.
-    flags += ["--insecure=true", "--transfer-peer-networks=10.77.0.0/16", "--log-level=info"]
+    flags += [
+        f"--model={model}",
+        "--insecure=true",
+        "--transfer-peer-networks=10.77.0.0/16",
+        "--log-level=info",
+    ]
     command = [
         *("nsenter", f"--net=/proc/{other.pid}/ns/net", sys.executable, "-m", f"headrace_{role}"),
-        *(f"--model={model}", "--engine=vllm", f"--internal-listen={other.address}:7000", *flags),
+        *("--worker-id=other", f"--internal-listen={other.address}:7000", *flags),
         f"--engine-args={engine_args} 1",
     ]
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    log = Path(f"node-{os.getpid()}.log").absolute()
-    with log.open("wb") as output:
-        node = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": other.peer_interface},
-        )
-    os.environ["GLOO_SOCKET_IFNAME"] = "local0"
-    more = {"prefill": {}, "decode": {}, role: {**settings, "engine_args": f"{engine_args} 0"}}
-    try:
-        yield node, log, {one: {"model": model, "host": HERE, **same, **more[one]} for one in more}
-    finally:
-        node.kill()
-        node.wait()
-        log.unlink()
+    with tempfile.NamedTemporaryFile() as output:
+        log = Path(output.name)
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": other.peer_interface}
+        node = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        os.environ["GLOO_SOCKET_IFNAME"] = "local0"
+        more = {"prefill": {}, "decode": {}, role: {**settings, "engine_args": f"{engine_args} 0"}}
+        try:
+            yield (
+                node,
+                log,
+                {one: {"model": model, "host": HERE, **same, **more[one]} for one in more},
+            )
+        finally:
+            node.kill()
+            node.wait()
 
 
 def left(other: OtherHost) -> list[str]:
