@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.vllm.engine import VllmEngine
+from headrace_kv.transport.base import find_host
 from tests.ports import free_port
 from tests.security.other_host import HERE, OtherHost
 from tests.vllm.pair import prompt_of, running_pair
@@ -67,7 +68,7 @@ async def measure(model: str, role: str, kill: str) -> Ended:
         try:
             async with running_pair(digests="sums", **changes) as pair:
                 engine: VllmEngine = getattr(pair, role)
-                found.hosts = [one.session.partition(":")[0] for one in engine.descriptor.ranks]
+                found.hosts = [find_host(one.session) for one in engine.descriptor.ranks]
                 assert engine._llm is not None
                 found.communicators = await engine._llm.collective_rpc(communicator)
                 for prompt in PROMPTS:

@@ -36,7 +36,8 @@ def test_two_hosts_answer_as_one_and_end_together(
     assert len(found.plain) == len(PROMPTS)
     assert all(found.plain)
     assert found.split == found.plain
-    assert "vLLM has ended" in found.request_error
+    # Decode may detect a lost rank of prefill before prefill's service does.
+    assert "vLLM has ended" in found.request_error or "stream of rank 1" in found.request_error
     assert f"vLLM has ended: the engine's {cause} has ended" in found.engine_error
     if kill == "engine":
         assert found.node_status == 1
