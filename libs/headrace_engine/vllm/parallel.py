@@ -109,7 +109,7 @@ def value_of_first_rank(vllm_config: VllmConfig, own: T) -> T:
 
 
 def start_ranks(vllm_config: VllmConfig) -> MultiprocExecutor:
-    """Starts the ranks of a host whose engine is on another one. Blocks until their model is loaded.
+    """Starts the ranks of this host for an engine on another one. Blocks until their model is loaded.
 
     Raises RuntimeError when one of them ends.
     """

@@ -92,7 +92,7 @@ async def run_workers(role: WorkerRole, config: Config, build: BuildServer[Confi
     """Runs the workers of this process until a signal comes.
 
     The engines start first: they may start processes of their own, which must not inherit gRPC's
-    threads. On a host whose ranks belong to an engine of another one, only these ranks run.
+    threads. For an engine on another host, only the ranks of this one run.
     """
     setup_logging(config.log_level, role, config.worker_id, config.log_format)
     if config.engine == "vllm" and node_rank(config.engine_args):

@@ -197,7 +197,7 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launch
 
 
 def launch_ranks(config: EngineConfig, folder: ModelFolder, link_path: Path) -> MultiprocExecutor:
-    """As `launch`, for a host whose engine is on another one. Its ranks can serve once all have loaded."""
+    """As `launch`, for the ranks of this host where the engine is on another one. All must load before any serves."""
 
     def start(args: AsyncEngineArgs, *_: object) -> MultiprocExecutor:
         vllm_config = _vllm_config(args)
@@ -257,15 +257,19 @@ def _start_engine(
 
 
 def _vllm_config(args: AsyncEngineArgs) -> VllmConfig:
-    """Unless the user has chosen, vLLM decides by the platform whether steps are planned ahead."""
     vllm_config = args.create_engine_config()
+    _choose_scheduler(vllm_config, args.async_scheduling)
+    return vllm_config
+
+
+def _choose_scheduler(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
+    """Unless the user has chosen, vLLM decides by the platform whether steps are planned ahead."""
     scheduler = vllm_config.scheduler_config
-    if args.async_scheduling:
+    if async_scheduling:
         # For CPUs, vLLM turns it off whatever the user has chosen, although it works there.
         scheduler.async_scheduling = True
     ahead = schedules_ahead(vllm_config)
     scheduler.scheduler_cls = BUDGET_ASYNC_SCHEDULER if ahead else BUDGET_SCHEDULER
-    return vllm_config
 
 
 def _caches_prefixes(folder: ModelFolder) -> bool:
