@@ -5,7 +5,6 @@ Only models with experts have data-parallel ranks: all compute the experts toget
 
 from __future__ import annotations
 
-import os
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -106,20 +105,6 @@ def value_of_first_rank(vllm_config: VllmConfig, own: T) -> T:
     found = [own]
     torch.distributed.broadcast_object_list(found, src=0, group=get_world_group().cpu_group)
     return found[0]
-
-
-def start_ranks(vllm_config: VllmConfig) -> MultiprocExecutor:
-    """Starts the ranks of this host for an engine on another one. Blocks until their model is loaded.
-
-    Raises RuntimeError when one of them ends.
-    """
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    try:
-        return MultiprocExecutor(vllm_config, monitor_workers=False)
-    except Exception as error:
-        raise RuntimeError(str(error)) from error
 
 
 def wait_for_end(executor: MultiprocExecutor) -> None:

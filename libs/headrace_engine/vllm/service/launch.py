@@ -26,11 +26,12 @@ from headrace_engine.vllm.compat import (
     schedules_ahead,
     set_vllm_environment,
     start_llm,
+    start_ranks,
 )
 from headrace_engine.vllm.drafts import find_draft
 from headrace_engine.vllm.link.messages import read_startup_error
 from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
-from headrace_engine.vllm.parallel import GroupPlace, group_place, start_ranks
+from headrace_engine.vllm.parallel import GroupPlace, group_place
 from headrace_engine.vllm.service.adapters import (
     LORA_MODULES,
     EngineAdapters,
