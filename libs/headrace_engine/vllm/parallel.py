@@ -97,11 +97,11 @@ def node_rank(vllm_config: VllmConfig) -> int:
 
 def value_of_first_rank(vllm_config: VllmConfig, own: T) -> T:
     """Rank 0's value where the engine has several hosts, else this rank's. All ranks must call it at the same point."""
+    if vllm_config.parallel_config.nnodes == 1:
+        return own
     import torch.distributed
     from vllm.distributed.parallel_state import get_world_group
 
-    if vllm_config.parallel_config.nnodes == 1:
-        return own
     found = [own]
     torch.distributed.broadcast_object_list(found, src=0, group=get_world_group().cpu_group)
     return found[0]
