@@ -84,8 +84,8 @@ require_podman() {
   fi
 }
 
-# Pulls the base image and sets DEBIAN_IMAGE to its name with its digest, or makes a stand-in with the packages of this machine's Debian mirror and without their documents,
-# as debian:bookworm-slim is made.
+# Pulls the base image and sets DEBIAN_IMAGE to its name with its digest. Or makes a stand-in with the packages of this machine's
+# Debian mirror and without their documents, as debian:bookworm-slim is made.
 ensure_base_image() {
   if engine "$CALL_TIMEOUT_S" pull --quiet "$DEBIAN_IMAGE" >"$CACHE/pull.log" 2>&1; then
     [[ $DEBIAN_IMAGE == *@sha256:* ]] || say "$DEBIAN_IMAGE is not pinned: docker/pin.sh writes its digest into the Dockerfiles"

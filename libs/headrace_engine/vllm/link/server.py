@@ -50,7 +50,7 @@ _NETWORK_OPTIONS: Final = (
     *LOCAL_OPTIONS,
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", 1_024),
-    # Ranks send no data for longer than between their pings.
+    # An idle rank sends only pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 UNSENT_MAX = 65_536
