@@ -41,6 +41,8 @@ for image in "${images[@]}"; do
   fi
   started=$SECONDS
   timeout --kill-after=10 "$BUILD_TIMEOUT_S" "${build[@]}" "${arguments[@]}" \
+    --label "org.opencontainers.image.base.name=${DEBIAN_IMAGE%@*}" \
+    --label "org.opencontainers.image.base.digest=$(grep -o 'sha256:.*' <<<"$DEBIAN_IMAGE" || true)" \
     --tag "$tag" --file "docker/${image%-*}.Dockerfile" . </dev/null >"$CACHE/build-$image.log" 2>&1 \
     || fail "$tag failed, or took more than $BUILD_TIMEOUT_S s" "$CACHE/build-$image.log"
   say "$tag built in $((SECONDS - started)) s"

@@ -84,11 +84,15 @@ require_podman() {
   fi
 }
 
-# Pulls the base image, or makes a stand-in with the packages of this machine's Debian mirror and without their documents,
-# as debian:bookworm-slim is made.
+# Pulls the base image and sets DEBIAN_IMAGE to its name with its digest. Or makes a stand-in with the packages of this machine's
+# Debian mirror and without their documents, as debian:bookworm-slim is made.
 ensure_base_image() {
   if engine "$CALL_TIMEOUT_S" pull --quiet "$DEBIAN_IMAGE" >"$CACHE/pull.log" 2>&1; then
     [[ $DEBIAN_IMAGE == *@sha256:* ]] || say "$DEBIAN_IMAGE is not pinned: docker/pin.sh writes its digest into the Dockerfiles"
+    local digest
+    digest=$(engine "$CALL_TIMEOUT_S" image inspect --format '{{index .RepoDigests 0}}' "$DEBIAN_IMAGE" 2>"$CACHE/pull.log") \
+      && [[ ${digest##*@} =~ ^sha256:[0-9a-f]{64}$ ]] || fail "$DEBIAN_IMAGE has no digest" "$CACHE/pull.log"
+    DEBIAN_IMAGE=${DEBIAN_IMAGE%@*}@${digest##*@}
     return
   fi
   say "$DEBIAN_IMAGE cannot be pulled ($CACHE/pull.log): using a stand-in from this machine's Debian mirror"

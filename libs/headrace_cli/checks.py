@@ -277,7 +277,7 @@ def _check_packages() -> Iterator[Finding]:
             Verdict.ERROR,
             "packages",
             f"{' and '.join(mooncake)} are installed over each other",
-            "uninstall them, then install the one of the extra vllm-cpu, vllm-cuda or sim",
+            "uninstall them, then install the one of the extra vllm-cpu, vllm-cuda, vllm-cuda12 or sim",
         )
 
 

@@ -43,6 +43,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "sim": ("mooncake",),
         "vllm-cpu": ("mooncake", "torch", "vllm"),
         "vllm-cuda": ("mooncake", "torch", "vllm"),
+        "vllm-cuda12": ("mooncake", "torch", "vllm"),
     }
 )
 """The modules that an extra of pyproject.toml installs by itself, without those of the extras that it includes."""

@@ -76,6 +76,16 @@ class OtherHost:
         self._ask("configure")
 
     @property
+    def pid(self) -> int:
+        """Process id of the other host's first process."""
+        return self._process.pid
+
+    @property
+    def peer_interface(self) -> str:
+        """The other host's interface."""
+        return self._link.peer_interface
+
+    @property
     def address(self) -> str:
         """The other host's address."""
         return self._link.there

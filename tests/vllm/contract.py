@@ -43,6 +43,8 @@ PROPERTIES = ("supports_divergent_local_hybrid_hits",)
 CALLS = {
     f"{BASE}.SupportsHMA.request_finished_all_groups": "request block_ids",
     "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": "vllm_config disable_log_stats",
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor": "vllm_config monitor_workers",
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor.shutdown": "",
     "vllm.v1.engine.async_llm.AsyncLLM.generate": "prompt sampling_params request_id lora_request",
     "vllm.v1.engine.async_llm.AsyncLLM.add_request": "request_id prompt params lora_request",
     "vllm.v1.engine.async_llm.AsyncLLM.abort": "request_id internal",
@@ -197,8 +199,10 @@ FIELDS = {
     ),
     "vllm.config.ParallelConfig": (
         "tensor_parallel_size data_parallel_size pipeline_parallel_size data_parallel_rank "
-        "data_parallel_master_ip data_parallel_rpc_port"
+        "data_parallel_master_ip data_parallel_rpc_port nnodes node_rank"
     ),
+    # Ranks of another host's engine.
+    "vllm.v1.executor.multiproc_executor.WorkerProcHandle": "proc",
     # Data-parallel ranks.
     "vllm.v1.engine.core_client.MPClient": "resources",
     "vllm.v1.engine.core_client.BackgroundResources": "engine_manager coordinator",

@@ -378,7 +378,8 @@ async def running_pair(
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
             HandoffServicer(pair.receiver), server
         )
-        pair.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        host = configs["decode"].host
+        pair.endpoint = f"{host}:{server.add_insecure_port(f'{host}:0')}"
         await server.start()
         yield pair
     finally:

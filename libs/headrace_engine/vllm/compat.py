@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.request import Request
     from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -182,6 +183,20 @@ def start_llm(vllm_config: VllmConfig) -> AsyncLLM:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     # Not kept in a variable: vLLM keeps a reference to this frame, and would shut down when the frame is cleared.
     return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+
+def start_ranks(vllm_config: VllmConfig) -> MultiprocExecutor:
+    """Starts the ranks of this host for an engine on another one. Blocks until their model is loaded.
+
+    Raises RuntimeError when one of them ends.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    try:
+        return MultiprocExecutor(vllm_config, monitor_workers=False)
+    except Exception as error:
+        raise RuntimeError(str(error)) from error
 
 
 async def end_llm(llm: AsyncLLM) -> None:

@@ -64,7 +64,7 @@ from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.rank_group import RankGroup
-from headrace_engine.vllm.settings import WATCH_METHOD
+from headrace_engine.vllm.settings import WATCH_METHOD, ConnectorSettings
 from headrace_kv.layout import KvLayout, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport, reservation_from_proto
 from headrace_kv.tiers.load_times import LoadTimes
@@ -97,6 +97,7 @@ class VllmEngine(Engine):
         self._descriptors = descriptors
         self._llm: AsyncLLM | None = None
         self._adapters: EngineAdapters | None = None
+        self._settings: ConnectorSettings | None = None
         self._place: GroupPlace | None = None
         self._group: RankGroup | None = None
         self._failure: HeadraceError | None = None
@@ -136,7 +137,7 @@ class VllmEngine(Engine):
         self._link_path = Path(self._folder.name) / "link"
         launched = launch(self._config, folder, self._link_path)
         self._llm, self._adapters, self._place = launched.llm, launched.adapters, launched.place
-        self._published = launched.kv_events
+        self._settings, self._published = launched.settings, launched.kv_events
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
 
     async def attach(self) -> None:
@@ -144,13 +145,15 @@ class VllmEngine(Engine):
         from headrace_engine.vllm.link.server import LinkServer, RankSums
         from headrace_engine.vllm.service.kv_events import KvEventReader, events_endpoint
 
-        if self._llm is None or self._adapters is None:
+        if self._llm is None or self._adapters is None or self._settings is None:
             raise InternalError("the engine is not launched")
         self._link = LinkServer(
             self._link_path,
             self._message_received,
             self._engine_lost,
             self._descriptors,
+            self._settings.link_address,
+            self._settings.link_secret,
         )
         await self._link.start()
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)

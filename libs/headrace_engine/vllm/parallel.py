@@ -1,10 +1,11 @@
-"""Pipeline stages and data-parallel ranks of a vLLM engine. Depends on vLLM's internals.
+"""Pipeline stages, hosts and data-parallel ranks of a vLLM engine. Depends on vLLM's internals.
 
 Only models with experts have data-parallel ranks: all compute the experts together.
 """
 
 from __future__ import annotations
 
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headrace_common.errors import ConfigError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sequence import IntermediateTensors
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 T = TypeVar("T")
@@ -86,6 +88,28 @@ def stage_layers_max(vllm_config: VllmConfig) -> int:
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     spans = (get_pp_indices(layers, stage, stages) for stage in range(stages))
     return int(max(end - start for start, end in spans))
+
+
+def node_rank(vllm_config: VllmConfig) -> int:
+    """This host's number among those of the engine. The scheduler and the first ranks are on number 0."""
+    return int(vllm_config.parallel_config.node_rank)
+
+
+def value_of_first_rank(vllm_config: VllmConfig, own: T) -> T:
+    """Rank 0's value where the engine has several hosts, else this rank's. All ranks must call it at the same point."""
+    if vllm_config.parallel_config.nnodes == 1:
+        return own
+    import torch.distributed
+    from vllm.distributed.parallel_state import get_world_group
+
+    found = [own]
+    torch.distributed.broadcast_object_list(found, src=0, group=get_world_group().cpu_group)
+    return found[0]
+
+
+def wait_for_end(executor: MultiprocExecutor) -> None:
+    """Blocks until one of the ranks that `start_ranks` has started ends."""
+    wait([rank.proc.sentinel for rank in executor.workers])
 
 
 class GroupPlace(NamedTuple):

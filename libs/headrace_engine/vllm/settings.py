@@ -64,6 +64,10 @@ class ConnectorSettings:
     """RDMA adapters that carry KV. Empty means all."""
     admitted: tuple[str, ...] | None = None
     """Networks from which hosts may connect to the transport at first. None means every host."""
+    link_address: str = ""
+    """"host:port" of the link for ranks on other hosts. Empty where the engine has one host."""
+    link_secret: str = ""
+    """What these ranks present there."""
     write_quiet_s: float = write_quiet_s()
     """How long bytes of a lost sender may still land."""
     tiers: TierSettings = field(default_factory=TierSettings)

@@ -21,6 +21,7 @@ from headrace_common.tasks import run_together
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_engine.config import WorkerRole
 from headrace_engine.factory import build_engine, shared_transport
+from headrace_engine.vllm.service.engine_args import node_rank
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import (
     REGISTRATION_TIMEOUT_S,
@@ -91,9 +92,14 @@ async def run_workers(role: WorkerRole, config: Config, build: BuildServer[Confi
     """Runs the workers of this process until a signal comes.
 
     The engines start first: they may start processes of their own, which must not inherit gRPC's
-    threads.
+    threads. For an engine on another host, only the ranks of this one run.
     """
     setup_logging(config.log_level, role, config.worker_id, config.log_format)
+    if config.engine == "vllm" and node_rank(config.engine_args):
+        from headrace_engine.vllm.node import run_ranks
+
+        ranks = engine_config(config, role=role, ref=WorkerRef(config.worker_id, ""))
+        return await run_ranks(ranks, config.drain_grace_s)
     with interruptible():
         wait_reachable(config.registry, REGISTRATION_TIMEOUT_S)
     if config.workers_per_process > 1:

@@ -282,7 +282,29 @@ _CERTIFICATE = Definition(
     source="cert-manager 1.21, deploy/crds/cert-manager.io_certificates.yaml",
     annotations={},
 )
+# The chart's tests compare the templates of pods with those of a StatefulSet.
+_POD_TEMPLATE: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_LEADER_WORKER_SET = Definition(
+    group="leaderworkerset.x-k8s.io",
+    version="v1",
+    kind="LeaderWorkerSet",
+    plural="leaderworkersets",
+    spec=_fields(
+        "leaderWorkerTemplate",
+        replicas=_number(),
+        leaderWorkerTemplate=_fields(
+            "workerTemplate",
+            size=_number(),
+            restartPolicy=_text(enum=["RecreateGroupOnPodRestart", "None"]),
+            leaderTemplate=_POD_TEMPLATE,
+            workerTemplate=_POD_TEMPLATE,
+        ),
+    ),
+    source="LeaderWorkerSet, api/leaderworkerset/v1/leaderworkerset_types.go",
+    annotations={},
+)
 DEFINITIONS: Final = (
+    _LEADER_WORKER_SET,
     _SERVICE_MONITOR,
     _PROMETHEUS_RULE,
     _SCALED_OBJECT,

@@ -6,6 +6,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,9 @@ def config_of(name: str, component: str, folder: Path) -> ServiceConfig:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_services_accept_their_settings(name: str, tmp_path: Path) -> None:
-    found = workloads(example(name))
-    assert set(found) == {*COMPONENTS[:5], *(["planner"] if name in ("tokens", "planner") else [])}
+    found, of_hosts = workloads(example(name)), of_kind(example(name), "LeaderWorkerSet")
+    planner = ["planner"] if name in ("tokens", "planner") else []
+    assert {*found, *of_hosts} == {*COMPONENTS[:5], *planner}
     for component, workload in found.items():
         config = config_of(name, component, tmp_path)
         assert config.insecure is (name == "trial")
@@ -299,6 +301,35 @@ def test_workers_of_both_roles_take_the_place_of_the_others() -> None:
         "--values", str(EXAMPLES[NAMES.index("planner")]), "--set", "worker.replicas=3"
     )
     assert workloads(scaled)["worker"]["spec"]["replicas"] == 3
+
+
+def test_a_worker_of_several_hosts_is_a_leader_worker_set() -> None:
+    found = example("two-hosts")
+    assert "decode" not in workloads(found)
+    spec = of_kind(found, "LeaderWorkerSet")["decode"]["spec"]
+    group = spec["leaderWorkerTemplate"]
+    assert (spec["replicas"], group["size"]) == (1, 2)
+    one_host = manifests(
+        *("--values", str(EXAMPLES[NAMES.index("two-hosts")])), "--set", "decode.hosts=1"
+    )
+    plain = deepcopy(workloads(one_host)["decode"]["spec"]["template"])
+    container_of({"spec": {"template": plain}})["args"].append(
+        "--engine-args=--enable-expert-parallel --nnodes 2 --node-rank $(LWS_WORKER_INDEX) "
+        "--master-addr $(LWS_LEADER_ADDRESS)"
+    )
+    assert group["leaderTemplate"] == plain
+    # The other hosts serve no health checks.
+    (container,) = plain["spec"]["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        del container[name]
+    assert group["workerTemplate"] == plain
+    policy = of_kind(found, "NetworkPolicy")["decode"]["spec"]
+    own = [
+        one for one in policy["ingress"] if one["from"] == [{"podSelector": policy["podSelector"]}]
+    ]
+    assert [port["port"] for one in own for port in one["ports"]] == [29501, 32768]
+    flags = ("--values", str(EXAMPLES[NAMES.index("two-hosts")]), "--set", "keda.enabled=true")
+    assert "set hosts to 1" in template(*flags).stderr
 
 
 def test_planner_and_keda_do_not_both_set_the_replicas() -> None:

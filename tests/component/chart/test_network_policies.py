@@ -86,6 +86,8 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
     "the same, two to four per rank": [("prefill", MOONCAKE)],
     # The chart runs no data-parallel ranks.
     "`--data-parallel-rpc-port` and the port after it, and ports that vLLM chooses": None,
+    # Of the examples, one has several hosts: test_chart.py checks them.
+    "`--master-port` and the port after it, and ports that vLLM chooses": None,
     "`store`": None,
     "`kv_pool_address`, if set": None,
     "the ports of the store's memory": None,

@@ -174,6 +174,22 @@ async def test_a_lost_event_is_detected_and_repaired(rig: EventRig, kind: str) -
     assert len(worker.servicer.requests) == 2
 
 
+async def test_each_of_two_routers_gets_all_events(rig: EventRig) -> None:
+    random = Random(8)
+    prompts = [random_prompt(random, 50) for _ in range(3)]
+    worker = await rig.add("w-0")
+    other = EventRig(workers=rig.workers)
+    await worker.answer(prompts[0])
+    tables = rig.follow(), other.follow()
+    await worker.answer(prompts[1])
+    for prompt in prompts[:2]:
+        await rig.until_cached(tables[0], prompt, w_0=48)
+        await other.until_cached(tables[1], prompt, w_0=48)
+    await other.indexes.close()
+    await worker.answer(prompts[2])
+    await rig.until_cached(tables[0], prompts[2], w_0=48)
+
+
 async def test_a_worker_without_events_has_no_credit_and_is_not_retried(
     rig: EventRig,
 ) -> None:

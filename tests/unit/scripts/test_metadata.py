@@ -34,6 +34,16 @@ def test_every_requirement_is_a_range_with_a_lower_bound(root: str) -> None:
     assert operators <= {">=", "<"}
 
 
+def test_each_extra_for_workers_has_the_mooncake_of_its_devices() -> None:
+    builds = {extra: [one for one in _own(EXTRAS[extra]) if "mooncake" in one] for extra in EXTRAS}
+    assert {extra: found for extra, found in builds.items() if found} == {
+        "sim": ["mooncake-transfer-engine-non-cuda"],
+        "vllm-cpu": ["mooncake-transfer-engine-non-cuda"],
+        "vllm-cuda": ["mooncake-transfer-engine-cuda13"],
+        "vllm-cuda12": ["mooncake-transfer-engine"],
+    }
+
+
 def test_the_table_of_extras_has_the_modules_of_each() -> None:
     assert MODULES.keys() | {"client"} == EXTRAS.keys()
     assert EXTRAS["client"] == []
@@ -42,8 +52,9 @@ def test_the_table_of_extras_has_the_modules_of_each() -> None:
         for name, found in packages_distributions().items()
     }
     # The builds for CUDA are not installed here, and contain the same modules.
-    assert MODULES["vllm-cuda"] == MODULES["vllm-cpu"]
-    for extra in MODULES.keys() - {"vllm-cuda"}:
+    for_cuda = {"vllm-cuda", "vllm-cuda12"}
+    assert {MODULES[extra] for extra in for_cuda} == {MODULES["vllm-cpu"]}
+    for extra in MODULES.keys() - for_cuda:
         wanted = _own(EXTRAS[extra]).keys()
         for module in MODULES[extra]:
             assert distributions[module.partition(".")[0]] & wanted, (extra, module)

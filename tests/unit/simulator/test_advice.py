@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.gpu_pace.accelerators import ACCELERATORS as PACES
 from headrace_common.errors import ConfigError
+from headrace_kv.model_layout import kv_layout, prompt_bytes
 from headrace_simulator.accelerators import (
     ACCELERATORS,
     LoadSize,
     computed_profile,
+    sent_s_per_byte,
     tensor_parallel_sizes,
     work_of,
 )
@@ -79,6 +83,17 @@ def test_only_workers_that_start_are_proposed() -> None:
     assert 400_000 < found.kv_tokens < 700_000
     small = ACCELERATORS["L40S"].model_copy(update={"machine_devices": 2})
     assert tensor_parallel_sizes(llama, small, 8) == [1, 2]
+
+
+def test_the_network_takes_the_times_that_capacity_planning_shows() -> None:
+    page = Path("docs/operations/capacity.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| ([\d,]+) \| [\d,.]+ MiB \| ([\d,.]+) ms \|", page)
+    assert len(rows) == 3
+    layout = kv_layout(config_of("deepseek-v3"), 8)
+    for tokens, time_ms in rows:
+        sent_bytes = prompt_bytes(layout, int(tokens.replace(",", "")))
+        found = 1e3 * sent_bytes * sent_s_per_byte(100)
+        assert found == pytest.approx(float(time_ms.replace(",", "")), abs=0.02)
 
 
 def results(shares: Mapping[tuple[str, int], float], asked: list[Fleet]) -> Any:

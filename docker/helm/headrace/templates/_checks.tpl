@@ -28,6 +28,11 @@
 {{- end -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" "worker" -}}
+{{- if gt (int (index $values $role).hosts) 1 -}}
+{{- if include "headrace.scaled" (dict "root" $.root "component" $role) -}}
+{{- fail (printf "%s.hosts: what scales workers sets the replicas of StatefulSets; set hosts to 1, or scale by hand" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (index $values $role).hostNetwork $values.networkPolicy.enabled -}}
 {{- fail (printf "%s.hostNetwork: network policies do not cover the host's network; set networkPolicy.enabled to false and use the rules of docs/security.md" $role) -}}
 {{- end -}}

@@ -143,6 +143,11 @@ livenessProbe:
 - --planner-id=$(POD_NAME)
 {{- else if has .component (list "prefill" "decode" "worker") }}
 - --worker-id=$(POD_NAME)
+{{- $own := index $values .component }}
+{{- if gt (int $own.hosts) 1 }}
+{{- $given := dig "engine_args" "" (merge (dict) $own.settings $values.settings) }}
+- {{ printf "--engine-args=%s --nnodes %d --node-rank $(LWS_WORKER_INDEX) --master-addr $(LWS_LEADER_ADDRESS)" $given (int $own.hosts) | toJson }}
+{{- end }}
 {{- end }}
 {{- if include "headrace.servesGateways" . }}
 {{- end }}
@@ -247,7 +252,9 @@ spec:
         {{- range $name, $port := omit (include "headrace.ports" . | fromYaml) (ternary "grpc" "" $proxied) }}
         - { name: {{ $name }}, containerPort: {{ $port }} }
         {{- end }}
+      {{- if not .servesNothing }}
       {{- include "headrace.probes" . | nindent 6 }}
+      {{- end }}
       lifecycle:
         # Other pods send new requests here until they learn of the end.
         preStop: { exec: { command: [/bin/sleep, "5"] } }

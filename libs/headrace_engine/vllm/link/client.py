@@ -18,7 +18,7 @@ from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import DeadlineExceeded, from_reason
-from headrace_common.rpc.channel import LOCAL_OPTIONS
+from headrace_common.rpc.channel import LOCAL_OPTIONS, open_channel
 from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ ATTACH_TIMEOUT_S = 900.0
 ATTACH_POLL_S = 0.05
 UNSENT_MAX = 65_536
 LINK_LOST_STATUS = 75
+SECRET_KEY = "headrace-link-secret"
+"""Of the metadata of a connector on another host than the service."""
 
 OnResponse = Callable[[link_pb2.AttachResponse], None]
 
@@ -60,9 +62,15 @@ class EngineLink:
     """
 
     def __init__(
-        self, path: Path, attachment: link_pb2.Attachment, on_response: OnResponse
+        self,
+        path: Path,
+        attachment: link_pb2.Attachment,
+        on_response: OnResponse,
+        address: str = "",
+        secret: str = "",
     ) -> None:
-        self._path = path
+        """On another host than the service, `address` and `secret` of ConnectorSettings lead to it."""
+        self._path, self._address, self._secret = path, address, secret
         self._attachment = attachment
         self._on_response = on_response
         self.loop = LinkLoop.of_process().loop
@@ -114,12 +122,12 @@ class EngineLink:
 
     async def _attach(self) -> None:
         try:
-            await self._wait_for_socket()
-            async with grpc.aio.insecure_channel(
-                f"unix:{self._path}", options=LOCAL_OPTIONS
-            ) as channel:
+            async with await self._open_channel() as channel:
                 stub = link_pb2_grpc.EngineLinkServiceStub(channel)
-                async for response in stub.Attach(self._requests(), wait_for_ready=True):
+                stream = stub.Attach(
+                    self._requests(), metadata=((SECRET_KEY, self._secret),), wait_for_ready=True
+                )
+                async for response in stream:
                     self._dispatch(response)
             self._exit_process("the service ended it")
         except TimeoutError:
@@ -127,8 +135,17 @@ class EngineLink:
         except grpc.aio.AioRpcError as exc:
             self._exit_process(f"{exc.code().name}: {exc.details()}")
 
+    async def _open_channel(self) -> grpc.aio.Channel:
+        """The service listens once all engine processes are forked and loaded."""
+        if self._address:
+            channel = open_channel(self._address)
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                await channel.channel_ready()
+            return channel
+        await self._wait_for_socket()
+        return grpc.aio.insecure_channel(f"unix:{self._path}", options=LOCAL_OPTIONS)
+
     async def _wait_for_socket(self) -> None:
-        """The service opens it once all its engine processes are forked and loaded."""
         for _ in range(round(ATTACH_TIMEOUT_S / ATTACH_POLL_S)):
             if self._path.exists():
                 return

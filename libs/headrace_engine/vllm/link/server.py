@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import grpc
 import grpc.aio
@@ -23,7 +24,8 @@ from headrace_common.errors import (
     ProtocolViolation,
     TransferFailed,
 )
-from headrace_common.rpc.channel import LOCAL_OPTIONS
+from headrace_common.rpc.channel import LOCAL_OPTIONS, keepalive_options
+from headrace_engine.vllm.link.client import SECRET_KEY
 from headrace_engine.vllm.link.messages import (
     transfer_event_to_proto,
 )
@@ -35,6 +37,7 @@ from headrace_kv.layout import (
     rank_memory_from_proto,
 )
 from headrace_kv.runs import Int64Array
+from headrace_kv.transport.guard import Address, address_of_peer
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
@@ -43,6 +46,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NETWORK_OPTIONS: Final = (
+    *LOCAL_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", 1_024),
+    # An idle rank sends only pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+)
 UNSENT_MAX = 65_536
 QUERIES_MAX = 1024
 _SUM_TIMEOUT_S = 30.0
@@ -51,6 +61,7 @@ _SUM_TIMEOUT_S = 30.0
 @dataclass(slots=True)
 class _Peer:
     attachment: link_pb2.Attachment
+    host: Address | None
     outbox: asyncio.Queue[link_pb2.AttachResponse | None] = field(
         default_factory=lambda: asyncio.Queue(UNSENT_MAX)
     )
@@ -59,7 +70,9 @@ class _Peer:
     @property
     def name(self) -> str:
         """For log messages."""
-        return "scheduler" if self.attachment.scheduler else f"rank {self.attachment.rank}"
+        if self.attachment.scheduler:
+            return "scheduler"
+        return f"rank {self.attachment.rank}" + (f" on {self.host}" if self.host else "")
 
 
 class RankSums:
@@ -91,12 +104,15 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         on_message: Callable[[int, link_pb2.AttachRequest], None],
         on_lost: Callable[[str], None],
         descriptors: DescriptorSource,
+        address: str = "",
+        secret: str = "",
     ) -> None:
-        self._path = path
+        """`address`: "host:port" that serves connectors of other hosts, which present `secret`. Empty for none."""
+        self._path, self._address, self._secret = path, address, secret
         self._on_message = on_message
         self._on_lost = on_lost
         self._descriptors = descriptors
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
         self._scheduler: _Peer | None = None
         self._ranks: dict[int, _Peer] = {}
         self._changed = asyncio.Event()
@@ -105,14 +121,20 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         self._answers: dict[int, tuple[_Peer, asyncio.Future[link_pb2.AttachRequest]]] = {}
 
     async def start(self) -> None:
-        """Serves on the socket. Raises InternalError when it cannot be bound."""
-        self._server = grpc.aio.server(options=LOCAL_OPTIONS)
-        link_pb2_grpc.add_EngineLinkServiceServicer_to_server(self, self._server)
+        """Serves on the socket, and on the address. Raises InternalError when one cannot be bound."""
+        await self._serve(f"unix:{self._path}", LOCAL_OPTIONS)
+        if self._address:
+            await self._serve(self._address, (*_NETWORK_OPTIONS, *keepalive_options()))
+
+    async def _serve(self, address: str, options: Sequence[tuple[str, int | str]]) -> None:
+        server = grpc.aio.server(options=options)
+        link_pb2_grpc.add_EngineLinkServiceServicer_to_server(self, server)
         try:
-            self._server.add_insecure_port(f"unix:{self._path}")
+            server.add_insecure_port(address)
         except RuntimeError as exc:
-            raise InternalError(f"cannot serve the engine link on {self._path}: {exc}") from exc
-        await self._server.start()
+            raise InternalError(f"cannot serve the engine link on {address}: {exc}") from exc
+        await server.start()
+        self._servers.append(server)
 
     def begin_close(self) -> None:
         """Reports no lost connectors from now on."""
@@ -121,8 +143,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
     async def close(self) -> None:
         """Ends all streams."""
         self.begin_close()
-        if self._server is not None:
-            await self._server.stop(grace=None)
+        await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
 
     async def wait_attached(
         self, rank_count: int, timeout_s: float, *, with_scheduler: bool = True
@@ -226,7 +247,14 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         context: grpc.aio.ServicerContext[link_pb2.AttachRequest, link_pb2.AttachResponse],
     ) -> AsyncIterator[link_pb2.AttachResponse]:
         """See link.proto. The stream of one connector."""
-        peer = await self._register(request_iterator)
+        host = address_of_peer(context.peer())
+        given = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
+        is_local = context.peer().startswith("unix:")
+        if not is_local and not hmac.compare_digest(str(given), self._secret):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the caller is no rank of this engine"
+            )
+        peer = await self._register(request_iterator, host)
         reader = asyncio.create_task(self._read(peer, request_iterator), name=f"link {peer.name}")
         try:
             while (response := await peer.outbox.get()) is not None:
@@ -236,11 +264,13 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
                 task.cancel()
             self._unregister(peer)
 
-    async def _register(self, requests: AsyncIterator[link_pb2.AttachRequest]) -> _Peer:
+    async def _register(
+        self, requests: AsyncIterator[link_pb2.AttachRequest], host: Address | None
+    ) -> _Peer:
         async for request in requests:
             if request.WhichOneof("message") != "attachment":
                 break
-            peer = _Peer(request.attachment)
+            peer = _Peer(request.attachment, host)
             if peer.attachment.scheduler:
                 self._scheduler = peer
             else:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,12 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
-from headrace_engine.vllm.parallel import gather_from_stages, stage_of_this_rank
+from headrace_engine.vllm.parallel import (
+    gather_from_stages,
+    node_rank,
+    stage_of_this_rank,
+    value_of_first_rank,
+)
 from headrace_engine.vllm.rank.comparison import BlockComparer
 from headrace_engine.vllm.rank.hidden_states import listen, sample_beside_steps
 from headrace_engine.vllm.rank.memory import (
@@ -83,6 +89,8 @@ class ConnectorWorker:
         self._settings = settings
         self._vllm_config = vllm_config
         self._groups = groups
+        # On another host than the service.
+        self._is_remote = node_rank(vllm_config) > 0
         self._stage, self._rank_in_stage = stage_of_this_rank(), tensor_parallel_rank()
         self._stage_ranks = tensor_parallel_size(vllm_config)
         self._rank = self._stage * self._stage_ranks + self._rank_in_stage
@@ -111,7 +119,7 @@ class ConnectorWorker:
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service. Raises ConfigError."""
-        settings, tensor = self._settings, next(iter(kv_caches.values()))
+        settings, tensor = self._join_engine(), next(iter(kv_caches.values()))
         arena, layout = self._describe(kv_caches)
         if settings.role != "prefill":
             self._comparer = self._open_comparer(kv_caches)
@@ -139,10 +147,12 @@ class ConnectorWorker:
             rank=self._rank,
             layout=layout_to_proto(layout),
             memory=rank_memory_to_proto(memory),
-            process_id=os.getpid() if tensor.device.type == "cpu" else 0,
+            process_id=os.getpid() if memory_descriptor else 0,
             memory_descriptor=memory_descriptor,
         )
-        self._link = EngineLink(Path(settings.link_path), attachment, self._on_response)
+        address = settings.link_address if self._is_remote else ""
+        path, secret = Path(settings.link_path), settings.link_secret
+        self._link = EngineLink(path, attachment, self._on_response, address, secret)
         start_sending = partial(
             self._start_sending, self._link, self._transport, order, layout, memory
         )
@@ -151,6 +161,16 @@ class ConnectorWorker:
             self._start_sending_later = start_sending
         else:
             start_sending()
+
+    def _join_engine(self) -> ConnectorSettings:
+        """On another host than the service, the worker's identity and the link's secret are those of rank 0."""
+        own = self._settings
+        first = own.worker_id, own.incarnation, own.link_secret
+        worker_id, incarnation, secret = value_of_first_rank(self._vllm_config, first)
+        self._settings = replace(
+            own, worker_id=worker_id, incarnation=incarnation, link_secret=secret
+        )
+        return self._settings
 
     def _describe(self, kv_caches: Mapping[str, Tensor]) -> tuple[Arena, KvLayout]:
         """The rank's memory and the worker's layout, with all stages. Numbers the layers as the layout does."""
@@ -178,7 +198,7 @@ class ConnectorWorker:
 
     def _share(self, arena: Arena, tensor: Tensor) -> int:
         """The descriptor with which the service maps what decode receives, 0 where it does not."""
-        if self._settings.role == "prefill" or tensor.device.type != "cpu":
+        if self._settings.role == "prefill" or tensor.device.type != "cpu" or self._is_remote:
             return 0
         try:
             return share_pages(arena.base_address, arena.arena_bytes)

@@ -38,7 +38,7 @@ SETTINGS: Final[Mapping[str, str]] = {
 _CONNECTOR = "Headrace's connector is the engine's only one"
 _TOKENIZER = "the router tokenizes, with the tokenizer of the folder in its models"
 _ONE_RANK = "a worker is one data-parallel rank: give data_parallel_size and data_parallel_rank"
-_RANKS = "a KV transfer has ranks and stages of one host: set tensor_parallel_size or pipeline_parallel_size"
+_RANKS = "a KV transfer has tensor-parallel ranks and stages: set tensor_parallel_size or pipeline_parallel_size"
 _DRAFT = "part of --speculative-config, which prefill and decode workers take"
 _LORA = "routers select adapters by name: give --enable-lora and --lora-modules"
 _HOOKS = "the connector's hooks depend on vLLM's own class"
@@ -65,8 +65,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "use_tqdm_on_load": "logs have no progress bars",
     "prefill_context_parallel_size": _RANKS,
     "decode_context_parallel_size": _RANKS,
-    "nnodes": _RANKS,
-    "node_rank": _RANKS,
     "distributed_executor_backend": "the engine's processes are forked, with the connector's link",
     "data_parallel_start_rank": _ONE_RANK,
     "data_parallel_size_local": _ONE_RANK,
@@ -103,6 +101,8 @@ KV_ARGUMENTS: Final = (
 """Arguments that change the meaning of the KV bytes: workers with different values must not exchange KV."""
 
 ARGUMENTS_MAX: Final = 256
+MASTER_PORT: Final = 29501
+"""vLLM's own, where none is given."""
 _GIB: Final = 1 << 30
 _MESSAGE_CHARACTERS_MAX: Final = 300
 _UNSET: Final = object()
@@ -236,9 +236,34 @@ def check_combinations(given: Mapping[str, Any], stages: int) -> None:
         )
 
 
+def node_rank(text: str) -> int:
+    """This host's number among those of the engine: 0 for the one that serves. Does not load vLLM, which checks it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--node-rank", "--node_rank", "-r", default="0")
+    found: str = parser.parse_known_args(split_engine_args(text))[0].node_rank
+    return int(found) if found.isdecimal() else 0
+
+
+def link_address(given: Mapping[str, Any]) -> str:
+    """Where the link serves the ranks of other hosts. Empty where the engine has one host."""
+    if given.get("nnodes", 1) == 1:
+        return ""
+    return f"{given['master_addr']}:{given.get('master_port', MASTER_PORT) + 1}"
+
+
 def _check_ranks(given: Mapping[str, Any]) -> None:
     """Each worker is one data-parallel rank: routers balance the load, and vLLM calls that external."""
     size, rank = given.get("data_parallel_size", 1), given.get("data_parallel_rank")
+    nodes = given.get("nnodes", 1)
+    if nodes > 1 and "master_addr" not in given:
+        raise _wrong(
+            f"engine_args: nnodes is {nodes} without master_addr: give the address of the host with node_rank 0"
+        )
+    if nodes > 1 and size > 1:
+        raise _wrong(
+            "engine_args: data-parallel ranks of several hosts each are not tested: leave out nnodes, or "
+            "data_parallel_size"
+        )
     if size > 1 and rank is None:
         raise _wrong(
             f"engine_args: data_parallel_size is {size} without data_parallel_rank: start {size} workers, with the "

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_common.errors import ConfigError
 from headrace_common.limits import DEFAULT_KV_CACHE_GIB
@@ -25,6 +26,7 @@ from headrace_engine.vllm.compat import (
     schedules_ahead,
     set_vllm_environment,
     start_llm,
+    start_ranks,
 )
 from headrace_engine.vllm.drafts import find_draft
 from headrace_engine.vllm.link.messages import read_startup_error
@@ -41,6 +43,7 @@ from headrace_engine.vllm.service.engine_args import (
     SPECULATION,
     check_combinations,
     fingerprint_with,
+    link_address,
     parse_engine_args,
     split_engine_args,
     take_kv_events,
@@ -52,7 +55,9 @@ if TYPE_CHECKING:
     from vllm.config import KVEventsConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 # A thread requests Python's global lock after this time. Forward pass, sender and streams alternate several times in
@@ -179,6 +184,7 @@ class Launched:
     llm: AsyncLLM
     adapters: EngineAdapters
     place: GroupPlace | None
+    settings: ConnectorSettings
     kv_events: KVEventsConfig | None
     """Where others read vLLM's KV events."""
 
@@ -188,6 +194,23 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launch
 
     Raises ConfigError when vLLM rejects the model or the settings.
     """
+    return _with_vllm(config, folder, link_path, _start_engine)
+
+
+def launch_ranks(config: EngineConfig, folder: ModelFolder, link_path: Path) -> MultiprocExecutor:
+    """As `launch`, for the ranks of this host where the engine is on another one. All must load before any serves."""
+
+    def start(args: AsyncEngineArgs, *_: object) -> MultiprocExecutor:
+        vllm_config = _vllm_config(args)
+        with engine_children(keeps_memory=runs_on_cpu()):
+            return start_ranks(vllm_config)
+
+    return _with_vllm(config, folder, link_path, start)
+
+
+def _with_vllm(
+    config: EngineConfig, folder: ModelFolder, link_path: Path, start: Callable[..., T]
+) -> T:
     set_vllm_environment(
         host=config.host,
         kv_cache_gib=config.kv_cache_gib or DEFAULT_KV_CACHE_GIB,
@@ -197,25 +220,18 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launch
     with warnings.catch_warnings():
         # vLLM and torch warn of deprecated names, here and in the forked processes.
         warnings.simplefilter("ignore")
-        return _launch(config, folder, link_path)
+        return _launch(config, folder, link_path, start)
 
 
-def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launched:
+def _launch(
+    config: EngineConfig, folder: ModelFolder, link_path: Path, start: Callable[..., T]
+) -> T:
     start_s = time.monotonic()
     log.info("loading vLLM")
     import_vllm()
     log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
     try:
-        args, adapters, kv_events = _engine_args(config, folder, link_path)
-        vllm_config = args.create_engine_config()
-        _choose_scheduler(vllm_config, args.async_scheduling)
-        place = group_place(vllm_config)
-        if place is not None:
-            log.info(
-                "waiting for the data-parallel ranks; this is %d of %d", place.rank, place.size
-            )
-        with engine_children(keeps_memory=runs_on_cpu()):
-            return Launched(start_llm(vllm_config), adapters, place, kv_events)
+        return start(*_engine_args(config, folder, link_path))
     except (RuntimeError, ValueError) as exc:
         startup_error = read_startup_error(link_path)
         if startup_error is not None:
@@ -225,6 +241,26 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
             f"vLLM cannot serve {folder.path}: {message}; its log above has the cause",
             metadata={"field": "model", "model": config.model},
         ) from exc
+
+
+def _start_engine(
+    args: AsyncEngineArgs,
+    adapters: EngineAdapters,
+    settings: ConnectorSettings,
+    kv_events: KVEventsConfig | None,
+) -> Launched:
+    vllm_config = _vllm_config(args)
+    place = group_place(vllm_config)
+    if place is not None:
+        log.info("waiting for the data-parallel ranks; this is %d of %d", place.rank, place.size)
+    with engine_children(keeps_memory=runs_on_cpu()):
+        return Launched(start_llm(vllm_config), adapters, place, settings, kv_events)
+
+
+def _vllm_config(args: AsyncEngineArgs) -> VllmConfig:
+    vllm_config = args.create_engine_config()
+    _choose_scheduler(vllm_config, args.async_scheduling)
+    return vllm_config
 
 
 def _choose_scheduler(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
@@ -296,7 +332,7 @@ def _transfer_config(
 
 def _engine_args(
     config: EngineConfig, folder: ModelFolder, link_path: Path
-) -> tuple[AsyncEngineArgs, EngineAdapters, KVEventsConfig | None]:
+) -> tuple[AsyncEngineArgs, EngineAdapters, ConnectorSettings, KVEventsConfig | None]:
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -327,6 +363,8 @@ def _engine_args(
         gpu_direct=config.gpu_direct,
         rdma_devices=config.rdma_devices,
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
+        link_address=link_address(given),
+        link_secret=secrets.token_hex(),
         write_quiet_s=config.write_quiet_s,
         tiers=config.tiers,
     )
@@ -364,4 +402,4 @@ def _engine_args(
     )
     lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())
     loaded = EngineAdapters(adapters, given | {"model": folder.path}, on_cpu=runs_on_cpu())
-    return AsyncEngineArgs(**{**ours, **lora, **given}), loaded, kv_events
+    return AsyncEngineArgs(**{**ours, **lora, **given}), loaded, settings, kv_events

@@ -33,6 +33,10 @@ NHD = "order=nhd"
 HND = "order=hnd"
 GQA = "layers=3,heads=4,parts=k:16/v:16"
 MLA = "layers=3,heads=1,parts=latent:40"
+CONTROL_BYTES_MAX = 64
+"""Of a rank's transfer, without its acknowledgements."""
+WRITE_CONTROL_BYTES_MAX = 32
+"""Of the acknowledgement of a write."""
 MLA_APART = "layers=2,heads=1,parts=nope:32/rope:8"
 OPAQUE = "layers=2,heads=4,parts=k:16/v:16,block_format=token_inner"
 
@@ -155,7 +159,7 @@ def config_of(side: Side, model: str) -> dict[str, Any]:
 
 
 def check_bytes(both: Pair, handed: Handed, broadcast: bool) -> None:
-    """The sent bytes are those of the plan, and all that decode needs, once."""
+    """The sent bytes are those of the plan, and all that decode needs, once. Messages about them are small."""
     layouts = (both.prefill.descriptor.layout, both.decode.descriptor.layout)
     reservation, summary, outcome = handed.reservation, handed.summary, handed.outcome
     assert summary is not None
@@ -165,6 +169,9 @@ def check_bytes(both: Pair, handed: Handed, broadcast: bool) -> None:
     assert bool(summary.local_bytes) == broadcast
     assert summary.payload_bytes + summary.local_bytes == needed_bytes(layouts[1], *tokens)
     layers = sent_layers(outcome.reports)
+    for report in outcome.reports:
+        writes = sum(sent.rank == report.rank for sent in layers)
+        assert report.control_bytes <= CONTROL_BYTES_MAX + writes * WRITE_CONTROL_BYTES_MAX
     assert sum(sent.times.payload_bytes for sent in layers) == summary.payload_bytes
     keys = {(sent.rank, sent.link.destination_rank, sent.times.layer) for sent in layers}
     assert keys == {

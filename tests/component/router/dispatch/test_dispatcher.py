@@ -235,3 +235,19 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
     assert await rig.text() == "ok"
     assert [request.remote_prefill for request in decode.requests] == [True, True, False]
     waiting.cancel()
+
+
+async def test_prompts_are_prefilled_remotely_again_once_the_queue_has_drained(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.router.queue, "max_queued_tasks", 1)
+    decode = await rig.add_decode(reply("ok"))
+    prefill = await rig.add_prefill(hand_over, credit=0)
+    waiting = asyncio.create_task(rig.text())
+    await until(lambda: rig.router.queue.depth == 1)
+    assert await rig.text() == "ok"
+    await prefill.give_credit(4)
+    assert await waiting == "ok"
+    assert await rig.text() == "ok"
+    assert [request.remote_prefill for request in decode.requests] == [True, False, True]
+    assert len(prefill.tasks) == 2

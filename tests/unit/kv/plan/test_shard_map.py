@@ -12,6 +12,7 @@ from headrace_common.errors import LayoutMismatch
 from headrace_kv.compatibility import fingerprint, require_compatible
 from headrace_kv.layout import KvLayout, layout_from_proto, layout_to_proto
 from headrace_kv.shard_map import (
+    Edge,
     edges,
     edges_from,
     heads_held,
@@ -108,6 +109,11 @@ def test_both_sides_compute_the_same_plan(
         ]
         planned = edges(prefill, decode, layer, transfer_id)
         assert sorted(map(repr, sent)) == sorted(map(repr, planned))
+
+
+def test_four_prefill_ranks_send_to_two_decode_ranks() -> None:
+    found = edges(make_layout(4, 8), make_layout(2, 8), 0, "x")
+    assert list(found) == [Edge(rank, rank // 2, 0, 2 * (rank % 2), 2) for rank in range(4)]
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -55,6 +55,17 @@ def test_a_missing_adapter_is_named_with_those_that_exist() -> None:
     assert caught.value.metadata["field"] == "rdma_devices"
 
 
+def test_without_adapters_tcp_is_named_in_the_log_and_refused_where_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mooncake, "_INFINIBAND", tmp_path / "none")
+    caplog.set_level("INFO")
+    assert start(monkeypatch, "auto") == ""
+    assert "KV bytes move by Mooncake over tcp, from 127.0.0.1" in caplog.text
+    with pytest.raises(ConfigError, match="no RDMA adapter mlx5_0, but none"):
+        mooncake.open_mooncake("127.0.0.1", "auto", rdma_devices=("mlx5_0",))
+
+
 def test_the_setting_is_a_list_of_names() -> None:
     worker = {"worker_id": "d", "model": "m", "rdma_devices": "mlx5_0, mlx5_1"}
     assert WorkerConfig.model_validate(worker).rdma_devices == ("mlx5_0", "mlx5_1")

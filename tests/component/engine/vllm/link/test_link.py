@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from headrace.engine.v1 import link_pb2
+from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, StaleIncarnation
 from headrace_engine.interface import Arrived, FirstToken, Recompute, Released
@@ -48,6 +48,7 @@ from headrace_kv.messages import (
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.load_times import TierLoad
 from headrace_kv.tiers.promises import KeepTerms, Kept
+from tests.ports import free_port
 from tests.transfer_links import sent_link
 from tests.waiting import until
 
@@ -266,3 +267,28 @@ def test_the_first_startup_error_is_stored_and_read_back(tmp_path: Path) -> None
     found = read_startup_error(link)
     assert isinstance(found, StaleIncarnation)
     assert (found.detail, found.metadata) == ("first", {"a": "b"})
+
+
+async def test_a_rank_of_another_host_attaches_by_the_secret_and_its_host_is_named(
+    tmp_path: Path,
+) -> None:
+    address, lost = f"127.0.0.1:{free_port()}", list[str]()
+    server = LinkServer(
+        tmp_path / "link", lambda *_: None, lost.append, no_descriptors, address, "right"
+    )
+    link = EngineLink(tmp_path, rank_attachment(0), lambda _: None, address, "right")
+    await server.start()
+    try:
+        found = await server.wait_attached(1, timeout_s=10, with_scheduler=False)
+        assert found.ranks == (memory(0),)
+        for metadata in (None, (("headrace-link-secret", "wrong"),)):
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = link_pb2_grpc.EngineLinkServiceStub(channel)
+                first = link_pb2.AttachRequest(attachment=rank_attachment(1))
+                stranger = stub.Attach(iter([first]), metadata=metadata)
+                with pytest.raises(grpc.aio.AioRpcError, match="no rank of this engine"):
+                    await stranger.read()
+        link.close()
+        await until(lambda: lost == ["the engine's rank 0 on 127.0.0.1 has ended"])
+    finally:
+        await server.close()

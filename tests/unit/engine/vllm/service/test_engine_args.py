@@ -16,6 +16,8 @@ from headrace_engine.vllm.service.engine_args import (
     SETTINGS,
     check_combinations,
     fingerprint_with,
+    link_address,
+    node_rank,
     split_engine_args,
     take_kv_events,
     take_offloading,
@@ -102,6 +104,32 @@ def test_broken_texts_are_refused(text: str, words: str) -> None:
 def test_a_worker_is_one_data_parallel_rank(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_combinations(given, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        ("", 0),
+        ("--nnodes 2 --node-rank 1", 1),
+        ("--node_rank=3 -n 4", 3),
+        ("-r 2 --seed 1", 2),
+        ("--node-rank x", 0),
+    ],
+)
+def test_the_number_of_a_host_is_read_without_vllm(text: str, rank: int) -> None:
+    assert node_rank(text) == rank
+
+
+def test_hosts_of_one_engine_share_the_address_of_the_first() -> None:
+    hosts = {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.7"}
+    check_combinations(hosts, 1)
+    assert link_address({}) == ""
+    assert link_address(hosts) == "10.0.0.7:29502"
+    assert link_address({**hosts, "master_port": 4000}) == "10.0.0.7:4001"
+    with pytest.raises(ConfigError, match="give the address of the host with node_rank 0"):
+        check_combinations({"nnodes": 2}, 1)
+    with pytest.raises(ConfigError, match="leave out nnodes, or data_parallel_size"):
+        check_combinations({**hosts, "data_parallel_size": 2, "data_parallel_rank": 0}, 1)
 
 
 def test_data_parallel_ranks_and_experts_are_passed_through() -> None:
