@@ -13,10 +13,14 @@ from headrace_kv.messages import Reservation, TransferTarget
 
 @dataclass(frozen=True, slots=True)
 class ReceiveParams:
-    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token."""
+    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token.
+
+    With `computes_from`, only that of the tokens before, see DecodeWork.
+    """
 
     transfer_id: str
     awaits_first_token: bool = False
+    computes_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,10 @@ class Receive:
     reservation: Reservation
     add_token: Callable[[int], None] | None = None
     whole: bool = False
+    lost: bool = False
+    """It has failed, and its request runs."""
+    ended: bool = False
+    """Its request has ended."""
 
     @property
     def ready(self) -> bool:
@@ -99,6 +107,9 @@ class Receive:
     def arrive(self) -> None:
         self.whole = True
 
+    def lose(self) -> None:
+        self.lost = True
+
     def add_first_token(self, token_id: int) -> None:
         if self.add_token is not None:
             self.add_token(token_id)
@@ -106,7 +117,7 @@ class Receive:
 
     def cancel(self) -> None:
         """The request has ended: it only waits until no sender writes into its blocks."""
-        self.add_token = None
+        self.add_token, self.ended = None, True
 
 
 @dataclass(slots=True)

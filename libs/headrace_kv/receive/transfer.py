@@ -170,6 +170,9 @@ class IncomingTransfer:
         self.quarantines: list[Quarantine] = []
         """Of writers that went away without a Quiesced."""
         self.states = StateMachine(reservation.transfer_id)
+        self.on_layers: Callable[[int], None] | None = None
+        """Gets the number of first layers that are whole, each time that it has grown. See Receiver.lands_layers."""
+        self._whole_layers = 0
         self._layout = layout
         self._on_free = on_free
         self._timer: TimerHandle | None = None
@@ -293,6 +296,9 @@ class IncomingTransfer:
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
             self.states.enter(TransferState.RECEIVING)
+        if self.on_layers is not None and self.ledger.whole_layers > self._whole_layers:
+            self._whole_layers = self.ledger.whole_layers
+            self.on_layers(self._whole_layers)
         if not new or (self.copies is None and self.checks is None):
             return
         sums = self.checks is not None and self.checks.word_sums
