@@ -123,6 +123,13 @@ class Decision:
     """False when every worker that may be chosen is unreachable."""
 
     @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that one worker computes before the chosen one goes on."""
+        return (
+            self.computes_from - self.cached_tokens if self.computes_from else self.missing_tokens
+        )
+
+    @property
     def candidates(self) -> tuple[inference_pb2.Candidate, ...]:
         """The chosen worker, then the cheapest others. `prefix_fault` is empty."""
         needed_tokens = self.missing_tokens + self.cached_tokens
@@ -276,7 +283,7 @@ def _divided(
         decision,
         remote=True,
         why=f"{decision.why}; beside {prefill.worker_id}, which computes up to token {found.token}",
-        missing_tokens=found.token - cached,
+        missing_tokens=asked.needed_tokens - cached,
         cached_tokens=cached,
         prefill=prefill,
         first_s=found.first_s,

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from pydantic import SecretStr
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, trace_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import worker_status
@@ -264,10 +264,10 @@ def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TimeColumns, "all_known", lambda columns, usable: True)
 
 
-async def divided(pair: Pair, prompt: list[int]) -> tuple[str, str, int]:
+async def divided(pair: Pair, prompt: list[int], name: str = "") -> tuple[str, str, int]:
     """The workers of a prompt, and the tokens that were transferred. The answer is the model's."""
     last = inference_pb2.GenerateResponse()
-    request, tokens = greedy(prompt, 8, ANY), list[int]()
+    request, tokens = greedy(prompt, 8, ANY, name), list[int]()
     pair.rig.policy.divide_gain = 0.15
     async for last in pair.rig.stub.Generate(request, timeout=60):
         tokens += last.token_ids
@@ -281,9 +281,28 @@ async def divided(pair: Pair, prompt: list[int]) -> tuple[str, str, int]:
 async def test_two_workers_compute_one_prompt() -> None:
     async with running(DIVIDED) as pair:
         for length in (DIVIDED_AT + 1, 500, 700):
-            prefill, decode, transferred = await divided(pair, prompt_of(length, length))
+            prefill, decode, transferred = await divided(
+                pair, prompt_of(length, length), f"r{length}"
+            )
             assert {prefill, decode} == NAMES
             assert transferred == DIVIDED_AT
+        spans = {one.name: one for one in (await pair.rig.trace_of("r700")).spans}
+        first, beside, waited = (
+            spans[f"headrace.{name}"]
+            for name in ("prefill.compute", "decode.beside", "decode.kv_wait")
+        )
+        assert first.attributes["headrace.tokens"] == str(DIVIDED_AT)
+        # Both compute at the same time. The last layer comes while decode computes.
+        assert start_ns(first) < start_ns(beside) < end_ns(first)
+        assert start_ns(beside) < end_ns(waited) < end_ns(beside)
+
+
+def start_ns(span: trace_pb2.Span) -> int:
+    return span.start_time.ToNanoseconds()
+
+
+def end_ns(span: trace_pb2.Span) -> int:
+    return start_ns(span) + span.duration.ToNanoseconds()
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -454,7 +454,8 @@ def test_a_prompt_is_divided_where_one_step_of_both_is_enough_of_it(
     assert decision.computes_from == pytest.approx(token, abs=200)
     assert decision.computes_from % LAYOUT.block_tokens == 0
     assert decision.prefill not in (None, decision.worker.ref)
-    assert decision.missing_tokens == decision.computes_from
+    assert decision.prefill_tokens == decision.computes_from
+    assert decision.candidates[0].cached_tokens == 0
     assert decision.first_s < share * alone.first_s
 
 

@@ -100,7 +100,7 @@ class RequestDispatcher:
                     token_ids[: decision.computes_from or None],
                     prepared.cache_salt,
                 ),
-                0 if unplanned else decision.missing_tokens,
+                0 if unplanned else decision.prefill_tokens,
                 decision.cached_tokens,
             )
             try:

@@ -95,7 +95,7 @@ async def until_layers(started: Started, clock: ManualClock, count: int) -> None
     await until(lambda: started.transfer.state is not TransferState.RESERVED)
     while (layers := whole_layers(started)) < count:
         await clock.advance(LAYER_S)
-        await until(lambda: whole_layers(started) > layers)  # noqa: B023
+        await until(lambda: whole_layers(started) > layers)
 
 
 @pytest.mark.parametrize("length", [33, 64])
