@@ -8,12 +8,8 @@ import time
 import pytest
 
 from headrace_common.errors import Cancelled, HeadraceError
-from headrace_engine.interface import (
-    Arrived,
-    LayersArrived,
-    PrefillWork,
-    Reservation,
-)
+from headrace_engine.interface import Arrived, LayersArrived, PrefillWork
+from headrace_kv.messages import Reservation
 from tests.decoding import decoded
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import BLOCK_TOKENS, TIMEOUT_S, Answer, Pair, prompt_of

@@ -12,6 +12,7 @@ from headrace_engine.connector.layer_groups import LayerGroup, token_stride
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.transfers import (
     BlockHolds,
+    PartialReceives,
     PrefillTimes,
     Receive,
     ReceiveParams,
@@ -34,7 +35,7 @@ class StepPlanner:
     `request_announced` methods.
 
     `on_reserved` gets the blocks of every incoming transfer, or an empty Reservation when nothing is missing. `holds`:
-    blocks that transfers need longer than requests.
+    blocks that transfers need longer than requests. `partial`: transfers whose requests run before they are whole.
     """
 
     def __init__(
@@ -50,14 +51,13 @@ class StepPlanner:
         self._settled: deque[tuple[str, bool]] = deque()
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._begun: deque[str] = deque()
-        # Those whose requests run while layers are on their way.
-        self._partial: dict[str, Receive] = {}
         self._late: deque[str] = deque()
         self._plan = StepPlan()
         self._takes_received = False
         self._event = threading.Event()
         self._announced_until_s = -math.inf
         self.holds = BlockHolds()
+        self.partial = PartialReceives(self.holds)
 
     def missing_tokens(
         self, params: ReceiveParams | SendParams | None, known_tokens: int, cached_tokens: int
@@ -150,24 +150,6 @@ class StepPlanner:
         self._begun.append(transfer_id)
         self._event.set()
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether a request runs, the KV of which is not whole. Its blocks must not be shared."""
-        return bool(self._partial)
-
-    def request_left(self, request_id: str) -> int | None:
-        """A request gives up its blocks. The first token of which these lack KV, None without one.
-
-        What may still be written is held until the transfer has settled (I1).
-        """
-        for transfer_id, receive in tuple(self._partial.items()):
-            if receive.request_id == request_id:
-                del self._partial[transfer_id]
-                if not receive.lost:
-                    self.holds.hold(transfer_id, receive.reservation.block_ids_by_group)
-                return receive.reservation.start_token
-        return None
-
     def request_announced(self) -> None:
         """A request reaches the scheduler within a moment."""
         self._announced_until_s = time.monotonic() + ANNOUNCEMENT_S
@@ -183,7 +165,7 @@ class StepPlanner:
 
         Returns at once when no transfer is awaited, and none holds blocks, or the next plan has something.
         """
-        if (self._receives or self._partial or self.holds) and self._plan == StepPlan():
+        if (self._receives or self.holds) and self._plan == StepPlan():
             is_announced = time.monotonic() < self._announced_until_s
             self._event.wait(min(timeout_s, SHORT_STEP_S) if is_announced else timeout_s)
 
@@ -201,8 +183,8 @@ class StepPlanner:
             send = self._sends.get(request.request_id)
             if send is not None:
                 self._plan_send(plan, send, request)
-        if self._partial:
-            plan.awaited.extend(name for name, one in self._partial.items() if not one.lost)
+        if self.partial:
+            plan.awaited = self.partial.awaited
         # What comes after `take_received` is taken before the next step, unless this one computes nothing.
         if not (scheduled and self._takes_received):
             self._plan_receives(plan)
@@ -226,7 +208,7 @@ class StepPlanner:
             transfer_id, whole = self._settled.popleft()
             receive = self._receives.get(transfer_id)
             if receive is None:
-                self._settle_partial(plan, transfer_id, whole)
+                plan.completed += self.partial.settle(transfer_id, whole)
             elif whole:
                 receive.arrive()
                 self._plan_received(plan, transfer_id, receive)
@@ -238,7 +220,7 @@ class StepPlanner:
             receive = self._receives.get(transfer_id)
             if receive is not None and not receive.ended:
                 del self._receives[transfer_id]
-                self._partial[transfer_id] = receive
+                self.partial.add(transfer_id, receive)
                 plan.received.append(receive.request_id)
                 plan.begun.append(receive.request_id)
         while self._late:
@@ -253,18 +235,6 @@ class StepPlanner:
             if receive is not None:
                 receive.add_first_token(token_id)
                 self._plan_received(plan, transfer_id, receive)
-
-    def _settle_partial(self, plan: StepPlan, transfer_id: str, whole: bool) -> None:
-        """Nothing writes any more into blocks whose request runs, or has left them."""
-        receive = self._partial.get(transfer_id)
-        if receive is None:
-            self.holds.release(transfer_id)
-        elif whole:
-            del self._partial[transfer_id]
-            plan.completed.append(receive.request_id)
-        else:
-            # Its request ends. Until then its blocks have wrong KV.
-            receive.lose()
 
     def _plan_received(self, plan: StepPlan, transfer_id: str, receive: Receive) -> None:
         if not receive.ready:

@@ -89,8 +89,6 @@ class Receive:
     reservation: Reservation
     add_token: Callable[[int], None] | None = None
     whole: bool = False
-    lost: bool = False
-    """It has failed, and its request runs."""
     ended: bool = False
     """Its request has ended."""
 
@@ -106,9 +104,6 @@ class Receive:
 
     def arrive(self) -> None:
         self.whole = True
-
-    def lose(self) -> None:
-        self.lost = True
 
     def add_first_token(self, token_id: int) -> None:
         if self.add_token is not None:
@@ -206,3 +201,53 @@ class BlockHolds:
         held = self._held.pop(name, ())
         if held and self._blocks is not None:
             self._blocks.release(held)
+
+
+class PartialReceives:
+    """Incoming transfers whose requests run while layers are on their way. The scheduling thread calls all methods.
+
+    Until they have settled or their requests leave, the blocks of these must not be shared.
+    """
+
+    def __init__(self, holds: BlockHolds) -> None:
+        self._holds = holds
+        self._receives: dict[str, Receive] = {}
+        # Those that have failed. Their requests end. Until then, their blocks have wrong KV.
+        self._lost: dict[str, Receive] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._receives or self._lost)
+
+    @property
+    def awaited(self) -> list[str]:
+        """The transfers with layers that a step waits for."""
+        return list(self._receives)
+
+    def add(self, transfer_id: str, receive: Receive) -> None:
+        """The request of a transfer may run: its first layer is whole."""
+        self._receives[transfer_id] = receive
+
+    def settle(self, transfer_id: str, whole: bool) -> list[str]:
+        """Nothing writes any more for a transfer, its request may have left. Returns the request that is whole."""
+        receive = self._receives.pop(transfer_id, None)
+        if receive is None:
+            self._holds.release(transfer_id)
+        elif whole:
+            return [receive.request_id]
+        else:
+            self._lost[transfer_id] = receive
+        return []
+
+    def leave(self, request_id: str) -> int | None:
+        """A request gives up its blocks. The first token of which these lack KV, None without one.
+
+        What may still be written is held until the transfer has settled (I1).
+        """
+        for receives in (self._receives, self._lost):
+            for transfer_id, receive in receives.items():
+                if receive.request_id == request_id:
+                    del receives[transfer_id]
+                    if receives is self._receives:
+                        self._holds.hold(transfer_id, receive.reservation.block_ids_by_group)
+                    return receive.reservation.start_token
+        return None

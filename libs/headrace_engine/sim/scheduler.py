@@ -125,7 +125,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
                 name, computed = sequence.transfer_id, sequence.computed
-                self.planner.request_left(name)
+                self.planner.partial.leave(name)
                 times = self.planner.request_finished(name)
                 sends = times is not None
                 copied = self._tiers.request_finished(name, computed, sends=sends)
@@ -177,7 +177,7 @@ class Scheduler:
         )
         if not chunks:
             return False
-        partial = self.planner.is_partial
+        partial = bool(self.planner.partial)
         self.meter.planned(step_of(chunks), len(chunks), columns=columns_of(chunks), waits=partial)
         self._on_steps(self.meter.steps)
         sends = any(isinstance(chunk.sequence, Prompt) for chunk in chunks)

@@ -192,7 +192,7 @@ class ConnectorScheduler:
     ) -> tuple[int | None, bool]:
         if not self._peers.may_schedule(request, num_computed_tokens):
             return None, False
-        if num_computed_tokens and self._planner.is_partial:
+        if num_computed_tokens and self._planner.partial:
             # vLLM caches blocks before all of their layers are whole.
             return None, False
         if request.skip_reading_prefix_cache:
@@ -248,9 +248,9 @@ class ConnectorScheduler:
 
     def request_left(self, request: Request) -> None:
         """A request gives up its blocks. What lacks KV in them is evicted from the prefix cache."""
-        if not self._planner.is_partial:
+        if not self._planner.partial:
             return
-        start = self._planner.request_left(request.request_id)
+        start = self._planner.partial.leave(request.request_id)
         if start is not None and self._kv_cache_manager is not None:
             manager, name = self._kv_cache_manager, request.request_id
             lacking = (
