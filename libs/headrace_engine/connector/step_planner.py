@@ -35,7 +35,7 @@ class StepPlanner:
     `request_announced` methods.
 
     `on_reserved` gets the blocks of every incoming transfer, or an empty Reservation when nothing is missing. `holds`:
-    blocks that transfers need longer than requests. `partial`: transfers whose requests run before they are whole.
+    blocks that transfers need longer than requests. `partial`: transfers of requests that run before they are whole.
     """
 
     def __init__(

@@ -204,7 +204,7 @@ class BlockHolds:
 
 
 class PartialReceives:
-    """Incoming transfers whose requests run while layers are on their way. The scheduling thread calls all methods.
+    """Incoming transfers of requests that run while layers are on their way. The scheduling thread calls all methods.
 
     Until they have settled or their requests leave, the blocks of these must not be shared.
     """

@@ -48,7 +48,7 @@ class TransferWaiter:
     on_arrived: Callable[[], None]
     """Called when the engine is informed, while nothing else has changed the blocks."""
     on_late: Callable[[], None] | None = None
-    """For a work with `computes_from`: must end the transfer, whose layers are late."""
+    """For a work with `computes_from`: must end the transfer, because its layers are late."""
     summary: TransferSummary | None = field(default=None, init=False)
     _late: asyncio.TimerHandle | None = field(default=None, init=False)
     _stopped: bool = field(default=False, init=False)

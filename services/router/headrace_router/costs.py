@@ -318,7 +318,7 @@ class Division:
 def division(
     table: LoadTable, asked: Asked, costs: CostsOfBoth, row: int, gain: float
 ) -> Division | None:
-    """The best division of a prompt whose answer worker `row` generates, if its first token is that much earlier.
+    """The best division of a prompt that worker `row` answers, if its first token is that much earlier.
 
     That worker begins with the first layer of the other one's last step, and waits in each layer. So it must have no
     answers, which would wait too, and the other one no prompts. Both have learned their times.

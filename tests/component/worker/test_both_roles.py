@@ -255,7 +255,7 @@ DIVIDED_AT = 320
 
 @pytest.fixture
 def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt is divided whose first attempt may be placed anywhere, whatever workers have learned."""
+    """The first attempt of each prompt is divided, whatever workers have learned."""
 
     def division(table: LoadTable, asked: Asked, costs: Costs, row: int, gain: float) -> Division:
         return Division(1 - row, DIVIDED_AT, 0.1)
