@@ -257,12 +257,12 @@ class Scheduler:
             self._by_id[request_id].layers_begun()
         for request_id in plan.completed:
             self._completed(self._by_id[request_id])
-        plan.received = [one for one in plan.received if one not in plan.begun]
-        for request_id in (*plan.received, *plan.failed):
+        received = [one for one in plan.received if one not in plan.begun]
+        for request_id in (*received, *plan.failed):
             self._by_id[request_id].transfer_ended(failed=request_id in plan.failed)
         for request_id in loaded:
             self._by_id[request_id].copies_ended(failed=request_id in failed)
-        for request_id in loaded.union(plan.received, plan.failed):
+        for request_id in loaded.union(received, plan.failed):
             self._received(self._by_id[request_id])
 
     def _completed(self, sequence: Sequence) -> None:

@@ -40,6 +40,7 @@ from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
     hidden_format,
+    loads_beside,
     max_model_len,
     pass_tokens,
     reset_prefix_cache,
@@ -156,8 +157,9 @@ class VllmEngine(Engine):
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
         layout = self.descriptor.layout
         self.compares_blocks = layout.keeps_all_tokens
-        # A tier would store blocks before all of their layers are whole.
-        self.computes_beside = layout.keeps_all_tokens and not self._config.tiers.names
+        # Tiers, also vLLM's own, would store blocks before all of their layers are whole.
+        tiers = self._config.tiers.names or loads_beside(self._llm.vllm_config)
+        self.computes_beside = layout.keeps_all_tokens and not tiers
         mapped = self._link.shared_memories()
         self.landed_memories = mapped
         ranks = (one.rank for one in self.descriptor.ranks)

@@ -59,7 +59,7 @@ class TransferWaiter:
         self._arrival = asyncio.create_task(self.transfer.wait(), name=f"transfer {name}")
         self._arrival.add_done_callback(self._arrived)
         if self.on_late is not None:
-            self.transfer.on_layers = self._layers_arrived
+            self.transfer.notify_layers(self._layers_arrived)
         if self.forwards_state:
             self._forwarding = asyncio.create_task(self._forward_state(), name=f"state of {name}")
 
