@@ -182,6 +182,10 @@ class DecodeWork:
     """Asks for a promise to keep the KV of `token_ids` and the answer. Its name is the transfer id."""
     images: tuple[PromptImage, ...] = ()
     """As in PrefillWork. None of them has the prompt's last token. With `remote_kv` they are not encoded here."""
+    computes_from: int = 0
+    """Where the engine `computes_beside`, with `remote_kv`: it computes the tokens from this one on, the first of a
+    block, and only the KV of those before it arrives. 0: it computes the last token only.
+    """
 
     @property
     def prompt_tokens(self) -> int:
@@ -191,7 +195,7 @@ class DecodeWork:
     @property
     def transferable_tokens(self) -> int:
         """The first tokens, with KV that a prefill worker may send."""
-        return len(self.token_ids) - (0 if self.awaits_first_token else 1)
+        return self.computes_from or len(self.token_ids) - (0 if self.awaits_first_token else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +300,20 @@ class FirstHiddenState:
     state: bytes
 
 
-TransferEvent: TypeAlias = Arrived | Released | Recompute | FirstToken | FirstHiddenState
+@dataclass(frozen=True, slots=True)
+class LayersArrived:
+    """The KV of the first `layer_count` layers is complete, for a work with `computes_from`: it may run from now on.
+
+    Its steps wait in each layer for that layer. After a failure they must not wait: all layers count as arrived.
+    """
+
+    transfer_id: str
+    layer_count: int
+
+
+TransferEvent: TypeAlias = (
+    Arrived | Released | Recompute | FirstToken | FirstHiddenState | LayersArrived
+)
 """What becomes of one transfer into this engine, and what comes beside it."""
 
 
@@ -363,6 +380,8 @@ class Engine(ABC):
     """Sums of the KV memory of each rank, set by `start`. Not for the thread of the event loop."""
     compares_blocks: bool = False
     """Whether it can compute a received block again; set by `start`."""
+    computes_beside: bool = False
+    """Whether it can compute a prompt's last tokens while KV of the others arrives; set by `start`."""
 
     @abstractmethod
     async def start(self) -> None:

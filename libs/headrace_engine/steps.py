@@ -141,7 +141,7 @@ class StepMeter:
         self._learner = StepLearner()
         self._history = StepHistory()
         # Steps that have not ended, with their start. With pipeline stages there are several.
-        self._planned: deque[tuple[Step, float, StepColumns]] = deque()
+        self._planned: deque[tuple[Step, float, StepColumns, bool]] = deque()
         self._end_s = 0.0
         self.steps = EngineSteps()
         self.costs = CostLedger()
@@ -166,17 +166,18 @@ class StepMeter:
         *,
         continues: bool = False,
         columns: StepColumns = NO_REQUESTS,
+        waits: bool = False,
     ) -> None:
         """A step is planned. `requests` counts all requests that have not ended. Those in `columns` share its time.
 
         `continues`: it has requests of the step before. Then it begins when that one ends, so that its time contains
-        what the engine does between both.
+        what the engine does between both. `waits`: it waits for another worker, so its time teaches nothing.
         """
         start_s = 0.0 if continues else self._clock()
         if not (continues or self._planned):
             self.costs.idled(start_s - self._booked_s)
             self._booked_s = start_s
-        self._planned.append((step, start_s, columns))
+        self._planned.append((step, start_s, columns, waits))
         if requests:
             self._show(requests, step)
         else:
@@ -188,10 +189,12 @@ class StepMeter:
             return
         self.book()
         self._is_booked = False
-        step, start_s, _ = self._planned.popleft()
+        step, start_s, _, waited = self._planned.popleft()
         end_s = self._clock()
         duration_s = end_s - max(start_s, self._end_s)
         self._end_s = end_s
+        if waited:
+            return
         self._learner.observe(step, duration_s)
         self._history.record(step, duration_s, end_s)
 
@@ -200,7 +203,7 @@ class StepMeter:
         if self._is_booked or not self._planned:
             return
         self._is_booked = True
-        _, start_s, columns = self._planned[0]
+        _, start_s, columns, _ = self._planned[0]
         now_s, booked_s = self._clock(), self._booked_s
         self._booked_s = now_s
         begin_s = max(start_s, booked_s) if columns.request_ids else now_s

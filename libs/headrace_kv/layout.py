@@ -154,6 +154,11 @@ class KvLayout:
         return sum(len(group.layers) for group in self.groups)
 
     @property
+    def keeps_all_tokens(self) -> bool:
+        """Whether every group does: a block is cached with its last token, and has no state or window."""
+        return all(group.kind == TOKENS and not group.is_windowed for group in self.groups)
+
+    @property
     def rank_count(self) -> int:
         """Ranks of all stages."""
         return self.tensor_parallel_size * len(self.stage_starts)

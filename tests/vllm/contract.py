@@ -74,6 +74,7 @@ CALLS = {
     "vllm.v1.core.block_pool.BlockPool.free_blocks": "ordered_blocks",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "",
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_block_ids": "request_id",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks": "block_ids",
     "vllm.v1.core.kv_cache_utils.get_block_hash": "key",
     "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": "hash_bytes",
     "vllm.v1.request.Request.append_output_token_ids": "token_ids",
@@ -145,7 +146,7 @@ FIELDS = {
     f"{OUTPUT}.CachedRequestData": "req_ids resumed_req_ids num_computed_tokens new_block_ids",
     "vllm.v1.core.block_pool.BlockPool": "num_gpu_blocks blocks",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id is_null block_hash",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool kv_cache_config",
     "vllm.v1.request.Request": (
         "request_id kv_transfer_params num_prompt_tokens num_computed_tokens num_tokens "
         "block_hashes "

@@ -110,7 +110,7 @@ def test_every_hook_that_we_override_is_listed() -> None:
     }
     overridden.discard("request_finished_all_groups")
     # Our own scheduler calls them.
-    overridden -= {"step_times", "take_received"}
+    overridden -= {"request_left", "step_times", "take_received"}
     # The joined connector calls them.
     overridden -= {"leave_reports", "require_one_cache", "set_loads_beside"}
     assert overridden - HOOKS.keys() - LATER_HOOKS.keys() - set(PROPERTIES) == set()
@@ -129,6 +129,7 @@ def test_the_budget_schedulers_find_what_they_change() -> None:
         "schedule": ["self", "throttle_prefills"],
         "add_request": ["self", "request"],
         "_free_request": ["self", "request", "delay_free_blocks"],
+        "_preempt_request": ["self", "request", "timestamp", "drop_stale_output"],
         "_update_from_kv_xfer_finished": ["self", "kv_connector_output"],
     }.items():
         assert list(inspect.signature(getattr(base, name)).parameters) == names, name

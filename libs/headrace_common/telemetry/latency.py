@@ -96,5 +96,9 @@ def decode_intervals(
         token = max(steps.token_received, ready) if steps.token_received else None
         yield schema.SPAN_DECODE_TOKEN_WAIT, ready, token
         ready = token
-    if ready:
+    begun = steps.step_start
+    if begun and ready and begun < ready and first_token_by == FirstTokenBy.DECODE:
+        # Its KV arrived while it computed.
+        yield schema.SPAN_DECODE_BESIDE, begun, steps.first_token
+    elif ready:
         yield schema.SPAN_DECODE_FIRST_TOKEN, max(ready, token or 0), steps.first_token

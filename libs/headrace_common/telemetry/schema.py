@@ -59,6 +59,9 @@ SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
 # From complete KV to the first token that decode computes. Where prefill or its hidden state made the first token,
 # from the later of the two.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
+# Of a divided prompt, in place of headrace.decode.first_token: from the first step to the first token. In it, steps
+# wait for layers of prefill until headrace.decode.kv_wait ends.
+SPAN_DECODE_BESIDE: Final = "headrace.decode.beside"
 # From the first token to the last token, on the decode worker.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
 

@@ -88,6 +88,9 @@ class StepPlan:
     `host_sends`: blocks in main memory that transfers send, which `opened` has or had. In the order of `copies_before`.
     `refused`: transfers of cached KV, of which some is not cached.
     `comparisons`: blocks that the step computes again.
+    `begun`: those of `received` of which only the first layers have arrived. The others arrive while they run.
+    `awaited`: the transfers with such layers. In each layer, the step waits for theirs.
+    `completed`: requests that were `begun`, with all layers now.
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
@@ -107,12 +110,28 @@ class StepPlan:
     host_sends: list[HostSend] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     comparisons: list[BlockComparison] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
+    awaited: list[str] = field(default_factory=list)
+    completed: list[str] = field(default_factory=list)
     fences: bool = False
 
     def run_received(self, request_ids: list[str]) -> None:
         """These requests may run in the step itself."""
         self.received = [one for one in self.received if one not in request_ids]
         self.fences = bool(request_ids)
+
+    def begin(self, request_id: str) -> None:
+        """This request may run, of which the first layers have arrived."""
+        self.received.append(request_id)
+        self.begun.append(request_id)
+
+    def await_layers(self, transfer_ids: list[str]) -> None:
+        """The step waits for layers of these transfers."""
+        self.awaited = transfer_ids
+
+    def complete(self, request_ids: list[str]) -> None:
+        """These requests have all of their layers."""
+        self.completed += request_ids
 
     def send_hidden_state(self, request_id: str, transfer_id: str) -> None:
         """Sends the hidden state of a request's last token, which this step computes."""

@@ -12,6 +12,7 @@ from headrace_engine.connector.layer_groups import LayerGroup, token_stride
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.transfers import (
     BlockHolds,
+    PartialReceives,
     PrefillTimes,
     Receive,
     ReceiveParams,
@@ -34,7 +35,7 @@ class StepPlanner:
     `request_announced` methods.
 
     `on_reserved` gets the blocks of every incoming transfer, or an empty Reservation when nothing is missing. `holds`:
-    blocks that transfers need longer than requests.
+    blocks that transfers need longer than requests. `partial`: transfers of requests that run before they are whole.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class StepPlanner:
         self._receives: dict[str, Receive] = {}
         self._settled: deque[tuple[str, bool]] = deque()
         self._first_tokens: deque[tuple[str, int]] = deque()
+        self._begun: deque[str] = deque()
         self._late: deque[str] = deque()
         self._plan = StepPlan()
         self._takes_received = False
         self._event = threading.Event()
         self._announced_until_s = -math.inf
         self.holds = BlockHolds()
+        self.partial = PartialReceives(self.holds)
 
     def missing_tokens(
         self, params: ReceiveParams | SendParams | None, known_tokens: int, cached_tokens: int
@@ -142,6 +145,11 @@ class StepPlanner:
         self._first_tokens.append((transfer_id, token_id))
         self._event.set()
 
+    def layers_arrived(self, transfer_id: str) -> None:
+        """The first layers of a transfer are whole. Repeats are ignored."""
+        self._begun.append(transfer_id)
+        self._event.set()
+
     def request_announced(self) -> None:
         """A request reaches the scheduler within a moment."""
         self._announced_until_s = time.monotonic() + ANNOUNCEMENT_S
@@ -175,6 +183,8 @@ class StepPlanner:
             send = self._sends.get(request.request_id)
             if send is not None:
                 self._plan_send(plan, send, request)
+        if self.partial:
+            plan.await_layers(self.partial.awaited)
         # What comes after `take_received` is taken before the next step, unless this one computes nothing.
         if not (scheduled and self._takes_received):
             self._plan_receives(plan)
@@ -198,13 +208,20 @@ class StepPlanner:
             transfer_id, whole = self._settled.popleft()
             receive = self._receives.get(transfer_id)
             if receive is None:
-                self.holds.release(transfer_id)
+                plan.complete(self.partial.settle(transfer_id, whole))
             elif whole:
                 receive.arrive()
                 self._plan_received(plan, transfer_id, receive)
             else:
                 del self._receives[transfer_id]
                 plan.failed.append(receive.request_id)
+        while self._begun:
+            transfer_id = self._begun.popleft()
+            receive = self._receives.get(transfer_id)
+            if receive is not None and not receive.ended:
+                del self._receives[transfer_id]
+                self.partial.add(transfer_id, receive)
+                plan.begin(receive.request_id)
         while self._late:
             transfer_id = self._late.popleft()
             receive = self._receives.pop(transfer_id, None)
@@ -317,4 +334,5 @@ class StepPlanner:
 
 def _end_token(params: ReceiveParams, known_tokens: int) -> int:
     """One past the last token that is transferred."""
-    return known_tokens if params.awaits_first_token else known_tokens - 1
+    whole = known_tokens if params.awaits_first_token else known_tokens - 1
+    return params.computes_from or whole

@@ -13,10 +13,14 @@ from headrace_kv.messages import Reservation, TransferTarget
 
 @dataclass(frozen=True, slots=True)
 class ReceiveParams:
-    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token."""
+    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token.
+
+    With `computes_from`, only that of the tokens before, see DecodeWork.
+    """
 
     transfer_id: str
     awaits_first_token: bool = False
+    computes_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class Receive:
     reservation: Reservation
     add_token: Callable[[int], None] | None = None
     whole: bool = False
+    ended: bool = False
+    """Its request has ended."""
 
     @property
     def ready(self) -> bool:
@@ -106,7 +112,7 @@ class Receive:
 
     def cancel(self) -> None:
         """The request has ended: it only waits until no sender writes into its blocks."""
-        self.add_token = None
+        self.add_token, self.ended = None, True
 
 
 @dataclass(slots=True)
@@ -195,3 +201,53 @@ class BlockHolds:
         held = self._held.pop(name, ())
         if held and self._blocks is not None:
             self._blocks.release(held)
+
+
+class PartialReceives:
+    """Incoming transfers of requests that run while layers are on their way. The scheduling thread calls all methods.
+
+    Until they have settled or their requests leave, the blocks of these must not be shared.
+    """
+
+    def __init__(self, holds: BlockHolds) -> None:
+        self._holds = holds
+        self._receives: dict[str, Receive] = {}
+        # Those that have failed. Their requests end. Until then, their blocks have wrong KV.
+        self._lost: dict[str, Receive] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._receives or self._lost)
+
+    @property
+    def awaited(self) -> list[str]:
+        """The transfers with layers that a step waits for."""
+        return list(self._receives)
+
+    def add(self, transfer_id: str, receive: Receive) -> None:
+        """The request of a transfer may run: its first layer is whole."""
+        self._receives[transfer_id] = receive
+
+    def settle(self, transfer_id: str, whole: bool) -> list[str]:
+        """Nothing writes any more for a transfer, its request may have left. Returns the request that is whole."""
+        receive = self._receives.pop(transfer_id, None)
+        if receive is None:
+            self._holds.release(transfer_id)
+        elif whole:
+            return [receive.request_id]
+        else:
+            self._lost[transfer_id] = receive
+        return []
+
+    def leave(self, request_id: str) -> int | None:
+        """A request gives up its blocks. The first token of which these lack KV, None without one.
+
+        What may still be written is held until the transfer has settled (I1).
+        """
+        for receives in (self._receives, self._lost):
+            for transfer_id, receive in receives.items():
+                if receive.request_id == request_id:
+                    del receives[transfer_id]
+                    if receives is self._receives:
+                        self._holds.hold(transfer_id, receive.reservation.block_ids_by_group)
+                    return receive.reservation.start_token
+        return None

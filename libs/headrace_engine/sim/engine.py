@@ -34,6 +34,7 @@ from headrace_engine.interface import (
     EngineUsage,
     FirstHiddenState,
     FirstToken,
+    LayersArrived,
     PrefillOutcome,
     PrefillWork,
     Recompute,
@@ -154,6 +155,7 @@ class SimEngine(Engine):
             self.model, self._memory, self._pools, self._ranks, shape.settings, self._clock
         )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
+        self.computes_beside = layout.keeps_all_tokens and not config.tiers.names
         self.max_model_len = shape.max_model_len
         self.vocabulary_size = self.model.vocabulary
         if config.sends:
@@ -345,6 +347,10 @@ class SimEngine(Engine):
                 planner.first_token_received(transfer_id, token_id)
             case FirstHiddenState(transfer_id, state):
                 self._first_hidden_state(transfer_id, state)
+            case LayersArrived(transfer_id, layer_count):
+                self._ranks.arrivals.arrived(transfer_id, layer_count)
+                self._stepper.layers_arrived.set()
+                planner.layers_arrived(transfer_id)
         self._requests.wake()
 
     def _first_hidden_state(self, transfer_id: str, state: bytes) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from headrace_engine.connector.layer_arrivals import LayerArrivals
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_executor import StepExecutor, layer_kinds
 from headrace_engine.connector.step_plan import StepPlan
@@ -43,6 +44,7 @@ class Ranks:
 
     def __init__(self, layout: KvLayout, on_report: Callable[[SendReport], None]) -> None:
         self._layout = layout
+        self.arrivals = LayerArrivals()
         self._executors = [StepExecutor(rank, on_report) for rank in range(layout.rank_count)]
         self._hidden_rank = hidden_state_rank(layout)
         self._tiers: list[TierExecutor] = []
@@ -111,6 +113,7 @@ class Ranks:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the layers of a step are computed."""
+        self.arrivals.begin_step(plan.awaited)
         for executor in self._executors:
             executor.begin_step(plan)
         for tiers in self._tiers:

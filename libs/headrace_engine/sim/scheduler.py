@@ -125,6 +125,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
                 name, computed = sequence.transfer_id, sequence.computed
+                self.planner.partial.leave(name)
                 times = self.planner.request_finished(name)
                 sends = times is not None
                 copied = self._tiers.request_finished(name, computed, sends=sends)
@@ -176,11 +177,12 @@ class Scheduler:
         )
         if not chunks:
             return False
-        self.meter.planned(step_of(chunks), len(chunks), columns=columns_of(chunks))
+        partial = bool(self.planner.partial)
+        self.meter.planned(step_of(chunks), len(chunks), columns=columns_of(chunks), waits=partial)
         self._on_steps(self.meter.steps)
         sends = any(isinstance(chunk.sequence, Prompt) for chunk in chunks)
         plan = None
-        if sends or self._has_tiers:
+        if sends or partial or self._has_tiers:
             plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
         for chunk in chunks:
             chunk.sequence.step_started()
@@ -251,12 +253,23 @@ class Scheduler:
         for request_id in quiet:
             self._by_id[request_id].end_wait(Wait.QUIET)
             self.update(self._by_id[request_id])
-        for request_id in (*plan.received, *plan.failed):
+        for request_id in plan.begun:
+            self._by_id[request_id].layers_begun()
+        for request_id in plan.completed:
+            self._completed(self._by_id[request_id])
+        received = [one for one in plan.received if one not in plan.begun]
+        for request_id in (*received, *plan.failed):
             self._by_id[request_id].transfer_ended(failed=request_id in plan.failed)
         for request_id in loaded:
             self._by_id[request_id].copies_ended(failed=request_id in failed)
-        for request_id in loaded.union(plan.received, plan.failed):
+        for request_id in loaded.union(received, plan.failed):
             self._received(self._by_id[request_id])
+
+    def _completed(self, sequence: Sequence) -> None:
+        """All layers have arrived of a request that runs."""
+        sequence.layers_completed()
+        if not sequence.ended:
+            self._pools.register(sequence, sequence.cached, sequence.computed)
 
     def _received(self, sequence: Sequence) -> None:
         """The copies into a request's blocks have ended, or the transfer, or both."""

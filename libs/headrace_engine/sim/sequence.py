@@ -82,6 +82,8 @@ class Sequence:
         self.cached = self.transferred = self.computed = 0
         self.tier_tokens: Mapping[Tier, int] = {}
         self.load_failed = self.transfer_failed = self.ended = False
+        self.is_partial = False
+        """Whether it runs while layers of its KV are on their way."""
         self.waits: set[Wait] = set()
         self._params = params
         self._model = model
@@ -136,6 +138,16 @@ class Sequence:
         """No other worker writes into its blocks any more, or it leaves these."""
         self.end_wait(Wait.ARRIVAL)
         self.transfer_failed = failed
+
+    def layers_begun(self) -> None:
+        """The first layers of its KV are in its blocks: it may run."""
+        self.is_partial = True
+        self.end_wait(Wait.ARRIVAL)
+        self.kv_arrived()
+
+    def layers_completed(self) -> None:
+        """All layers of its KV are in its blocks."""
+        self.is_partial = False
 
     def end_wait(self, wait: Wait) -> None:
         """It need not wait for this any more."""
@@ -251,7 +263,9 @@ class Answer(Sequence):
     ) -> None:
         capacity = min(work.prompt_tokens + work.sampling.max_tokens, max_model_len) - 1
         name = work.transfer_id
-        params = ReceiveParams(name, work.awaits_first_token) if work.remote_kv else None
+        params = None
+        if work.remote_kv:
+            params = ReceiveParams(name, work.awaits_first_token, work.computes_from)
         super().__init__(work, name, params, capacity, model, block_tokens)
         self.work = work
         self.sink = sink

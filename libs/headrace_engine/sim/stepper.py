@@ -168,6 +168,8 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self._groups = self.memory.layout().groups
+        self.layers_arrived = asyncio.Event()
+        """Set when `ranks` have more layers of a transfer."""
 
     def generate_from_hidden_state(self, answer: Answer, state: bytes) -> int:
         """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the state."""
@@ -180,7 +182,7 @@ class Stepper:
         layers = self.model.layer_count
         layer_s = step_layer_s(chunks, self.settings)
         writes = StepWrites(chunks, self._groups) if self.settings.verify else None
-        if not sends:
+        if not sends and not self.ranks.arrivals.awaited:
             # Only the end of the step matters.
             if writes is not None:
                 writes.execute(self.memory, range(layers))
@@ -191,6 +193,10 @@ class Stepper:
         for layer in range(layers):
             if writes is not None:
                 writes.execute(self.memory, range(layer, layer + 1))
+            while self.ranks.arrivals.lacks(layer):
+                self.layers_arrived.clear()
+                await self.clock.wait(self.layers_arrived)
+                due_s = max(due_s, self.clock.now_s())
             due_s += layer_s
             await self.clock.sleep_until(due_s)
             self.ranks.layer_written(layer)
@@ -199,7 +205,8 @@ class Stepper:
         """Handles the result of a computed chunk."""
         sequence = chunk.sequence
         sequence.chunk_computed(chunk.end)
-        self.pools.register(sequence, chunk.start, chunk.end)
+        if not sequence.is_partial:
+            self.pools.register(sequence, chunk.start, chunk.end)
         if sequence.pending or sequence.ended:
             return
         if isinstance(sequence, Prompt):

@@ -361,6 +361,12 @@ def in_model_order(layer_names: Iterable[str]) -> list[str]:
     return sorted(layer_names, key=extract_layer_index)
 
 
+def loads_beside(vllm_config: VllmConfig) -> bool:
+    """Whether another connector loads and stores KV beside ours."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector != "HeadraceConnector"
+
+
 def vocabulary_size(vllm_config: VllmConfig) -> int:
     """The number of logits of one position."""
     return int(vllm_config.model_config.get_vocab_size())

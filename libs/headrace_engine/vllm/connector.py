@@ -138,7 +138,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads nothing: prefill writes into the cache."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does not wait: a request runs once all of its KV has arrived."""
+        """Waits for KV of requests that run beside another worker. All others run once all of theirs has arrived."""
+        assert self._connector_worker is not None
+        if self._connector_worker.arrivals.awaited:
+            self._connector_worker.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -243,6 +246,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._deployment.report_startup_error(error)
         raise error
+
+    def request_left(self, request: Request) -> None:
+        """A request is preempted."""
+        self._scheduler().request_left(request)
 
     def take_received(self) -> list[str]:
         """Before a step is scheduled: requests that may run in it, because their KV has arrived."""

@@ -40,6 +40,7 @@ from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
     hidden_format,
+    loads_beside,
     max_model_len,
     pass_tokens,
     reset_prefix_cache,
@@ -56,7 +57,7 @@ from headrace_engine.vllm.link.messages import (
 )
 from headrace_engine.vllm.parallel import GroupPlace, coordinator_sentinel, kill_engine
 from headrace_engine.vllm.service.adapters import EngineAdapters
-from headrace_engine.vllm.service.comparisons import BlockComparisons, can_compare
+from headrace_engine.vllm.service.comparisons import BlockComparisons
 from headrace_engine.vllm.service.constraints import ConstraintCheck
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
@@ -157,7 +158,11 @@ class VllmEngine(Engine):
         )
         await self._link.start()
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
-        self.compares_blocks = can_compare(self.descriptor.layout)
+        layout = self.descriptor.layout
+        self.compares_blocks = layout.keeps_all_tokens
+        # Tiers, also vLLM's own, would store blocks before all of their layers are whole.
+        tiers = self._config.tiers.names or loads_beside(self._llm.vllm_config)
+        self.computes_beside = layout.keeps_all_tokens and not tiers
         mapped = self._link.shared_memories()
         self.landed_memories = mapped
         ranks = (one.rank for one in self.descriptor.ranks)
@@ -175,7 +180,6 @@ class VllmEngine(Engine):
             tiers=self._config.tiers.announced,
         )
         if self._config.tiers.pooled:
-            layout = self.descriptor.layout
             self.prefix_events.on_hash_key(partial(_open_pool, self._link, layout))
         endpoint = events_endpoint(self._link_path, self._place.rank if self._place else 0)
         self._kv_events = KvEventReader(endpoint, self.prefix_events, self._published)

@@ -346,6 +346,7 @@ def worker_member(
         max_model_len=engine.max_model_len,
         layout=layout_to_proto(layout),
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         start_unix_ns=start_unix_ns,
         transport=TRANSPORT,
         adapters=map(adapter_to_proto, adapters),

@@ -165,6 +165,11 @@ class Receiver:
         self._closed = False
 
     @property
+    def lands_layers(self) -> bool:
+        """Whether a layer is whole once it has landed: neither copied nor compared then."""
+        return self._broadcast is None and self._checks is None
+
+    @property
     def active_count(self) -> int:
         """Transfers that may still complete."""
         return sum(transfer.active for transfer in self._transfers)

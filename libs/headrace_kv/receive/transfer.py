@@ -170,6 +170,8 @@ class IncomingTransfer:
         self.quarantines: list[Quarantine] = []
         """Of writers that went away without a Quiesced."""
         self.states = StateMachine(reservation.transfer_id)
+        self._on_layers: Callable[[int], None] | None = None
+        self._whole_layers = 0
         self._layout = layout
         self._on_free = on_free
         self._timer: TimerHandle | None = None
@@ -272,6 +274,10 @@ class IncomingTransfer:
         if self.state is TransferState.RESERVED:
             self.states.enter(TransferState.OPEN)
 
+    def notify_layers(self, on_layers: Callable[[int], None]) -> None:
+        """Calls it with the number of first layers that are whole, when it has grown. See Receiver.lands_layers."""
+        self._on_layers = on_layers
+
     def remove_writer(self, peer: PrefillPeer) -> None:
         """A rank writes no more for the transfer."""
         self.writers.discard(peer)
@@ -293,6 +299,9 @@ class IncomingTransfer:
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
             self.states.enter(TransferState.RECEIVING)
+        if self._on_layers is not None and self.ledger.whole_layers > self._whole_layers:
+            self._whole_layers = self.ledger.whole_layers
+            self._on_layers(self._whole_layers)
         if not new or (self.copies is None and self.checks is None):
             return
         sums = self.checks is not None and self.checks.word_sums

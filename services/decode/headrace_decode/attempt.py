@@ -24,6 +24,7 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
     ProtocolViolation,
+    TransferTimeout,
 )
 from headrace_common.tickets import TicketKey
 from headrace_decode.proto import kept_to_proto
@@ -240,8 +241,12 @@ class DecodeAttempt:
                 signer=self.signer,
             )
             arrived = partial(self.on_arrived, self)
+            late = None
+            if self.work.computes_from:
+                name, why = reservation.transfer_id, "its layers were late"
+                late = partial(self.receiver.cancel, name, TransferTimeout.reason, why)
             self._waiter = TransferWaiter(
-                transfer, self.engine, self.timestamps, self._fail, by_state, arrived
+                transfer, self.engine, self.timestamps, self._fail, by_state, arrived, late
             )
         else:
             self.receiver.cancel(reservation.transfer_id, Cancelled.reason, "no token is missing")

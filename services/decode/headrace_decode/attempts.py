@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from headrace.decode.v1 import decode_pb2
@@ -142,6 +143,8 @@ class Attempts:
             what = f"the engine of {self._ref.worker_id} samples no token from hidden states"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
         require_vocabulary(work.token_ids, work.images, self._engine.vocabulary_size)
+        if work.computes_from and not self._computes_beside(work.computes_from):
+            work = replace(work, computes_from=0)
         self._seen.check(work.transfer_id)
         deadline.check("admission")
         self._admission.admit(
@@ -176,6 +179,12 @@ class Attempts:
         if work.awaits_first_token and not work.from_hidden_state:
             self._awaiting[work.transfer_id] = attempt
         return attempt
+
+    def _computes_beside(self, token: int) -> bool:
+        """Whether an attempt can compute from this token on while KV of those before it arrives."""
+        groups = self._engine.descriptor.layout.groups
+        aligned = not any(token % group.block_tokens for group in groups if group.block_tokens)
+        return aligned and self._engine.computes_beside and self._receiver.lands_layers
 
     def set_first_token(self, request: decode_pb2.SetFirstTokenRequest) -> None:
         """Gives a waiting attempt its first token. See decode.proto for the errors."""

@@ -53,6 +53,13 @@ def work_from_proto(
         violations["first_token"] = "needs remote_prefill and no generated tokens"
     if request.sampling.HasField("prompt_logprobs") and (generated or request.remote_prefill):
         violations["sampling.prompt_logprobs"] = "needs a local prefill and no generated tokens"
+    if request.computes_from and not (
+        request.remote_prefill
+        and not by_prefill
+        and not request.images
+        and request.computes_from < len(token_ids)
+    ):
+        violations["computes_from"] = "needs remote_prefill by decode, no images, and a token"
     if request.HasField("keep"):
         violations |= _keep_violations(request.keep)
     if violations:
@@ -72,6 +79,7 @@ def work_from_proto(
         bounds=bounds_from_proto(request.bounds),
         keep=_terms(request.transfer_id, request.keep) if request.HasField("keep") else None,
         images=images_from_proto(request.images, len(token_ids) - generated - 1),
+        computes_from=request.computes_from,
     )
 
 

@@ -7,16 +7,28 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_common.tasks import end_task
+from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_decode.timestamps import RequestTimestamps
-from headrace_engine.interface import Arrived, Engine, FirstHiddenState
+from headrace_engine.interface import Arrived, Engine, FirstHiddenState, LayersArrived
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
 
 log = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 5.0
+ALL_LAYERS: Final = 1 << 30
+_LATE_STEPS: Final = 3.0
+_LATE_MIN_S: Final = 1.0
+_LATE_UNKNOWN_S: Final = 5.0
+
+
+def late_layers_s(times: StepTimes, tokens: int) -> float:
+    """How long after its first layer a prompt of so many tokens may have its last one: three of its steps, and 1 s."""
+    step_s = TimeModel(times).step_s(tokens)
+    return _LATE_UNKNOWN_S if step_s is None else _LATE_MIN_S + _LATE_STEPS * step_s
 
 
 @dataclass(eq=False)
@@ -35,7 +47,10 @@ class TransferWaiter:
     """Whether the engine gets its hidden state too."""
     on_arrived: Callable[[], None]
     """Called when the engine is informed, while nothing else has changed the blocks."""
+    on_late: Callable[[], None] | None = None
+    """For a work with `computes_from`: must end the transfer, because its layers are late."""
     summary: TransferSummary | None = field(default=None, init=False)
+    _late: asyncio.TimerHandle | None = field(default=None, init=False)
     _stopped: bool = field(default=False, init=False)
     _forwarding: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -43,6 +58,8 @@ class TransferWaiter:
         name = self.transfer.transfer_id
         self._arrival = asyncio.create_task(self.transfer.wait(), name=f"transfer {name}")
         self._arrival.add_done_callback(self._arrived)
+        if self.on_late is not None:
+            self.transfer.notify_layers(self._layers_arrived)
         if self.forwards_state:
             self._forwarding = asyncio.create_task(self._forward_state(), name=f"state of {name}")
 
@@ -62,6 +79,15 @@ class TransferWaiter:
             self.timestamps.hidden_state_arrived()
             self.engine.transfer_event(FirstHiddenState(self.transfer.transfer_id, state))
 
+    def _layers_arrived(self, layer_count: int) -> None:
+        """More of the first layers are whole. From the first one on, a step of the engine may wait for the others."""
+        if self._stopped:
+            return
+        if self._late is None and self.on_late is not None:
+            bound_s = late_layers_s(self.engine.step_times, self.transfer.reservation.end_token)
+            self._late = asyncio.get_running_loop().call_later(bound_s, self.on_late)
+        self.engine.transfer_event(LayersArrived(self.transfer.transfer_id, layer_count))
+
     def _arrived(self, arrival: asyncio.Task[TransferSummary]) -> None:
         if self._stopped or arrival.cancelled():
             return
@@ -70,6 +96,8 @@ class TransferWaiter:
             self.on_failed(error)
             return
         self.summary = arrival.result()
+        if self._late is not None:
+            self._late.cancel()
         self.timestamps.kv_arrived()
         try:
             self.on_arrived()
@@ -77,8 +105,13 @@ class TransferWaiter:
             self.engine.transfer_event(Arrived(self.transfer.transfer_id))
 
     async def stop(self) -> None:
-        """Informs the engine no more, until `wait_ended`."""
+        """Informs the engine no more, until `wait_ended`. Its steps wait for no layer."""
         self._stopped = True
+        if self._late is not None:
+            self._late.cancel()
+            if self.summary is None:
+                name = self.transfer.transfer_id
+                self.engine.transfer_event(LayersArrived(name, ALL_LAYERS))
         await end_task(self._forwarding)
 
     async def wait_ended(self) -> None:

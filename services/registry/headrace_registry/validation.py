@@ -171,6 +171,7 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
         ("overlap_weight", POLICY_OVERLAP_WEIGHT_MAX),
         ("far_weight", POLICY_FAR_WEIGHT_MAX),
         ("temperature", POLICY_TEMPERATURE_MAX),
+        ("divide_gain", 1),
     ):
         # A comparison that is also false for nan.
         if not 0 <= getattr(policy, name) <= highest:

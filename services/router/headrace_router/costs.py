@@ -62,6 +62,8 @@ MESSAGES_S: Final = 0.02
 _WAIT_MAX_S: Final = 3_600.0
 """Of the prefill queue: a full one has an infinite wait."""
 _SHARE_MIN: Final = 0.05
+_DIVIDED_MIN_S: Final = 0.1
+"""The least time to first token of a prompt that is worth the messages of two workers."""
 _LENGTH_GAIN: Final = 0.05
 _FIRST_LENGTH: Final = 128.0
 _DEFAULT_TPOT_STEPS: Final = 4.0
@@ -302,6 +304,71 @@ def costs_of_both(
     return CostsOfBoth(
         cost_s, first_s, step_s, prefill_row, local_s, computed_s, started_s, joined_s
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The worker of `prefill_row` computes the tokens below `token`. The answer begins in `first_s`."""
+
+    prefill_row: int
+    token: int
+    first_s: float
+
+
+def division(
+    table: LoadTable, asked: Asked, costs: CostsOfBoth, row: int, gain: float
+) -> Division | None:
+    """The best division of a prompt that worker `row` answers, if its first token is that much earlier.
+
+    That worker begins with the first layer of the other one's last step, and waits in each layer. So it must have no
+    answers, which would wait too, and the other one no prompts. Both have learned their times.
+    """
+    undivided_s = float(costs.first_s[row])
+    if undivided_s < _DIVIDED_MIN_S or table.requests[row] or row in table.times.with_prompts:
+        return None
+    computed_s = costs.computed_s.copy()
+    computed_s[[row, *table.times.with_prompts]] = np.inf
+    other = int(computed_s.argmin())
+    step_tokens = min(table.workers[row].step_tokens, table.workers[other].step_tokens)
+    if not step_tokens or not math.isfinite(computed_s[other]):
+        return None
+    last, size = asked.needed_tokens + 1, table.workers[row].layout.block_tokens
+    has = (asked.needed_tokens - asked.missing).astype(int)
+    least = max(has[other], has[row], last - 1 - step_tokens)
+    tokens = np.arange(-(-(least + 1) // size) * size, last, size)
+    if not len(tokens):
+        return None
+    first_s, last_s = _parts_s(table, other, int(has[other]), tokens, step_tokens)
+    own_s, _ = _parts_s(table, row, tokens, last, step_tokens)
+    # Answers of the other one take a share of its time.
+    slower = computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other))
+    fixed_s, byte_s = table.times.handovers[:, other]
+    layer_s = byte_s * table.token_bytes[row] * tokens / table.workers[row].layout.layer_count
+    handed_s = fixed_s + layer_s + MESSAGES_S
+    begun_s = np.maximum(first_s, first_s - last_s + own_s) * max(1.0, slower) + handed_s
+    best = int(begun_s.argmin())
+    if begun_s[best] > (1.0 - gain) * undivided_s:
+        return None
+    return Division(other, int(tokens[best]), float(begun_s[best]))
+
+
+def _parts_s(
+    table: LoadTable, row: int, start: int | Rows, end: int | Rows, step_tokens: int
+) -> tuple[Numbers, Numbers]:
+    """How long a worker computes tokens [start, end) of a prompt, and the last of its steps."""
+    fixed, prompt, token, attended, _, _, sent = table.times.steps[:, row]
+    count = np.asarray(end - start, np.float64)
+    steps = np.ceil(count / step_tokens)
+    tail = count - (steps - 1) * step_tokens
+    all_s = steps * (fixed + prompt) + (token + sent + attended * (start + count / 2)) * count
+    tail_s = fixed + prompt + (token + sent + attended * (end - tail / 2)) * tail
+    return all_s, tail_s
+
+
+def _alone_s(table: LoadTable, asked: Asked, row: int) -> float:
+    """How long a worker computes and sends what it lacks of the prompt, beside nothing else."""
+    sent_s = table.times.steps[-1, row] * asked.missing[row]
+    return float(_missing_s(table, asked)[row] + sent_s)
 
 
 def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -> Costs:

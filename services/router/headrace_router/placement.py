@@ -29,6 +29,7 @@ from headrace_router.costs import (
     TokenTargets,
     costs_of_both,
     costs_of_pools,
+    division,
 )
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
@@ -45,6 +46,7 @@ class RoutePolicy:
     overlap_weight: float = _DEFAULT_OVERLAP_WEIGHT
     temperature: float = 0.0
     max_queue_wait_s: float | None = None
+    divide_gain: float = 0.0
 
     @classmethod
     def from_proto(cls, policy: registry_pb2.Policy) -> RoutePolicy:
@@ -55,6 +57,7 @@ class RoutePolicy:
             overlap_weight=policy.overlap_weight if has_weight else _DEFAULT_OVERLAP_WEIGHT,
             temperature=policy.temperature,
             max_queue_wait_s=seconds_from_duration(policy.max_queue_wait) if has_wait else None,
+            divide_gain=policy.divide_gain,
         )
 
 
@@ -79,6 +82,8 @@ class PlacementRequest:
     adapter: Adapter | None = None
     targets: TokenTargets = NO_TARGETS
     early_first: bool = False
+    may_divide: bool = False
+    """Whether two workers may compute the prompt."""
 
 
 def candidate_text(one: inference_pb2.Candidate) -> str:
@@ -112,8 +117,17 @@ class Decision:
     """Predicted seconds to the first token, among workers of both roles that have learned their times."""
     others: tuple[OtherDecision, ...] = ()
     """The best other decision of each kind, likewise."""
+    computes_from: int = 0
+    """The first token that the chosen worker computes beside `prefill`. 0: the prompt is not divided."""
     reachable: bool = True
     """False when every worker that may be chosen is unreachable."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that one worker computes before the chosen one goes on."""
+        return (
+            self.computes_from - self.cached_tokens if self.computes_from else self.missing_tokens
+        )
 
     @property
     def candidates(self) -> tuple[inference_pb2.Candidate, ...]:
@@ -154,12 +168,14 @@ class Decision:
         if not self.remote or not distrusted:
             return self
         if not distrusted.keys() >= set(pulling) - {self.worker.ref}:
-            return replace(self, prefill=None) if self.prefill in distrusted else self
+            if self.prefill not in distrusted:
+                return self
+            return replace(self, prefill=None, computes_from=0)
         why = "; ".join(
             f"{ref.worker_id}: {why}" for ref, why in distrusted.items() if ref in pulling
         )
         why = f"the worker accepts no KV ({why}); remote prefill: {self.why}"
-        return replace(self, remote=False, prefill=None, why=why)
+        return replace(self, remote=False, prefill=None, computes_from=0, why=why)
 
 
 class Placement(ABC):
@@ -221,7 +237,7 @@ class KvAware(Placement):
         # Priors are no predictions.
         if isinstance(costs, CostsOfBoth) and table.times.all_known(usable):
             first_s, others = float(costs.first_s[row]), costs.others(table, asked, row, fit)
-        return Decision(
+        decision = Decision(
             table.workers[row],
             prefill_row != row,
             f"{why}; cheapest of {usable_count}",
@@ -234,6 +250,7 @@ class KvAware(Placement):
             others=others,
             reachable=bool(table.reachable[row]),
         )
+        return decision if first_s is None else _divided(decision, request, table, asked, costs)
 
     def _draw(self, costs: Numbers, requests: Numbers, fit: Flags, temperature: float) -> int:
         if temperature <= 0:
@@ -248,6 +265,31 @@ class KvAware(Placement):
         spread = float(among.max() - low) or 1.0
         weights = np.exp((low - among) / (spread * temperature))
         return int(self._random.choices(rows.tolist(), weights.tolist())[0])
+
+
+def _divided(
+    decision: Decision, request: PlacementRequest, table: LoadTable, asked: Asked, costs: Costs
+) -> Decision:
+    """The decision with two workers that compute the prompt, where that is worth it."""
+    gain, row = request.policy.divide_gain, table.workers.index(decision.worker)
+    if not (gain and request.may_divide and isinstance(costs, CostsOfBoth)):
+        return decision
+    found = division(table, asked, costs, row, gain)
+    if found is None:
+        return decision
+    prefill = table.workers[found.prefill_row].ref
+    cached = asked.needed_tokens - int(asked.missing[found.prefill_row])
+    return replace(
+        decision,
+        remote=True,
+        why=f"{decision.why}; beside {prefill.worker_id}, which computes up to token {found.token}",
+        missing_tokens=asked.needed_tokens - cached,
+        cached_tokens=cached,
+        prefill=prefill,
+        first_s=found.first_s,
+        others=(),
+        computes_from=found.token,
+    )
 
 
 def _masked(costs: Numbers, flags: Flags) -> Numbers:

@@ -111,3 +111,17 @@ async def test_without_remote_prefill_nothing_is_admitted_early(served: Served) 
     served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 16))
     asked = request(remote_prefill=False, early_admission=True)
     assert not (await anext(aiter(served.generate(asked)))).reserved.admitted
+
+
+@pytest.mark.parametrize(
+    ("able", "token", "end_token"), [(True, 32, 32), (True, 31, 39), (False, 32, 39)]
+)
+async def test_the_reservation_states_whether_decode_computes_beside_prefill(
+    served: Served, able: bool, token: int, end_token: int
+) -> None:
+    """Only from the first token of a block on, with an engine that can."""
+    served.engine.computes_beside = able
+    call = served.generate(request(early_admission=True, computes_from=token))
+    first = (await anext(aiter(call))).reserved
+    assert (first.end_token, first.admitted) == (end_token, True)
+    call.cancel()

@@ -12,13 +12,17 @@ from unittest import mock
 import pytest
 from pydantic import SecretStr
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, trace_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import worker_status
+from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.identity import new_incarnation
 from headrace_common.registry.view import RegistryView
+from headrace_decode import attempt as attempt_module
+from headrace_decode import transfer_waiter
+from headrace_engine.connector.step_executor import StepExecutor
 from headrace_engine.factory import build_engine
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
@@ -30,6 +34,9 @@ from headrace_engine.worker.process import RegistryDescriptors
 from headrace_engine.worker.serve import serve_worker
 from headrace_kv.layout import WorkerRef
 from headrace_registry.config import RegistryConfig
+from headrace_router import placement as placement_module
+from headrace_router.costs import Asked, Costs, Division
+from headrace_router.workers.table import LoadTable, TimeColumns
 from headrace_worker.config import BothConfig
 from headrace_worker.main import BothServer
 from tests.channels import operator_channel
@@ -238,3 +245,93 @@ async def test_a_drained_worker_ends_and_no_request_is_lost(
         # The worker that is left computes its prompts itself.
         assert await pair.check(greedy(prompt_of(50, 99), 6, ANY)) == ("", "worker-1")
         await pair.wait_idle()
+
+
+LAYERS = 4
+DIVIDED = f"{MODEL},layers={LAYERS},prefill_s_per_token=0.0005,decode_step_s=0.002"
+DIVIDED_FORM = SimModel(parse_settings(DIVIDED))
+DIVIDED_AT = 320
+
+
+@pytest.fixture
+def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt of each prompt is divided, whatever workers have learned."""
+
+    def division(table: LoadTable, asked: Asked, costs: Costs, row: int, gain: float) -> Division:
+        return Division(1 - row, DIVIDED_AT, 0.1)
+
+    monkeypatch.setattr(placement_module, "division", division)
+    monkeypatch.setattr(TimeColumns, "all_known", lambda columns, usable: True)
+
+
+async def divided(pair: Pair, prompt: list[int], name: str = "") -> tuple[str, str, int]:
+    """The workers of a prompt, and the tokens that were transferred. The answer is the model's."""
+    last = inference_pb2.GenerateResponse()
+    request, tokens = greedy(prompt, 8, ANY, name), list[int]()
+    pair.rig.policy.divide_gain = 0.15
+    async for last in pair.rig.stub.Generate(request, timeout=60):
+        tokens += last.token_ids
+    assert tuple(tokens) == DIVIDED_FORM.expected_tokens(prompt, 8)
+    usage, timing = last.usage, last.timing
+    await pair.wait_idle()
+    return timing.prefill_worker_id, timing.decode_worker_id, usage.transferred_tokens
+
+
+@pytest.mark.usefixtures("dividing")
+async def test_two_workers_compute_one_prompt() -> None:
+    async with running(DIVIDED) as pair:
+        for length in (DIVIDED_AT + 1, 500, 700):
+            prefill, decode, transferred = await divided(
+                pair, prompt_of(length, length), f"r{length}"
+            )
+            assert {prefill, decode} == NAMES
+            assert transferred == DIVIDED_AT
+        spans = {one.name: one for one in (await pair.rig.trace_of("r700")).spans}
+        first, beside, waited = (
+            spans[f"headrace.{name}"]
+            for name in ("prefill.compute", "decode.beside", "decode.kv_wait")
+        )
+        assert first.attributes["headrace.tokens"] == str(DIVIDED_AT)
+        # Both compute at the same time. The last layer comes while decode computes.
+        assert start_ns(first) < start_ns(beside) < end_ns(first)
+        assert start_ns(beside) < end_ns(waited) < end_ns(beside)
+
+
+def start_ns(span: trace_pb2.Span) -> int:
+    return span.start_time.ToNanoseconds()
+
+
+def end_ns(span: trace_pb2.Span) -> int:
+    return start_ns(span) + span.duration.ToNanoseconds()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("silent", [False, True], ids=["stopped", "silent"])
+@pytest.mark.usefixtures("dividing")
+async def test_the_loss_of_the_first_worker_at_each_layer_costs_time_only(
+    layer: int, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a layer on, it sends nothing: its sender stops, or it is only late."""
+    lost = ""
+    written = StepExecutor.layer_written
+
+    def lose(executor: StepExecutor, number: int) -> None:
+        nonlocal lost
+        if number >= layer and not lost and executor._computed:
+            lost = executor._computed[0].transfer_id
+            if not silent:
+                executor.stop(lost)
+        if not lost or all(one.transfer_id != lost for one in executor._computed):
+            written(executor, number)
+
+    monkeypatch.setattr(StepExecutor, "layer_written", lose)
+    monkeypatch.setattr(transfer_waiter, "late_layers_s", lambda times, tokens: 0.3)
+    async with running(DIVIDED) as pair:
+        request = divided(pair, prompt_of(700, 2))
+        if silent and not layer:
+            # Decode does not compute yet: the transfer's own deadline ends it, as for every prompt.
+            monkeypatch.setattr(attempt_module, "transfer_deadline", lambda _: Deadline.after(1.0))
+        _, _, transferred = await request
+        assert lost
+        # The second attempt is not divided.
+        assert transferred in (0, 699)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
@@ -117,6 +119,20 @@ def test_a_first_token_from_prefill_needs_a_transfer_of_the_whole_prompt(policy_
         with pytest.raises(InvalidRequest) as refused:
             work_from_proto(request(first_token=policy, **changes))
         assert set(refused.value.violations) == {"first_token"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_prefill": False},
+        {"first_token": first_token_pb2.FIRST_TOKEN_POLICY_PREFILL},
+        {"computes_from": 99},
+    ],
+)
+def test_a_divided_prompt_needs_a_transfer_and_tokens_of_decode(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(request(**{"computes_from": 1, **changes}))
+    assert set(refused.value.violations) == {"computes_from"}
 
 
 def test_tokens_keep_their_order_and_alternatives() -> None:

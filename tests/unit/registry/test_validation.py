@@ -116,6 +116,7 @@ def test_the_ttl_is_bounded(seconds: int, nanos: int, good: bool) -> None:
         (registry_pb2.Policy(overlap_weight=math.nan), "overlap_weight"),
         (registry_pb2.Policy(temperature=10.5), "temperature"),
         (registry_pb2.Policy(far_weight=-1), "far_weight"),
+        (registry_pb2.Policy(divide_gain=1.1), "divide_gain"),
         (registry_pb2.Policy(far_weight=math.inf), "far_weight"),
         (registry_pb2.Policy(pair_level=4), "pair_level"),  # type: ignore[arg-type]
         (registry_pb2.Policy(pair_rule=3), "pair_rule"),  # type: ignore[arg-type]

@@ -69,6 +69,7 @@ def _choose(
     roles: str = "",
     other_layouts: str = "",
     queue: tuple[float, costs.PairCosts | None, TimeModel] = (0.0, None, NO_TIMES),
+    step_tokens: int = 0,
 ) -> Decision:
     """`roles` has the role of each worker: p, d or b. Those with d pull no prompts.
 
@@ -81,6 +82,7 @@ def _choose(
             *(_ref(name), f"{name}:1", "sim", 4_096, 64),
             replace(LAYOUT, model="other") if name in other_layouts else LAYOUT,
             computes_prompts=True,
+            step_tokens=step_tokens,
             role=_ROLES[role],
         )
         for name, role in zip(names, roles, strict=True)
@@ -427,3 +429,54 @@ def test_nothing_learned_weighs_a_missing_token_like_about_four_held_ones() -> N
     for held, chosen in ((2_000, "w0"), (6_000, "w1")):
         load = Load(requests=held // 1_000, held_tokens=held)
         assert _pool(load, Load(), cached=(1_000, 0), request=request).worker.ref == _ref(chosen)
+
+
+_LONG = replace(
+    _REQUEST, prompt_tokens=8_001, policy=RoutePolicy(divide_gain=0.15), may_divide=True
+)
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "share", "token"),
+    [(1_024, 0.9, None), (2_048, 0.8, 6_000), (4_096, 0.6, 4_000), (8_192, 0.6, 4_000)],
+)
+def test_a_prompt_is_divided_where_one_step_of_both_is_enough_of_it(
+    step_tokens: int, share: float, token: int | None
+) -> None:
+    """Contiguous parts save the time of one step at most."""
+    alone = _choose(_FREE, _FREE, request=replace(_LONG, may_divide=False), step_tokens=step_tokens)
+    decision = _choose(_FREE, _FREE, request=_LONG, step_tokens=step_tokens)
+    assert alone.first_s is not None
+    assert decision.first_s is not None
+    if token is None:
+        assert decision.computes_from == 0
+        return
+    assert decision.computes_from == pytest.approx(token, abs=200)
+    assert decision.computes_from % LAYOUT.block_tokens == 0
+    assert decision.prefill not in (None, decision.worker.ref)
+    assert decision.prefill_tokens == decision.computes_from
+    assert decision.candidates[0].cached_tokens == 0
+    assert decision.first_s < share * alone.first_s
+
+
+@pytest.mark.parametrize(
+    ("loads", "change"),
+    [
+        ((_busy(1), _busy(1)), {}),
+        ((_FREE, replace(_FREE, prompts=PromptWork(500, 500.0 * 250))), {}),
+        ((_FREE,), {}),
+        ((_FREE, _FREE), {"may_divide": False}),
+        ((_FREE, _FREE), {"policy": RoutePolicy()}),
+        ((_FREE, _FREE), {"prompt_tokens": 60}),
+    ],
+    ids=["answers run", "a prompt waits", "alone", "not allowed", "off", "short"],
+)
+def test_a_prompt_is_not_divided(loads: tuple[Load, ...], change: dict[str, Any]) -> None:
+    decision = _choose(*loads, request=replace(_LONG, **change), step_tokens=8_192)
+    assert decision.computes_from == 0
+
+
+def test_a_cached_prefix_moves_the_division() -> None:
+    decision = _choose(_FREE, _FREE, cached=(4_000, 4_000), request=_LONG, step_tokens=8_192)
+    assert decision.computes_from == pytest.approx(6_000, abs=300)
+    assert decision.cached_tokens == 4_000

@@ -17,7 +17,14 @@ from headrace_common.time_model.model import (
     step_times_from_proto,
     step_times_to_proto,
 )
-from headrace_engine.interface import Arrived, FirstToken, Recompute, Released, TransferEvent
+from headrace_engine.interface import (
+    Arrived,
+    FirstToken,
+    LayersArrived,
+    Recompute,
+    Released,
+    TransferEvent,
+)
 from headrace_engine.proto import device_time_from_proto, device_time_to_proto
 from headrace_engine.steps import EngineSteps
 from headrace_kv.messages import SendReport
@@ -170,6 +177,7 @@ _EVENT_KINDS: dict[type[TransferEvent], link_pb2.TransferEvent.Kind.ValueType] =
     Released: link_pb2.TransferEvent.KIND_RELEASED,
     Recompute: link_pb2.TransferEvent.KIND_RECOMPUTE,
     FirstToken: link_pb2.TransferEvent.KIND_FIRST_TOKEN,
+    LayersArrived: link_pb2.TransferEvent.KIND_LAYERS_ARRIVED,
 }
 
 
@@ -179,6 +187,7 @@ def transfer_event_to_proto(event: TransferEvent) -> link_pb2.TransferEvent:
         transfer_id=event.transfer_id,
         kind=_EVENT_KINDS[type(event)],
         token_id=event.token_id if isinstance(event, FirstToken) else 0,
+        layer_count=event.layer_count if isinstance(event, LayersArrived) else 0,
     )
 
 

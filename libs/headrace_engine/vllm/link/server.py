@@ -25,10 +25,9 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_common.rpc.channel import LOCAL_OPTIONS, keepalive_options
+from headrace_engine.interface import LayersArrived
 from headrace_engine.vllm.link.client import SECRET_KEY
-from headrace_engine.vllm.link.messages import (
-    transfer_event_to_proto,
-)
+from headrace_engine.vllm.link.messages import transfer_event_to_proto
 from headrace_kv.layout import (
     KvDescriptor,
     WorkerRef,
@@ -187,9 +186,11 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         return memories
 
     def transfer_event(self, event: TransferEvent) -> None:
-        """Sends the scheduler what becomes of a transfer."""
-        message = transfer_event_to_proto(event)
-        self.send_to_scheduler(link_pb2.AttachResponse(transfer_event=message))
+        """Sends the scheduler what becomes of a transfer, and the ranks which layers have arrived."""
+        message = link_pb2.AttachResponse(transfer_event=transfer_event_to_proto(event))
+        if isinstance(event, LayersArrived):
+            self.send_to_ranks(message)
+        self.send_to_scheduler(message)
 
     def request_coming(self) -> None:
         """Announces a request to the scheduler, before vLLM gets it."""

@@ -16,6 +16,7 @@ import numpy as np
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
+from headrace_engine.connector.layer_arrivals import LayerArrivals
 from headrace_engine.connector.layer_groups import LayerGroup
 from headrace_engine.connector.step_executor import StepExecutor, layer_kinds
 from headrace_engine.connector.step_plan import BlockComparison, StepPlan
@@ -104,6 +105,7 @@ class ConnectorWorker:
         self._executor = StepExecutor(
             self._rank, lambda report: self._send(report=report_to_proto(report))
         )
+        self.arrivals = LayerArrivals()
         self._comparer: BlockComparer | None = None
         self._comparisons: Sequence[BlockComparison] = ()
         self._tiers: TierExecutor | None = None
@@ -271,6 +273,7 @@ class ConnectorWorker:
             self._send_from_now_on(self._start_sending_later)
         # Opens the transfers that the tiers send blocks of.
         self._executor.begin_step(plan)
+        self.arrivals.begin_step(plan.awaited)
         self._comparisons = plan.comparisons
         if self._tiers is not None:
             self._tiers.begin_step(plan)
@@ -281,6 +284,11 @@ class ConnectorWorker:
             start_sending()
         except HeadraceError as error:
             log.error("rank %d sends no prefixes: %s", self._rank, error.detail)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Before the step reads a layer, of which it awaits KV."""
+        self.arrivals.wait(self._layer_numbers[layer_name])
+        self._fence()
 
     def save_kv_layer(self, layer_name: str) -> None:
         """A forward pass has written this step's KV of a layer. A draft has a pass for each of its tokens."""
@@ -340,6 +348,9 @@ class ConnectorWorker:
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("stop"):
             self._executor.stop(response.stop.transfer_id)
+        elif response.HasField("transfer_event"):
+            event = response.transfer_event
+            self.arrivals.arrived(event.transfer_id, event.layer_count)
         elif response.HasField("admit_networks"):
             self._admissions.submit(self._admit, response)
         elif response.HasField("sample_first"):

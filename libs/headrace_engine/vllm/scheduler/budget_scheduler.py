@@ -92,6 +92,10 @@ class _StepBudget(Scheduler):
         self._paces.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        getattr(self.connector, "request_left", _ignore)(request)
+        super()._preempt_request(request, *args, **kwargs)
+
     def _has_kv(self, request: Request) -> bool:
         """Whether the KV of a request that waits has come."""
         is_received = request.request_id in self.finished_recving_kv_req_ids
@@ -160,6 +164,10 @@ class BudgetScheduler(_StepBudget):
 
 class BudgetAsyncScheduler(_StepBudget, AsyncScheduler):
     """For engines that plan a step while another one is computed."""
+
+
+def _ignore(request: Request) -> None:
+    """For a connector that is not ours."""
 
 
 def _bounds_of(request: Request) -> TokenBounds:

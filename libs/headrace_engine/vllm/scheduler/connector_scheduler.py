@@ -158,6 +158,7 @@ class ConnectorScheduler:
         # One group of vLLM may count as two.
         self._group_ids = tuple(sorted({group.index for group in groups}))
         self._in_lockstep = in_lockstep
+        self._kv_cache_manager: KVCacheManager | None = None
         self._steps_under_way = StepsUnderWay(steps_max)
         self._flush_requested = False
         self._loads_beside = False
@@ -166,6 +167,7 @@ class ConnectorScheduler:
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._planner.holds.bind(VllmPoolBlocks(kv_cache_manager.block_pool))
         sort_new_blocks(kv_cache_manager)
+        self._kv_cache_manager = kv_cache_manager
         self._peers.bind(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self) -> tuple[int, ...]:
@@ -189,6 +191,9 @@ class ConnectorScheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if not self._peers.may_schedule(request, num_computed_tokens):
+            return None, False
+        if num_computed_tokens and self._planner.partial:
+            # vLLM caches blocks before all of their layers are whole.
             return None, False
         if request.skip_reading_prefix_cache:
             # vLLM would ignore what is found, and it computes the whole prompt.
@@ -240,6 +245,23 @@ class ConnectorScheduler:
         self._steps_under_way.add(has_results=has_results)
         self._peers.step_planned(scheduler_output, plan)
         return plan
+
+    def request_left(self, request: Request) -> None:
+        """A request gives up its blocks. What lacks KV in them is evicted from the prefix cache."""
+        if not self._planner.partial:
+            return
+        start = self._planner.partial.leave(request.request_id)
+        if start is not None and self._kv_cache_manager is not None:
+            manager, name = self._kv_cache_manager, request.request_id
+            lacking = (
+                block_ids[start // group.kv_cache_spec.block_size :]
+                for group, block_ids in zip(
+                    manager.kv_cache_config.kv_cache_groups,
+                    manager.get_block_ids(name),
+                    strict=True,
+                )
+            )
+            manager.evict_blocks(set().union(*lacking))
 
     def take_received(self) -> list[str]:
         """See StepPlanner. Requests that also load from tiers wait for the end of a step."""
@@ -296,6 +318,7 @@ class ConnectorScheduler:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must stay, and the kv_transfer_params of its last output."""
+        self.request_left(request)
         times = self._planner.request_finished(request.request_id)
         held, params = self._peers.request_finished(
             request, self._planner.in_layout_order(block_ids), times

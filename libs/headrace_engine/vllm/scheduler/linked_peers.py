@@ -114,6 +114,8 @@ class LinkedPeers(Peers):
             self._planner.first_token_received(event.transfer_id, event.token_id)
         elif event.kind == link_pb2.TransferEvent.KIND_RECOMPUTE:
             self._planner.transfer_late(event.transfer_id)
+        elif event.kind == link_pb2.TransferEvent.KIND_LAYERS_ARRIVED:
+            self._planner.layers_arrived(event.transfer_id)
         else:
             whole = event.kind == link_pb2.TransferEvent.KIND_ARRIVED
             self._planner.transfer_settled(event.transfer_id, whole=whole)
@@ -142,7 +144,7 @@ class LinkedPeers(Peers):
     def step_planned(self, output: SchedulerOutput, plan: StepPlan) -> None:
         self._starts.step_planned(output.num_scheduled_tokens)
         plan.compare(self._comparisons.plan(scheduled_requests(output)))
-        self._load.step_planned(output, self._planner.sending)
+        self._load.step_planned(output, self._planner.sending, waits=bool(plan.awaited))
 
     def step_ended(self) -> None:
         self._load.step_ended()

@@ -44,13 +44,19 @@ class LoadMeter:
         self._meter.costs.request_added(request_id)
         self._meter.request_added()
 
-    def step_planned(self, output: SchedulerOutput, sending: Container[str] = ()) -> None:
-        """A step is planned. One of its requests may have been preempted before. `sending`: see step_of."""
+    def step_planned(
+        self, output: SchedulerOutput, sending: Container[str] = (), *, waits: bool = False
+    ) -> None:
+        """A step is planned. One of its requests may have been preempted before.
+
+        `sending`: see step_of. `waits`: see StepMeter.
+        """
         self._running.difference_update(output.preempted_req_ids or ())
         self._running.update(output.num_scheduled_tokens)
         continues = bool(output.scheduled_cached_reqs.req_ids)
         step, columns = step_of(output, sending), columns_of(output)
-        self._meter.planned(step, len(self._known), continues=continues, columns=columns)
+        known = len(self._known)
+        self._meter.planned(step, known, continues=continues, columns=columns, waits=waits)
 
     def step_ended(self) -> None:
         """The results of the oldest planned step are handled."""

@@ -15,21 +15,12 @@ from headrace_engine.interface import BlockErrors, ReceivedBlock, Sampling
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import request_errors, sampling_params
-from headrace_kv.layout import TOKENS, KvLayout
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _TIMEOUT_S: Final = 20.0
 _GREEDY: Final = Sampling(temperature=0.0, max_tokens=1)
-
-
-def can_compare(layout: KvLayout) -> bool:
-    """Whether all groups keep all tokens.
-
-    Blocks of windows are not cached before the end of a prompt, and a state is no block of tokens.
-    """
-    return all(group.kind == TOKENS and not group.is_windowed for group in layout.groups)
 
 
 class _Reports:

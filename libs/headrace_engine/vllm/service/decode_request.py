@@ -129,7 +129,9 @@ class DecodeRequest:
         work = self.work
         params = None
         if work.remote_kv:
-            params = params_with(ReceiveParams(work.transfer_id, work.awaits_first_token))
+            params = params_with(
+                ReceiveParams(work.transfer_id, work.awaits_first_token, work.computes_from)
+            )
         try:
             return await self.llm.add_request(
                 work.transfer_id,

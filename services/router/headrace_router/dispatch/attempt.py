@@ -99,6 +99,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             call.first_token = first_token
         call.ticket_key_id = ticket_key_id
         call.early_admission = begins_early(call, decision)
+        call.computes_from = decision.computes_from
         if bounds is not None:
             call.bounds.CopyFrom(bounds)
         self._token_ids = request.prepared.all_token_ids(self._given)
@@ -186,6 +187,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             self._token_ids,
             self._decision,
             start_token=reserved.start_token,
+            end_token=reserved.end_token,
             first_token=self._first_token_by,
             traceparent=self._carrier["traceparent"],
         )

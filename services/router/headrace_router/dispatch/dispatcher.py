@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
@@ -94,8 +95,12 @@ class RequestDispatcher:
             # The queue chooses the worker that computes the prompt, where none is planned.
             unplanned = decision.remote and decision.prefill is None
             on_computed = self.workers.expect_prompt(
-                PromptUnderWay(decision.prefill or worker, token_ids, prepared.cache_salt),
-                0 if unplanned else decision.missing_tokens,
+                PromptUnderWay(
+                    decision.prefill or worker,
+                    token_ids[: decision.computes_from or None],
+                    prepared.cache_salt,
+                ),
+                0 if unplanned else decision.prefill_tokens,
                 decision.cached_tokens,
             )
             try:
@@ -112,7 +117,9 @@ class RequestDispatcher:
                     links=load_reservation.links,
                     terms=terms,
                     ticket_key_id=self.ticket_key_id,
-                    first_token=maker if decision.remote else BY_DECODE,
+                    first_token=maker
+                    if decision.remote and not decision.computes_from
+                    else BY_DECODE,
                     bounds=targets.bounds(started=generated > 0),
                     on_computed=on_computed,
                 )
@@ -237,6 +244,7 @@ class RequestDispatcher:
             adapter=request.adapter,
             targets=targets,
             early_first=maker != BY_DECODE,
+            may_divide=_may_divide(request) and retries.last_error is None,
         )
         try:
             decision = self.placement.choose(asked, candidates)
@@ -350,3 +358,9 @@ class RequestDispatcher:
             return None
         finally:
             attempt.close()
+
+
+def _may_divide(request: PreparedRequest) -> bool:
+    """Whether two workers may compute the prompt. An image must not be divided."""
+    anywhere = request.placement == inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
+    return anywhere and not (request.images or request.generated)

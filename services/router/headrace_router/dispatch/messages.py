@@ -50,12 +50,14 @@ def prefill_task(
     decision: Decision,
     *,
     start_token: int,
+    end_token: int,
     first_token: Policy,
     traceparent: str,
 ) -> prefill_pb2.PrefillTask:
-    """The task that computes the KV cache for `request` and its tokens, from the reservation's `start_token`.
+    """The task that computes the KV cache for `request` and its tokens, of the reservation's [start_token, end_token).
 
-    Its terms have the images. Decode computes the KV cache of the last token itself when it makes the first token.
+    Its terms have the images. Decode computes the KV cache of the last token itself when it makes the first token, and
+    that of more tokens if it says so.
     """
     worker = decision.worker
     sampling = None
@@ -78,6 +80,8 @@ def prefill_task(
         adapter=request.adapter if request.HasField("adapter") else None,
         bounds=request.bounds if request.HasField("bounds") else None,
     )
-    if first_token == BY_DECODE:
+    if request.computes_from and end_token == request.computes_from:
+        del task.token_ids[end_token:]
+    elif first_token == BY_DECODE:
         del task.token_ids[-1]
     return task

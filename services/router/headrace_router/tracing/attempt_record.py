@@ -314,7 +314,8 @@ class RoutedAttempt(AttemptRecord):
         yield own
         if prefill.compute_start is not None and prefill.compute_end is not None:
             times = (prefill.compute_start, prefill.compute_end)
-            tokens = request.prompt_tokens + self.generated_tokens - done.cached_tokens
+            tokens = decision.computes_from or request.prompt_tokens + self.generated_tokens
+            tokens -= done.cached_tokens
             counts = {**cached, schema.ATTRIBUTE_TOKENS: tokens}
             yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
         if done.HasField("last_link"):

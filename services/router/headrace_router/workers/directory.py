@@ -387,6 +387,7 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
         model=member.model,
         max_model_len=member.max_model_len,
         max_num_seqs=member.max_num_seqs,
+        step_tokens=member.max_num_batched_tokens,
         layout=_layout_of(member.layout.SerializeToString(deterministic=True)),
         adapters=adapters_from_proto(member.adapters),
         computes_prompts=member.role == registry_pb2.Member.ROLE_BOTH,

@@ -141,6 +141,8 @@ class Worker:
     """Those before the last change, which the worker keeps for requests that named them before."""
     computes_prompts: bool = False
     """Whether it has both roles."""
+    step_tokens: int = 0
+    """The most tokens of a step; 0 where it is unknown."""
     role: registry_pb2.WorkerRole.ValueType = registry_pb2.WORKER_ROLE_BOTH
     """What the policy leaves of both roles."""
 

@@ -10,7 +10,12 @@ import pytest
 
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
 from headrace_engine.connector.step_planner import StepPlanner
-from headrace_engine.connector.transfers import PrefixParams, ScheduledRequest, SendParams
+from headrace_engine.connector.transfers import (
+    PrefixParams,
+    ReceiveParams,
+    ScheduledRequest,
+    SendParams,
+)
 from headrace_engine.vllm.scheduler.connector_scheduler import VllmPoolBlocks
 from headrace_engine.vllm.settings import params_with, read_params, waits_for_kv
 from headrace_kv.layout import TOKENS
@@ -204,3 +209,59 @@ def test_a_prefix_of_a_window_is_sent_from_the_blocks_of_its_own_request() -> No
 def test_a_model_with_states_sends_no_prefix() -> None:
     _, plan = send_cached(HYBRID, blocks=((0, 0, 0, 41), (7,), BLOCK_IDS[:4]))
     assert (plan.opened, plan.refused) == ([], ["x1"])
+
+
+# Answers that compute beside prefill: receives.
+
+
+def begin(planner: StepPlanner) -> None:
+    """A prompt of 150 tokens, of which this engine computes those from 128 on, runs with its first layer."""
+    params = ReceiveParams("p1", computes_from=128)
+    missing = planner.missing_tokens(params, 150, 64)
+    assert missing == 64
+    planner.blocks_allocated("r", params, (BLOCK_IDS,), 150, missing, never)
+    planner.layers_arrived("p1")
+    plan = planner.plan_step((), ())
+    assert (plan.received, plan.begun, plan.awaited) == (["r"], ["r"], [])
+    planner.layers_arrived("p1")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_steps_wait_for_a_transfer_until_it_has_settled(whole: bool) -> None:
+    planner, pool, _ = new_planner()
+    begin(planner)
+    plan = first_step(planner, computed=128)
+    assert (plan.received, plan.awaited) == ([], ["p1"])
+    planner.transfer_settled("p1", whole=whole)
+    planner.plan_step((), ())
+    assert first_step(planner, computed=140).awaited == []
+    # Until the request of a failed transfer leaves, its blocks have wrong KV.
+    assert bool(planner.partial) is not whole
+    assert planner.partial.leave("r") == (None if whole else 64)
+    assert not planner.partial
+    assert pool.held() == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_blocks_of_a_request_that_leaves_are_held_until_nothing_writes_them(
+    whole: bool,
+) -> None:
+    """I1."""
+    planner, pool, _ = new_planner()
+    begin(planner)
+    assert planner.partial.leave("other") is None
+    assert planner.partial.leave("r") == 64
+    assert pool.held() == list(BLOCK_IDS[2:4])
+    planner.transfer_settled("p1", whole=whole)
+    assert planner.plan_step((), ()).completed == []
+    assert pool.held() == []
+
+
+def test_a_request_that_has_ended_does_not_begin() -> None:
+    planner, _, _ = new_planner()
+    params = ReceiveParams("p1", computes_from=128)
+    planner.blocks_allocated("r", params, (BLOCK_IDS,), 150, 64, never)
+    planner.request_finished("r")
+    planner.layers_arrived("p1")
+    assert planner.plan_step((), ()).received == []
+    assert not planner.partial

@@ -418,7 +418,13 @@ def test_prefill_knows_the_tokens_that_end_an_answer() -> None:
     token_ids = inference_pb2.TokenIds(ids=[1, 2])
     decision: Any = SimpleNamespace(worker=worker)
     task = prefill_task(
-        request, token_ids, decision, start_token=0, first_token=BY_PREFILL, traceparent=""
+        request,
+        token_ids,
+        decision,
+        start_token=0,
+        end_token=2,
+        first_token=BY_PREFILL,
+        traceparent="",
     )
     assert list(task.token_ids) == [1, 2]
     assert list(task.sampling.stop_token_ids) == [9]

@@ -23,6 +23,7 @@ def decision(*, remote: bool, worker_id: str = "decode-0") -> Any:
     return SimpleNamespace(
         worker=worker,
         remote=remote,
+        computes_from=0,
         explanation="cheapest",
         missing_tokens=8,
         candidates=(),
