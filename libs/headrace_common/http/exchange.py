@@ -163,6 +163,26 @@ class HttpExchange:
         data, self._body = bytes(self._body), bytearray()
         return data
 
+    async def body_part(self) -> bytes:
+        """The next part of a body of any type, and at its end none. Nothing more is read meanwhile.
+
+        Raises HttpError for a body that pauses, and Cancelled.
+        """
+        if not self._arrived.is_set() and "expect" in self.headers:
+            self._connection.write(_CONTINUE)
+        try:
+            async with asyncio.timeout(BODY_PAUSE_S):
+                while not (self._body or self._body_complete):
+                    self._arrived.clear()
+                    self._connection.count_input()
+                    await self._arrived.wait()
+                    if self._disconnected:
+                        raise Cancelled("the client closed the connection")
+        except TimeoutError:
+            raise _late_body() from None
+        data, self._body = bytes(self._body), bytearray()
+        return data
+
     def _has_body(self, bytes_max: int) -> bool:
         """Whether the body is complete. Raises HttpError beyond its bounds, and Cancelled."""
         if self._disconnected:

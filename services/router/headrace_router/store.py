@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.openai.batches.batches import Batches
+from headrace_frontend.openai.batches.folder import BATCH, FILE
 from headrace_frontend.openai.block_apis.stored import StoredObjects
 from headrace_frontend.request.response_stream import ResponseWriter
 
@@ -75,8 +78,8 @@ class OtherRouters:
 class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     """Answers other routers."""
 
-    def __init__(self, objects: StoredObjects) -> None:
-        self._objects = objects
+    def __init__(self, objects: StoredObjects, batches: Batches | None) -> None:
+        self._objects, self._batches = objects, batches
 
     async def UseEntry(
         self,
@@ -84,9 +87,14 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> store_pb2.UseEntryResponse:
         """See store.proto."""
-        found = await self._objects.use_for_others(
-            request.tenant, request.id, request.operation, request.arguments
-        )
+        asked = request.tenant, request.id, request.operation
+        if request.id.startswith((FILE, BATCH)):
+            given = json.loads(request.arguments)
+            found = None
+            if self._batches is not None:
+                found = await self._batches.use_here(*asked, given)
+        else:
+            found = await self._objects.use_for_others(*asked, request.arguments)
         if found is None:
             raise NotFound("this router does not have the entry; ask another one")
         return store_pb2.UseEntryResponse(result=found)

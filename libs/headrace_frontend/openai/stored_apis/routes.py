@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import current_input
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.conversations import ContinuedChat
@@ -117,6 +118,11 @@ class ResponsesRoutes:
         self._objects = parts.objects
         self._generate = generate
         self._running: set[asyncio.Task[None]] = set()
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Waits for what runs in the background, until the deadline."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=deadline.remaining_s())
 
     async def respond(self, exchange: HttpExchange) -> None:
         """/v1/responses."""
