@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import stat
@@ -20,6 +21,7 @@ from headrace.inference.v1 import priority_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_frontend.openai.batches.folder import BatchFolder
 from tests.kit.router import Rig
 from tests.kit.workers import Event, FakeDecode, Script, finished, reserved, tokens
 from tests.ports import free_port
@@ -80,18 +82,16 @@ class Routers:
         ]
         self.rigs: list[Rig] = []
 
-    def client(self, router: int = 0, key: str = "key-a") -> Any:
-        url = f"http://{self._settings[router]['http_listen']}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=30)
+    def url(self, router: int = 0) -> str:
+        return f"http://{self._settings[router]['http_listen']}/v1"
 
-    def prompts(self) -> list[str]:
-        """Those that workers have got."""
-        return [
-            str(request.request_id)
-            for rig in self.rigs
-            for worker in rig.decodes
-            for request in worker.requests
-        ]
+    def client(self, router: int = 0, key: str = "key-a") -> Any:
+        return openai.AsyncOpenAI(base_url=self.url(router), api_key=key, max_retries=0, timeout=30)
+
+    @property
+    def asked(self) -> int:
+        """The requests that workers have got since the last start."""
+        return sum(len(worker.requests) for rig in self.rigs for worker in rig.decodes)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Routers]:
@@ -221,10 +221,8 @@ async def test_other_endpoints_answer_lines(
 async def test_lines_are_of_the_lowest_class(routers: Routers) -> None:
     async with routers.client() as client:
         await ended(client, await batch_of(client, line(0, priority=-1)))
-        record = routers.rigs[0].router.metrics
-        assert record
-        (request,) = routers.rigs[0].decodes[0].requests
-        assert request
+    (request,) = routers.rigs[0].decodes[0].requests
+    assert request.priority == priority_pb2.PRIORITY_LOW
 
 
 async def test_a_killed_router_answers_every_line_once(tmp_path: Path) -> None:
@@ -241,9 +239,7 @@ async def test_a_killed_router_answers_every_line_once(tmp_path: Path) -> None:
 
         await until(some, interval_s=0.02)
     (output,) = [
-        path
-        for path in (tmp_path / "0").glob("file-*.jsonl")
-        if b'"response"' in path.read_bytes()
+        path for path in (tmp_path / "0").glob("file-*.jsonl") if b'"response"' in path.read_bytes()
     ]
     assert len(output.read_bytes().splitlines()) == 5
     with output.open("ab") as file:
@@ -257,4 +253,258 @@ async def test_a_killed_router_answers_every_line_once(tmp_path: Path) -> None:
         assert batch.request_counts.completed == 30
         found = await results(client, batch.output_file_id)
         assert sorted(found) == sorted(one["custom_id"] for one in lines)
-        assert len(routers.prompts()) == 30 - len(before)
+        assert routers.asked == 30 - len(before)
+
+
+async def test_a_cancelled_batch_keeps_its_answers(routers: Routers) -> None:
+    routers.gate.clear()
+    async with routers.client() as client:
+        made = await batch_of(client, *map(line, range(9)))
+        await until(lambda: routers.asked > 0)
+        with pytest.raises(openai.BadRequestError, match=f"input of {made.id}"):
+            await client.files.delete(made.input_file_id)
+        assert (await client.batches.cancel(made.id)).status == "cancelling"
+        batch = await ended(client, made)
+        assert (batch.status, batch.request_counts.failed) == ("cancelled", 9)
+        found = await results(client, batch.error_file_id)
+        assert {one["error"]["code"] for one in found.values()} == {"batch_cancelled"}
+        await until(lambda: len(routers.rigs[0].decodes[0].cancelled) == routers.asked)
+        with pytest.raises(openai.BadRequestError, match="is cancelled"):
+            await client.batches.cancel(made.id)
+        routers.gate.set()
+        assert (await ended(client, await batch_of(client, line(0)))).status == "completed"
+
+
+async def test_lines_beyond_the_window_expire(tmp_path: Path) -> None:
+    routers = Routers(tmp_path)
+    routers.gate.clear()
+    routers.free = 1
+    async with routers.running(), routers.client() as client:
+        batch = await ended(
+            client, await batch_of(client, line(0), line(1), completion_window="1s")
+        )
+        assert batch.status == "expired"
+        assert list(await results(client, batch.output_file_id)) == ["line-0"]
+        found = await results(client, batch.error_file_id)
+        assert found["line-1"]["error"]["code"] == "batch_expired"
+
+
+async def test_a_line_that_fails_has_its_error_and_ends_no_other(routers: Routers) -> None:
+    async with routers.client() as client:
+        batch = await ended(client, await batch_of(client, line(0, prompt="x"), line(1, n=200)))
+        assert batch.status == "failed"
+        long = line(1, messages=[{"role": "user", "content": "x" * 2_000}])
+        batch = await ended(client, await batch_of(client, line(0), long))
+        assert batch.status == "completed"
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (found,) = (await results(client, batch.error_file_id)).values()
+        assert found["response"]["status_code"] == 400
+        assert found["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "message"),
+    [
+        (b"{", "body", "JSON"),
+        (b"[]", "body", "object"),
+        (line(0) | {"custom_id": ""}, "custom_id", "at least 1"),
+        (line(1), "custom_id", "earlier line"),
+        (line(0) | {"method": "GET"}, "method", "POST"),
+        (line(0, "/v1/completions", prompt="x"), "url", CHAT),
+        (line(0, stream=True), "body.stream", "left out"),
+        (line(0, temperature=9.0) | {"body": []}, "body", "object"),
+        (line(0, messages=[{"role": 1}]), "body.messages[0].role", "text"),
+        (line(0, model="other"), "body.model", "not served"),
+    ],
+)
+async def test_a_wrong_line_is_named_before_any_is_answered(
+    routers: Routers, wrong: Any, param: str, message: str
+) -> None:
+    data = wrong if isinstance(wrong, bytes) else jsonl(wrong).strip()
+    async with routers.client() as client:
+        file = await client.files.create(
+            file=("in.jsonl", jsonl(line(1)) + b"\n" + data), purpose="batch"
+        )
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        batch = await ended(client, batch)
+        assert batch.status == "failed"
+        (error,) = batch.errors.data
+        assert (error.line, error.param) == (3, param)
+        assert message in error.message
+    assert not routers.asked
+
+
+async def test_another_tenant_finds_nothing(routers: Routers) -> None:
+    async with routers.client() as client, routers.client(key="key-b") as foreign:
+        batch = await ended(client, await batch_of(client, line(0)))
+        attempts = [
+            foreign.files.retrieve(batch.input_file_id),
+            foreign.files.content(batch.output_file_id),
+            foreign.files.delete(batch.output_file_id),
+            foreign.batches.retrieve(batch.id),
+            foreign.batches.cancel(batch.id),
+            foreign.batches.create(
+                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+            ),
+        ]
+        for attempt in attempts:
+            with pytest.raises(openai.NotFoundError):
+                await attempt
+        assert not (await foreign.files.list()).data
+        assert not (await foreign.batches.list()).data
+        assert (await client.files.retrieve(batch.output_file_id)).bytes
+
+
+@pytest.mark.parametrize("routers", [{"batch_mib": 1}], indirect=True)
+async def test_a_tenant_has_half_of_the_room_at_most(routers: Routers) -> None:
+    async with routers.client() as client, routers.client(key="key-b") as other:
+        big = ("big", b"x" * 400_000)
+        first = await client.files.create(file=big, purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="batch_mib") as refused:
+            await client.files.create(file=big, purpose="batch")
+        assert refused.value.status_code == 413
+        await other.files.create(file=("small", b"x" * 200_000), purpose="batch")
+        await client.files.delete(first.id)
+        await client.files.create(file=big, purpose="batch")
+    # What was refused has left nothing.
+    assert len(list((routers.folder / "0").glob("*.jsonl"))) == 2
+
+
+@pytest.mark.parametrize("name", ["../../escape.jsonl", "/etc/passwd", "..\\x", "", "a\0b"])
+async def test_names_of_clients_make_no_paths(routers: Routers, name: str) -> None:
+    async with routers.client() as client:
+        content = jsonl(line(0))
+        made = await client.post(
+            "/files",
+            cast_to=httpx.Response,
+            files={"file": (name, content)},
+            body={"purpose": "batch"},
+            options={"headers": {"content-type": "multipart/form-data"}},
+        )
+        file = made.json()
+        assert "/" not in file["filename"]
+        for wrong in (f"{file['id']}%2F..%2F{file['id']}", "file-..%2Flock", "file-" + "0" * 32):
+            with pytest.raises(openai.NotFoundError):
+                await client.get(f"/files/{wrong}/content", cast_to=httpx.Response)
+    written = [path for path in routers.folder.rglob("*") if path.is_file()]
+    names = sorted(path.name for path in written)
+    assert names == sorted(["lock", f"{file['id']}.json", f"{file['id']}.jsonl"])
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written} == {0o600}
+    assert stat.S_IMODE((routers.folder / "0").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "message"),
+    [
+        ({"origin": "http://evil.example"}, b"", 403, "other sites"),
+        ({"content-type": "application/json"}, b"{}", 415, "multipart/form-data"),
+        ({}, b"", 400, "file"),
+        ({}, b"--x\r\n\r\nno end", 400, "whole"),
+        (
+            {},
+            b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--',
+            400,
+            "file",
+        ),
+        (
+            {},
+            b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n{}\r\n--x--',
+            400,
+            "purpose",
+        ),
+        ({"authorization": "none"}, b"", 401, "key"),
+    ],
+)
+async def test_wrong_uploads_are_refused_and_leave_nothing(
+    routers: Routers, headers: Mapping[str, str], body: bytes, status: int, message: str
+) -> None:
+    async with httpx.AsyncClient(base_url=routers.url()) as client:
+        given = {
+            "authorization": "Bearer key-a",
+            "content-type": "multipart/form-data; boundary=x",
+            **headers,
+        }
+        answer = await client.post("/files", content=body, headers=given)
+    assert (answer.status_code, message in answer.text) == (status, True), answer.text
+    assert [path.name for path in (routers.folder / "0").iterdir()] == ["lock"]
+
+
+async def test_a_client_that_leaves_during_an_upload_leaves_nothing(routers: Routers) -> None:
+    sent = asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"--x" + b"x" * 100_000
+        sent.set()
+        await asyncio.Event().wait()
+
+    async with httpx.AsyncClient(base_url=routers.url()) as client:
+        headers = {
+            "authorization": "Bearer key-a",
+            "content-type": "multipart/form-data; boundary=x",
+        }
+        upload = asyncio.create_task(client.post("/files", content=parts(), headers=headers))
+        await sent.wait()
+        folder = routers.folder / "0"
+        await until(lambda: any(path.stat().st_size for path in folder.glob("*.jsonl")))
+        upload.cancel()
+        await until(lambda: not list(folder.glob("*.jsonl")))
+
+
+@pytest.mark.parametrize("routers", [{"batch_folder": ""}], indirect=True)
+async def test_without_a_folder_the_remedy_is_named(routers: Routers) -> None:
+    async with routers.client() as client:
+        for attempt in (client.batches.list(), upload(client, line(0))):
+            with pytest.raises(openai.InternalServerError, match="set batch_folder") as refused:
+                await attempt
+            assert refused.value.status_code == 501
+
+
+async def test_a_folder_has_one_router(routers: Routers) -> None:
+    with pytest.raises(ConfigError, match="another process uses"):
+        BatchFolder(routers.folder / "0", 2**20)
+
+
+async def test_lines_end_with_the_key_of_their_batch(routers: Routers) -> None:
+    routers.gate.clear()
+    routers.rigs[0].router.parts.callers._check_s = 0.1
+    async with routers.client() as client, routers.client(key="key-c") as same_tenant:
+        made = await batch_of(client, line(0))
+        await until(lambda: routers.asked > 0)
+        keys = Path(routers.rigs[0].config.api_keys_file)
+        replacement = keys.with_name("new")
+        replacement.write_text("key-c a\n")
+        os.replace(replacement, keys)
+
+        async def is_known() -> bool:
+            with contextlib.suppress(openai.AuthenticationError):
+                return bool(await same_tenant.files.list())
+            return False
+
+        await until(is_known, interval_s=0.05)
+        batch = await ended(same_tenant, made)
+        (found,) = (await results(same_tenant, batch.error_file_id)).values()
+        assert found["response"]["status_code"] == 401
+
+
+async def test_a_draining_router_ends_its_lines_and_starts_no_more(tmp_path: Path) -> None:
+    routers = Routers(tmp_path)
+    routers.gate.clear()
+    lines = [line(number) for number in range(6)]
+    async with routers.running(), routers.client() as client:
+        made = await batch_of(client, *lines)
+        response = await client.responses.create(model="sim", input="hi", background=True)
+        await until(lambda: routers.asked == 2)
+        router = routers.rigs[0].router
+        router.drain()
+        drained = asyncio.create_task(router.openai.drain(Deadline.after(30)))
+        routers.gate.set()
+        await drained
+        found = await client.responses.retrieve(response.id)
+        assert found.status in ("completed", "incomplete")
+        batch = await client.batches.retrieve(made.id)
+        assert (batch.status, batch.request_counts.completed) == ("in_progress", 1)
+    async with routers.running(), routers.client() as client:
+        batch = await ended(client, made)
+        assert (batch.request_counts.completed, routers.asked) == (6, 5)

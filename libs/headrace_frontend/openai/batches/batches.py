@@ -117,7 +117,7 @@ class Batches:
         self._expiry = run_forever(self._remove_expired(), "expiry of files")
 
     def _start(self, entry: Entry) -> None:
-        running = _Running(entry, LineServer(self._parts, entry))
+        running = _Running(entry, LineServer(self._parts, self._room, entry))
         self._running[entry.id] = running
         # Without what the request for it has put into its context.
         running.task = asyncio.create_task(self._run(running), context=Context())

@@ -86,21 +86,16 @@ class BatchFolder:
     def _load(self) -> None:
         known: set[str] = set()
         found = [path for path in self._path.iterdir() if _OUR_FILE.fullmatch(path.name)]
-        for path in found:
-            if path.suffix == ".json":
-                entry = Entry(**json.loads(path.read_bytes()))
-                self._entries[entry.id] = entry
-                if self.path(entry.id).exists():
-                    entry.data_bytes = self.path(entry.id).stat().st_size
-                self._bytes[entry.tenant] += _ENTRY_BYTES + entry.data_bytes
-                known |= {
-                    entry.id,
-                    *(
-                        entry.kept[name]
-                        for name in OUTPUTS
-                        if not entry.ended and name in entry.kept
-                    ),
-                }
+        states = [json.loads(path.read_bytes()) for path in found if path.suffix == ".json"]
+        for state in sorted(states, key=lambda one: one["shown"]["created_at"]):
+            entry = Entry(**state)
+            self._entries[entry.id] = entry
+            if self.path(entry.id).exists():
+                entry.data_bytes = self.path(entry.id).stat().st_size
+            self._bytes[entry.tenant] += _ENTRY_BYTES + entry.data_bytes
+            known.add(entry.id)
+            if not entry.ended:
+                known |= {entry.kept[name] for name in OUTPUTS if name in entry.kept}
         for path in found:
             # Of an upload, a batch or a change that did not end.
             if path.stem not in known or path.suffix == ".new":
@@ -121,12 +116,11 @@ class BatchFolder:
 
     def entries(self, kind: str = "", tenant: str | None = None) -> Sequence[Entry]:
         """Those of a kind, of one tenant or of all: the newest first."""
-        found = [
+        return [
             one
-            for one in self._entries.values()
+            for one in reversed(self._entries.values())
             if one.id.startswith(kind) and tenant in (None, one.tenant)
         ]
-        return sorted(found, key=lambda one: (one.shown["created_at"], one.id), reverse=True)
 
     def has_room(self, tenant: str, size: int = _ENTRY_BYTES) -> bool:
         """Whether a tenant may store so many more bytes."""

@@ -18,9 +18,11 @@ from headrace_frontend.openai.stored_apis.background import NoConnection
 from headrace_frontend.openai.stored_apis.routes import ResponsesRoutes
 
 # The time between two looks at what is free.
-_PAUSE_S: Final = 0.02
+_PAUSE_S: Final = 0.01
 # One slot in so many is left to the next requests of others.
 _SLOTS_PER_FREE_SLOT: Final = 8
+# For each worker, while no other requests run.
+_PROMPTS_ALONE: Final = 8
 
 
 class _LineIntake(Intake):
@@ -60,7 +62,8 @@ class LineRoom:
     """How many lines may start now. Those that wait take turns.
 
     A line starts while a slot is free beside those that are left to others, and while fewer prompts are computed than
-    workers compute them. So it finds an idle worker, and delays no other prompt by more than its own.
+    workers compute them. So it finds an idle worker, and delays no other prompt by more than its own. More lines start
+    while nothing else runs.
     """
 
     def __init__(self, parts: ClientParts) -> None:
@@ -68,6 +71,8 @@ class LineRoom:
         self._turns = FewEach()
         self._counted_s: dict[str, float] = {}
         self._left: dict[str, int] = {}
+        self.lines = 0
+        """Lines that run."""
 
     async def take(self, name: str) -> bool:
         """Waits until a line of a model may start. False once the router drains."""
@@ -98,13 +103,16 @@ class LineRoom:
             for one in self._parts.models.list_models()
             if one.name == model
         )
+        if self.lines >= self._parts.runner.requests:
+            workers *= _PROMPTS_ALONE
         return min(free, workers - self._parts.admission.prompts[model])
 
 
 class LineServer:
     """Answers the lines of a batch by the routes of its endpoint."""
 
-    def __init__(self, parts: ClientParts, entry: Entry) -> None:
+    def __init__(self, parts: ClientParts, room: LineRoom, entry: Entry) -> None:
+        self._room = room
         self._endpoint, self._host = entry.shown["endpoint"], entry.kept["host"]
         self._intake = _LineIntake(parts, entry)
         generate = GenerateRoutes(parts, self._intake)
@@ -118,7 +126,11 @@ class LineServer:
         """A request with its response."""
         exchange = LineExchange(self._host, self._endpoint, body)
         SERVED.set(ServedCall(self._endpoint, "POST"))
-        await serve(exchange, self._serve(exchange))
+        self._room.lines += 1
+        try:
+            await serve(exchange, self._serve(exchange))
+        finally:
+            self._room.lines -= 1
         return exchange
 
     async def _serve(self, exchange: HttpExchange) -> None:
