@@ -11,6 +11,7 @@ from typer.models import CommandInfo, TyperInfo
 from headrace_cli import usage
 from headrace_cli.commands import (
     advise,
+    batch,
     chat,
     credentials,
     doctor,
@@ -38,7 +39,7 @@ app = typer.Typer(
 # The help lists them in this order.
 COMMANDS: Final = {
     "Deployment on this machine": (up,),
-    "Requests": (chat, route, trace),
+    "Requests": (chat, batch, route, trace),
     "Operation": (workers, usage, policy, doctor, incident),
     "Credentials": (credentials,),
     "Numbers of workers": (advise, profile, simulate, planner),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import stat
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -475,7 +474,7 @@ async def test_lines_end_with_the_key_of_their_batch(routers: Routers) -> None:
         keys = Path(routers.rigs[0].config.api_keys_file)
         replacement = keys.with_name("new")
         replacement.write_text("key-c a\n")
-        os.replace(replacement, keys)
+        replacement.replace(keys)
 
         async def is_known() -> bool:
             with contextlib.suppress(openai.AuthenticationError):
