@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
@@ -15,9 +14,10 @@ from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
-from headrace_frontend.openai.batches.batches import Batches
+from headrace_frontend.openai.batches.batches import Arguments, Batches
 from headrace_frontend.openai.batches.folder import BATCH, FILE
 from headrace_frontend.openai.block_apis.stored import StoredObjects
+from headrace_frontend.openai.body import parse_body
 from headrace_frontend.request.response_stream import ResponseWriter
 
 _ASK_S: Final = 2.0
@@ -89,10 +89,8 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         """See store.proto."""
         asked = request.tenant, request.id, request.operation
         if request.id.startswith((FILE, BATCH)):
-            given = json.loads(request.arguments)
-            found = None
-            if self._batches is not None:
-                found = await self._batches.use_here(*asked, given)
+            given = parse_body(Arguments, request.arguments)
+            found = None if self._batches is None else await self._batches.use_here(*asked, given)
         else:
             found = await self._objects.use_for_others(*asked, request.arguments)
         if found is None:

@@ -14,10 +14,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner, Result
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import priority_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_cli.app import app
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_frontend.openai.batches.folder import BatchFolder
@@ -507,3 +509,23 @@ async def test_a_draining_router_ends_its_lines_and_starts_no_more(tmp_path: Pat
     async with routers.running(), routers.client() as client:
         batch = await ended(client, made)
         assert (batch.request_counts.completed, routers.asked) == (6, 5)
+
+
+@pytest.mark.parametrize("routers", [{"tenants": None}], indirect=True)
+async def test_the_command_writes_answers_and_errors(routers: Routers, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long = line(1, messages=[{"role": "user", "content": "x" * 2_000}])
+    source.write_bytes(jsonl(line(0, model="replaced"), long))
+    address = routers.url().removesuffix("/v1")
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["batch", str(source), "--url", address, *arguments])
+
+    result = await asyncio.to_thread(run, "--model", "sim", "--output", str(output))
+    assert (result.exit_code, "1 lines failed" in result.output) == (1, True), result.output
+    (answer,) = map(json.loads, output.read_text().splitlines())
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "ok"
+    (error,) = map(json.loads, output.with_name("out.jsonl.errors").read_text().splitlines())
+    assert error["custom_id"] == "line-1"
+    result = await asyncio.to_thread(run)
+    assert (result.exit_code, "line 1: body.model" in result.output) == (1, True), result.output

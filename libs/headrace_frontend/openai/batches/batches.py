@@ -43,7 +43,7 @@ from headrace_frontend.openai.batches.lines import (
 from headrace_frontend.openai.batches.serving import LineRoom, LineServer
 from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
 from headrace_frontend.openai.block_apis.stored import Metadata
-from headrace_frontend.openai.body import Body, checked_body
+from headrace_frontend.openai.body import Body, LenientBody
 from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody
 from headrace_frontend.request.computations import PARSE
@@ -82,6 +82,15 @@ class BatchBody(Body):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Annotated[str, Field(pattern=r"^(24h|(1?\d|2[0-3])h|\d{1,4}m|\d{1,5}s)$")]
     metadata: Metadata
+
+
+class Arguments(LenientBody):
+    """The arguments of an operation on an entry. `host` and `key` are those of a client: see LineServer."""
+
+    offset: Annotated[int, Field(ge=0)] = 0
+    body: BatchBody | None = None
+    host: str = ""
+    key: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,9 +148,10 @@ class Batches:
 
         Raises NotFound, and InvalidRequest.
         """
-        found = await self.use_here(tenant, entry_id, operation, given)
+        arguments = Arguments(**given)
+        found = await self.use_here(tenant, entry_id, operation, arguments)
         if found is None and entry_id.startswith((FILE, BATCH)):
-            sent = json.dumps(given).encode()
+            sent = arguments.model_dump_json(exclude_unset=True).encode()
             found = await self._parts.ask_elsewhere(tenant, entry_id, operation, sent)
         if found is None:
             raise NotFound(
@@ -151,7 +161,7 @@ class Batches:
         return found
 
     async def use_here(
-        self, tenant: str, entry_id: str, operation: str, given: Mapping[str, Any]
+        self, tenant: str, entry_id: str, operation: str, given: Arguments
     ) -> bytes | None:
         """As `use`. None when this process does not have the entry."""
         entry = self.folder.find(tenant, entry_id)
@@ -163,21 +173,20 @@ class Batches:
                 pass
             case "cancel", True:
                 await self._cancel(entry)
-            case "create", False:
-                result = (await self._create(entry, **given)).shown
+            case "create", False if given.body is not None:
+                result = await self._create(entry, given.body, given.host, given.key)
             case "delete", False:
                 await self._delete(entry)
                 result = {"id": entry_id, "object": "file", "deleted": True}
             case "content", False:
-                return await self.folder.run(partial(self._piece, entry, given["offset"]))
+                return await self.folder.run(partial(self._piece, entry, given.offset))
             case _:
                 raise InvalidRequest({"id": f"names no entry for {operation}"})
         return json.dumps(result).encode()
 
-    async def _create(self, file: Entry, body: Mapping[str, Any], host: str, key: str) -> Entry:
+    async def _create(self, file: Entry, asked: BatchBody, host: str, key: str) -> dict[str, Any]:
         """Creates a batch of the lines of a file."""
         tenant, now = file.tenant, int(time.time())
-        asked = checked_body(BatchBody, body)
         if file.shown["purpose"] != "batch":
             raise InvalidRequest({"input_file_id": "must be a file with purpose batch"})
         if sum(one.entry.tenant == tenant for one in self._running.values()) >= BATCHES_MAX:
@@ -200,7 +209,7 @@ class Batches:
         entry = Entry(tenant, shown, kept | {name: new_id(FILE) for name in OUTPUTS})
         await self.folder.save(entry)
         self._start(entry)
-        return entry
+        return shown
 
     async def _cancel(self, entry: Entry) -> None:
         running = self._running.get(entry.id)

@@ -117,7 +117,7 @@ class BatchRoutes:
         self._of(exchange)
         _, body = await self._intake.read(exchange, BatchBody)
         key = key_digest(key_in(exchange.headers.items())) if self._parts.tenants.keyed else ""
-        given = {"host": exchange.host, "key": key, "body": body.model_dump(exclude_unset=True)}
+        given = {"host": exchange.host, "key": key, "body": body}
         await self._respond(exchange, body.input_file_id, "create", **given)
 
     async def use(self, operation: str, exchange: HttpExchange) -> None:
