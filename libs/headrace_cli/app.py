@@ -8,10 +8,9 @@ from typing import Annotated, Final
 import typer
 from typer.models import CommandInfo, TyperInfo
 
-from headrace_cli import usage
+from headrace_cli import batch, usage
 from headrace_cli.commands import (
     advise,
-    batch,
     chat,
     credentials,
     doctor,

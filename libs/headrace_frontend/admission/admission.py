@@ -315,7 +315,7 @@ class AdmissionPermit:
         if slots is not None:
             self._slot = await self._acquire(slots, 1)
         self._prompt_of = model
-        self._shared.prompts[model] += 1
+        self._shared.count_prompt(model, 1)
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
@@ -339,7 +339,7 @@ class AdmissionPermit:
         if self._tokens is not None:
             self._tokens.close()
         if self._prompt_of:
-            self._shared.prompts[self._prompt_of] -= 1
+            self._shared.count_prompt(self._prompt_of, -1)
             self._prompt_of = ""
 
     def close(self) -> None:
@@ -412,6 +412,10 @@ class Admission:
         pool = FairPool(capacity, self._weights, queue_above_share=True)
         pool = self._watched(f"slots of {model}", pool)
         self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
+
+    def count_prompt(self, model: str, count: int) -> None:
+        """So many more requests of the model have a slot and no token yet, or fewer."""
+        self.prompts[model] += count
 
     def waiting_for_slot(self, model: str) -> int:
         """The number of requests that wait for a slot of the model's decode workers."""

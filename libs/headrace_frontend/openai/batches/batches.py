@@ -7,10 +7,10 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -66,7 +66,7 @@ _NO_ROOM_S: Final = 1.0
 # After a failure of the workers.
 _TRIES_MAX: Final = 3
 _RETRY_S_MAX: Final = 60.0
-_RUNNING: Final = ("validating", "in_progress")
+_EMPTY: Final = {"code": "empty_file", "message": "the file has no line", "line": 1}
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600}
 _BODIES: Final[Mapping[str, type[Body]]] = {
     "/v1/chat/completions": ChatCompletionBody,
@@ -95,21 +95,48 @@ class Arguments(LenientBody):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A batch that has not ended."""
+    """A batch that has not ended. `files` has its output and its errors."""
 
     entry: Entry
     server: LineServer
-    task: asyncio.Task[None] | None = None
+    files: Sequence[LineFile]
     end: str = ""
     """Why it ends before its last line: expired, cancelled or failed."""
-    files: Collection[LineFile] = field(default_factory=tuple)
     finishes: bool = False
+    task: asyncio.Task[None] | None = None
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts its task, without what the current one has put into its context."""
+        self.task = asyncio.create_task(work, context=Context())
 
     def stop(self, end: str) -> None:
         """Answers no more lines. Repeats are ignored."""
         if not (self.end or self.finishes) and self.task is not None:
             self.end = end
             self.task.cancel()
+
+    def fail(self, errors: list[dict[str, Any]]) -> None:
+        """It ends with these errors."""
+        self.end = "failed"
+        self.entry.change(errors={"object": "list", "data": errors[:ERRORS_MAX]})
+
+    def finish(self) -> None:
+        """It cannot be stopped any more."""
+        self.finishes = True
+        self.entry.change(status="finalizing", finalizing_at=int(time.time()))
+
+    async def add(self, line: bytes, *, failed: bool) -> None:
+        """A line is answered."""
+        await self.files[failed].append(line)
+        counts = self.entry.shown["request_counts"]
+        counts["failed" if failed else "completed"] += 1
+
+    async def recover(self) -> set[str]:
+        """The ids of the lines that are answered, which are counted."""
+        found = [await file.recover() for file in self.files]
+        counts = self.entry.shown["request_counts"]
+        counts["completed"], counts["failed"] = map(len, found)
+        return set().union(*found)
 
 
 class Batches:
@@ -126,10 +153,11 @@ class Batches:
         self._expiry = run_forever(self._remove_expired(), "expiry of files")
 
     def _start(self, entry: Entry) -> None:
-        running = _Running(entry, LineServer(self._parts, self._room, entry))
-        self._running[entry.id] = running
-        # Without what the request for it has put into its context.
-        running.task = asyncio.create_task(self._run(running), context=Context())
+        server = LineServer(self._parts, self._room, entry)
+        files = [LineFile(self.folder, entry.tenant, entry.kept[name]) for name in OUTPUTS]
+        end = "cancelled" if entry.shown["status"] == "cancelling" else ""
+        running = self._running[entry.id] = _Running(entry, server, files, end)
+        running.run(self._run(running))
 
     async def drain(self, deadline: Deadline) -> None:
         """Starts no more lines, once the runner drains, and waits for those that run."""
@@ -192,6 +220,8 @@ class Batches:
         if sum(one.entry.tenant == tenant for one in self._running.values()) >= BATCHES_MAX:
             remedy = f"has {BATCHES_MAX} before it; wait for one to end, or cancel one"
             raise InvalidRequest({"batch": remedy})
+        if not self.folder.has_room(tenant):
+            raise InvalidRequest({"batch": "has no room in batch_mib; delete files"})
         window = asked.completion_window
         shown = {
             "id": new_id(BATCH),
@@ -217,7 +247,7 @@ class Batches:
             status = entry.shown["status"]
             raise InvalidRequest({"status": f"is {status}, and such a batch cannot be cancelled"})
         if not running.end:
-            entry.shown |= {"status": "cancelling", "cancelling_at": int(time.time())}
+            entry.change(status="cancelling", cancelling_at=int(time.time()))
             await self.folder.save(entry)
             running.stop("cancelled")
 
@@ -250,8 +280,6 @@ class Batches:
         loop = asyncio.get_running_loop()
         left_s = entry.shown["expires_at"] - time.time()
         expiry = loop.call_later(max(0.0, left_s), running.stop, "expired")
-        if entry.shown["status"] == "cancelling":
-            running.end = "cancelled"
         try:
             is_whole = bool(running.end) or await self._advance(running)
         except asyncio.CancelledError:
@@ -261,13 +289,13 @@ class Batches:
         except Exception as error:  # noqa: BLE001 - the batch has its error
             _LOG.exception("%s has failed", entry.id)
             first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            self._set_errors(running, [{"code": "server_error", "message": str(first)}])
+            running.fail([{"code": "server_error", "message": str(first)}])
             is_whole = True
         try:
             if is_whole:
-                running.finishes = True
+                running.finish()
                 await self._finish(running)
-        except OSError:
+        except Exception:  # noqa: BLE001 - the same
             _LOG.exception("the end of %s cannot be stored; a restart does so", entry.id)
         finally:
             expiry.cancel()
@@ -278,14 +306,15 @@ class Batches:
         entry = running.entry
         if entry.shown["status"] == "validating":
             check = await self._checked(entry)
-            entry.shown["request_counts"]["total"] = len(check.custom_ids)
-            if check.errors:
-                self._set_errors(running, check.errors)
+            total = len(check.custom_ids)
+            entry.change(request_counts={"total": total, "completed": 0, "failed": 0})
+            if not check.custom_ids or check.errors:
+                running.fail(check.errors or [_EMPTY])
                 return True
-            entry.shown |= {"status": "in_progress", "in_progress_at": int(time.time())}
+            entry.change(status="in_progress", in_progress_at=int(time.time()))
             await self.folder.save(entry)
         async with self._turns.of(entry.tenant):
-            answered = await self._recover(running)
+            answered = await running.recover()
             running_max = asyncio.Semaphore(_LINES_MAX)
             async with asyncio.TaskGroup() as group, aclosing(self._lines(entry)) as lines:
                 async for line in lines:
@@ -304,10 +333,6 @@ class Batches:
         while not (self.folder.has_room(tenant) or self._parts.runner.draining):  # noqa: ASYNC110
             await asyncio.sleep(_NO_ROOM_S)
         return await self._room.take(line.model)
-
-    def _set_errors(self, running: _Running, errors: list[dict[str, Any]]) -> None:
-        running.end = "failed"
-        running.entry.shown["errors"] = {"object": "list", "data": errors[:ERRORS_MAX]}
 
     async def _pieces(self, entry: Entry) -> AsyncGenerator[list[NumberedLine]]:
         """The lines of its input."""
@@ -340,24 +365,10 @@ class Batches:
                 await preparer.run(entry.tenant, PARSE, PARSE.loop_max + 1, work)
                 if len(check.errors) >= ERRORS_MAX:
                     break
-        if not (check.custom_ids or check.errors):
-            check.errors = [{"code": "empty_file", "message": "the file has no line", "line": 1}]
         return check
-
-    async def _recover(self, running: _Running) -> set[str]:
-        """The ids of the lines that are answered, which are counted."""
-        entry = running.entry
-        if not running.files:
-            ids = [entry.kept[name] for name in OUTPUTS]
-            running.files = [LineFile(self.folder, entry.tenant, one) for one in ids]
-        found = [await file.recover() for file in running.files]
-        counts = entry.shown["request_counts"]
-        counts["completed"], counts["failed"] = map(len, found)
-        return set().union(*found)
 
     async def _answer(self, running: _Running, line: Line) -> None:
         """Answers a line. It stays without an answer when the router drains."""
-        entry = running.entry
         exchange = await running.server.answer(line.body)
         for attempt in itertools.count(1):
             if exchange.status not in (429, 503):
@@ -370,17 +381,13 @@ class Batches:
             if not await self._room.take(line.model):
                 return
             exchange = await running.server.answer(line.body)
-        output, errors = running.files
-        is_answered = exchange.status == 200
         response = response_json(exchange.status, exchange.request_id, exchange.data)
-        await (output if is_answered else errors).append(result_line(line.custom_id, response))
-        entry.shown["request_counts"]["completed" if is_answered else "failed"] += 1
+        await running.add(result_line(line.custom_id, response), failed=exchange.status != 200)
 
     async def _finish(self, running: _Running) -> None:
         """Stores the end of a batch, with its files."""
         entry, end = running.entry, running.end or "completed"
-        entry.shown |= {"status": "finalizing", "finalizing_at": int(time.time())}
-        answered = await self._recover(running)
+        answered = await running.recover()
         if end in ("expired", "cancelled"):
             message = f"the batch was {end} before this line was answered"
             error = json.dumps({"code": f"batch_{end}", "message": message}).encode()
@@ -391,13 +398,13 @@ class Batches:
                 if line.custom_id not in answered
             ]
             await errors.append(*left)
-            await self._recover(running)
+            await running.recover()
         now = int(time.time())
         for name, file in zip(OUTPUTS, running.files, strict=True):
             if file.size:
-                entry.shown[f"{name}_file_id"] = file.file_id
+                entry.change(**{f"{name}_file_id": file.file_id})
                 await save_file(file, f"{entry.id}_{name}.jsonl", "batch_output", file.size)
-        entry.shown |= {"status": end, f"{end}_at": now}
+        entry.change(**{"status": end, f"{end}_at": now})
         await self.folder.save(entry)
 
 

@@ -52,6 +52,10 @@ class Entry:
         """Its id."""
         return str(self.shown["id"])
 
+    def change(self, **fields: Any) -> None:
+        """Replaces what clients get."""
+        self.shown.update(fields)
+
     @property
     def ended(self) -> bool:
         """Whether it is a batch that runs no more."""
@@ -88,10 +92,9 @@ class BatchFolder:
         found = [path for path in self._path.iterdir() if _OUR_FILE.fullmatch(path.name)]
         states = [json.loads(path.read_bytes()) for path in found if path.suffix == ".json"]
         for state in sorted(states, key=lambda one: one["shown"]["created_at"]):
-            entry = Entry(**state)
+            path = self.path(state["shown"]["id"])
+            entry = Entry(**state, data_bytes=path.stat().st_size if path.exists() else 0)
             self._entries[entry.id] = entry
-            if self.path(entry.id).exists():
-                entry.data_bytes = self.path(entry.id).stat().st_size
             self._bytes[entry.tenant] += _ENTRY_BYTES + entry.data_bytes
             known.add(entry.id)
             if not entry.ended:

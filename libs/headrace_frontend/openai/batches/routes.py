@@ -72,6 +72,7 @@ class BatchRoutes:
                 await file.append(part, lasting=False)
                 if time.monotonic() - begun_s > BODY_WAIT_S + file.size / BODY_BYTES_PER_S:
                     raise HttpError(408, "body_timeout", "the file arrives too slowly")
+            # With it, all of the file is synced.
             await file.append(b"\n")
             upload = await folder.run(lambda: read_upload(file.path, boundary))
             fields = checked_body(_FileFields, upload.fields)

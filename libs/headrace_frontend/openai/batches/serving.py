@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from headrace_common.callers.bounds import FewEach
@@ -71,8 +72,17 @@ class LineRoom:
         self._turns = FewEach()
         self._counted_s: dict[str, float] = {}
         self._left: dict[str, int] = {}
-        self.lines = 0
-        """Lines that run."""
+        self._lines = 0
+        """Those that run."""
+
+    @contextmanager
+    def line(self) -> Iterator[None]:
+        """A line runs in the block."""
+        self._lines += 1
+        try:
+            yield
+        finally:
+            self._lines -= 1
 
     async def take(self, name: str) -> bool:
         """Waits until a line of a model may start. False once the router drains."""
@@ -103,7 +113,7 @@ class LineRoom:
             for one in self._parts.models.list_models()
             if one.name == model
         )
-        if self.lines >= self._parts.runner.requests:
+        if self._lines >= self._parts.runner.requests:
             workers *= _PROMPTS_ALONE
         return min(free, workers - self._parts.admission.prompts[model])
 
@@ -126,11 +136,8 @@ class LineServer:
         """A request with its response."""
         exchange = LineExchange(self._host, self._endpoint, body)
         SERVED.set(ServedCall(self._endpoint, "POST"))
-        self._room.lines += 1
-        try:
+        with self._room.line():
             await serve(exchange, self._serve(exchange))
-        finally:
-            self._room.lines -= 1
         return exchange
 
     async def _serve(self, exchange: HttpExchange) -> None:
