@@ -226,6 +226,21 @@ async def test_lines_are_of_the_lowest_class(routers: Routers) -> None:
     assert request.priority == priority_pb2.PRIORITY_LOW
 
 
+async def test_a_slot_stays_free_for_others(routers: Routers) -> None:
+    routers.gate.clear()
+    worker = routers.rigs[0].decodes[0]
+    async with routers.client() as client:
+        made = await batch_of(client, *map(line, range(20)))
+        slots = 8
+        await until(lambda: routers.asked == slots - 1)
+        chat = asyncio.create_task(client.chat.completions.create(**line(0)["body"]))
+        await until(lambda: routers.asked == slots)
+        assert worker.requests[-1].priority == priority_pb2.PRIORITY_UNSPECIFIED
+        routers.gate.set()
+        assert (await chat).choices[0].message.content == "ok"
+        assert (await ended(client, made)).request_counts.completed == 20
+
+
 async def test_a_killed_router_answers_every_line_once(tmp_path: Path) -> None:
     routers = Routers(tmp_path)
     routers.gate.clear()

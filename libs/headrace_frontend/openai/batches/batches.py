@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import time
@@ -60,8 +59,6 @@ PIECE_BYTES: Final = 1024**2
 _EXPIRY_INTERVAL_S: Final = 60.0
 # Of a line beside the body of its request.
 _LINE_BYTES: Final = 4_096
-# Lines of a batch that run at a time, at most.
-_LINES_MAX: Final = 512
 _NO_ROOM_S: Final = 1.0
 # After a failure of the workers.
 _TRIES_MAX: Final = 3
@@ -153,7 +150,7 @@ class Batches:
         self._expiry = run_forever(self._remove_expired(), "expiry of files")
 
     def _start(self, entry: Entry) -> None:
-        server = LineServer(self._parts, self._room, entry)
+        server = LineServer(self._parts, entry)
         files = [LineFile(self.folder, entry.tenant, entry.kept[name]) for name in OUTPUTS]
         end = "cancelled" if entry.shown["status"] == "cancelling" else ""
         running = self._running[entry.id] = _Running(entry, server, files, end)
@@ -315,24 +312,28 @@ class Batches:
             await self.folder.save(entry)
         async with self._turns.of(entry.tenant):
             answered = await running.recover()
-            running_max = asyncio.Semaphore(_LINES_MAX)
             async with asyncio.TaskGroup() as group, aclosing(self._lines(entry)) as lines:
                 async for line in lines:
                     if line.custom_id in answered:
                         continue
-                    await running_max.acquire()
-                    if not await self._may_start(entry.tenant, line):
+                    model = await self._place_of(entry.tenant, line)
+                    if not model:
                         break
                     task = group.create_task(self._answer(running, line))
-                    task.add_done_callback(lambda _: running_max.release())
+                    task.add_done_callback(partial(self._room.end, model))
         counts = entry.shown["request_counts"]
         return bool(counts["completed"] + counts["failed"] == counts["total"])
 
-    async def _may_start(self, tenant: str, line: Line) -> bool:
-        """Waits until there is room for a line and for its answer. False once the router drains."""
+    async def _place_of(self, tenant: str, line: Line) -> str:
+        """The model of a line, once there is room for it and for its answer. Empty once the router drains."""
         while not (self.folder.has_room(tenant) or self._parts.runner.draining):  # noqa: ASYNC110
             await asyncio.sleep(_NO_ROOM_S)
-        return await self._room.take(line.model)
+        try:
+            model = self._parts.preparer.choice(line.model).model
+        except InvalidRequest:
+            # An adapter that is gone. The line gets that error in its turn.
+            model = min(self._parts.codecs)
+        return model if await self._room.take(model) else ""
 
     async def _pieces(self, entry: Entry) -> AsyncGenerator[list[NumberedLine]]:
         """The lines of its input."""
@@ -369,17 +370,15 @@ class Batches:
 
     async def _answer(self, running: _Running, line: Line) -> None:
         """Answers a line. It stays without an answer when the router drains."""
+        tries = 1
         exchange = await running.server.answer(line.body)
-        for attempt in itertools.count(1):
-            if exchange.status not in (429, 503):
-                break
+        while exchange.status in (429, 503):
             if self._parts.runner.draining:
                 return
-            if exchange.status == 503 and attempt >= _TRIES_MAX:
+            if (tries >= _TRIES_MAX) if exchange.status == 503 else not exchange.retry_s:
                 break
-            await asyncio.sleep(min(_RETRY_S_MAX, max(exchange.retry_s, 2.0**attempt / 2)))
-            if not await self._room.take(line.model):
-                return
+            await asyncio.sleep(min(_RETRY_S_MAX, tries * max(1.0, exchange.retry_s)))
+            tries += 1
             exchange = await running.server.answer(line.body)
         response = response_json(exchange.status, exchange.request_id, exchange.data)
         await running.add(result_line(line.custom_id, response), failed=exchange.status != 200)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 from headrace_common.callers.bounds import FewEach
-from headrace_common.errors import InvalidRequest, Unauthenticated
+from headrace_common.callers.priority import Priority
+from headrace_common.errors import Unauthenticated
 from headrace_common.http.exchange import HttpExchange
 from headrace_common.rpc.trace_context import SERVED, ServedCall
 from headrace_frontend.openai.batches.folder import Entry
@@ -51,13 +52,13 @@ class LineExchange(HttpExchange):
         super().__init__(NoConnection(host), "POST", path, headers, chunks=False, keeps_alive=True)
         self.add_body(body)
         self.end_body()
-        self.status, self.data, self.retry_s = 0, b"", 1.0
+        self.status, self.data, self.retry_s = 0, b"", 0.0
 
     async def respond(
         self, status: int, data: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
         self.status, self.data = status, data
-        self.retry_s = float((headers or {}).get("retry-after", self.retry_s))
+        self.retry_s = float((headers or {}).get("retry-after", 0.0))
 
 
 class LineRoom:
@@ -71,59 +72,46 @@ class LineRoom:
     def __init__(self, parts: ClientParts) -> None:
         self._parts = parts
         self._turns = FewEach()
-        self._counted_s: dict[str, float] = {}
-        self._left: dict[str, int] = {}
-        self._lines = 0
-        """Those that run."""
+        self._lines: Counter[str] = Counter()
+        """Those of each model that have started."""
 
-    @contextmanager
-    def line(self) -> Iterator[None]:
-        """A line runs in the block."""
-        self._lines += 1
-        try:
-            yield
-        finally:
-            self._lines -= 1
-
-    async def take(self, name: str) -> bool:
-        """Waits until a line of a model may start. False once the router drains."""
-        loop = asyncio.get_running_loop()
-        try:
-            model = self._parts.preparer.choice(name).model
-        except InvalidRequest:
-            # An adapter that is gone. The line gets its error.
-            return True
+    async def take(self, model: str) -> bool:
+        """Waits until a line of a model may start. It has started then, until `end`. False once the router drains."""
         async with self._turns.of(model):
             while not self._parts.runner.draining:
-                if loop.time() >= self._counted_s.get(model, 0.0) + _PAUSE_S:
-                    self._counted_s[model], self._left[model] = loop.time(), self._count(model)
-                if self._left[model] > 0:
-                    self._left[model] -= 1
+                if self._has_room(model):
+                    self._lines[model] += 1
                     return True
                 await asyncio.sleep(_PAUSE_S)
         return False
 
-    def _count(self, model: str) -> int:
-        slots = self._parts.admission.slots_of(model)
+    def end(self, model: str, task: asyncio.Task[None]) -> None:
+        """A line has ended, with its task."""
+        self._lines[model] -= 1
+
+    def _has_room(self, model: str) -> bool:
+        admission = self._parts.admission
+        slots = admission.slots_of(model)
         if slots is None or slots.pool.waiting:
-            return 0
-        capacity = slots.pool.capacity
-        free = capacity - slots.pool.used - capacity // _SLOTS_PER_FREE_SLOT
+            return False
+        pool = slots.pool
+        low = pool.used_in(Priority.LOW)
+        # Lines without a slot yet.
+        starting = max(0, self._lines[model] - low)
         workers = sum(
             one.prefill_worker_count or one.decode_worker_count
             for one in self._parts.models.list_models()
             if one.name == model
         )
-        is_alone = self._lines >= self._parts.runner.requests
-        prompts = workers * (_PROMPTS_ALONE if is_alone else _PROMPTS_BESIDE)
-        return min(free, prompts - self._parts.admission.prompts[model])
+        prompts = workers * (_PROMPTS_ALONE if low == pool.used else _PROMPTS_BESIDE)
+        free = pool.capacity - pool.capacity // _SLOTS_PER_FREE_SLOT - pool.used
+        return starting < min(free, prompts - admission.prompts[model])
 
 
 class LineServer:
     """Answers the lines of a batch by the routes of its endpoint."""
 
-    def __init__(self, parts: ClientParts, room: LineRoom, entry: Entry) -> None:
-        self._room = room
+    def __init__(self, parts: ClientParts, entry: Entry) -> None:
         self._endpoint, self._host = entry.shown["endpoint"], entry.kept["host"]
         self._intake = _LineIntake(parts, entry)
         generate = GenerateRoutes(parts, self._intake)
@@ -137,8 +125,7 @@ class LineServer:
         """A request with its response."""
         exchange = LineExchange(self._host, self._endpoint, body)
         SERVED.set(ServedCall(self._endpoint, "POST"))
-        with self._room.line():
-            await serve(exchange, self._serve(exchange))
+        await serve(exchange, self._serve(exchange))
         return exchange
 
     async def _serve(self, exchange: HttpExchange) -> None:

@@ -96,7 +96,8 @@ class _Turn:
         if conversation_id:
             new = {**self.items, **items_by_id(output)}
             await self.objects.use(self.tenant, conversation_id, "append", items=new)
-        elif self.stores:
+        elif self.entry is not None and not self.entry.ended:
+            # It was not deleted meanwhile.
             self.chat.save(response["id"], map(chat_message, messages_of_output(output)))
         if self.entry is not None and not self.body.background:
             self.entry.set_value(response)
