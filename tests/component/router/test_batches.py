@@ -21,7 +21,7 @@ from headrace.inference.v1 import priority_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.app import app
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, HeadraceError, QueueFull, WorkerGone
 from headrace_frontend.openai.batches.folder import BatchFolder
 from tests.kit.router import Rig
 from tests.kit.workers import Event, FakeDecode, Script, finished, reserved, tokens
@@ -67,11 +67,14 @@ def jsonl(*lines: Any) -> bytes:
 class Routers:
     """Routers with a worker each and a folder each, which a restart keeps."""
 
-    def __init__(self, folder: Path, count: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, count: int = 1, script: Script | None = None, **settings: Any
+    ) -> None:
         self.folder = folder
         self.gate = asyncio.Event()
         self.gate.set()
         self.free = 0
+        self._script = script
         self._settings = [
             {
                 "tenants": KEYS,
@@ -99,7 +102,7 @@ class Routers:
         self.rigs = [await Rig(**given).start() for given in self._settings]
         members = []
         for number, rig in enumerate(self.rigs):
-            decode = await rig.add_decode(gated(self.gate, self.free))
+            decode = await rig.add_decode(self._script or gated(self.gate, self.free))
             router = registry_pb2.Member(
                 worker_id=f"router-{number}",
                 incarnation=f"{number}" * 16,
@@ -316,6 +319,33 @@ async def test_a_line_that_fails_has_its_error_and_ends_no_other(routers: Router
         (found,) = (await results(client, batch.error_file_id)).values()
         assert found["response"]["status_code"] == 400
         assert found["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "asked"),
+    [
+        (QueueFull("no room", metadata={"resource": "blocks"}, retry_after_s=0.05), 200, 4),
+        (WorkerGone("it fails"), 503, 3),
+    ],
+)
+async def test_a_line_runs_again_after_overload_and_thrice_after_failures(
+    tmp_path: Path, error: HeadraceError, status: int, asked: int
+) -> None:
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Event]:
+        if len(worker.requests) < 4:
+            raise error
+        async for event in gated(routers.gate, 0)(worker, request):
+            yield event
+
+    routers = Routers(tmp_path, script=script)
+    async with routers.running(), routers.client() as client:
+        routers.rigs[0].policy.retry_budget = 0
+        batch = await ended(client, await batch_of(client, line(0)))
+        file_id = batch.output_file_id or batch.error_file_id
+        (found,) = (await results(client, file_id)).values()
+        assert (found["response"]["status_code"], routers.asked) == (status, asked)
 
 
 @pytest.mark.parametrize(
