@@ -23,8 +23,7 @@ from headrace_frontend.openai.stored_apis.routes import ResponsesRoutes
 _PAUSE_S: Final = 0.01
 # One slot in so many is left to the next requests of others.
 _SLOTS_PER_FREE_SLOT: Final = 8
-# Prompts that are computed for each worker, beside other requests and without any.
-_PROMPTS_BESIDE: Final = 2
+# Prompts for each worker, while no other requests run.
 _PROMPTS_ALONE: Final = 8
 
 
@@ -64,9 +63,9 @@ class LineExchange(HttpExchange):
 class LineRoom:
     """How many lines may start now. Those that wait take turns.
 
-    A line starts while a slot is free beside those that are left to others, and while few prompts are computed for
-    each worker. So lines do not wait before the workers, where they would delay other prompts. More lines start while
-    nothing else runs.
+    A line starts while a slot is free beside those that are left to others, and while fewer prompts are computed than
+    workers compute them. So it finds an idle worker, and delays no other prompt by more than its own. More lines start
+    while nothing else runs.
     """
 
     def __init__(self, parts: ClientParts) -> None:
@@ -103,7 +102,7 @@ class LineRoom:
             for one in self._parts.models.list_models()
             if one.name == model
         )
-        prompts = workers * (_PROMPTS_ALONE if low == pool.used else _PROMPTS_BESIDE)
+        prompts = workers * (_PROMPTS_ALONE if low == pool.used else 1)
         free = pool.capacity - pool.capacity // _SLOTS_PER_FREE_SLOT - pool.used
         return starting < min(free, prompts - admission.prompts[model])
 
