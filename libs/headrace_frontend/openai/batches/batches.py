@@ -387,7 +387,8 @@ class Batches:
         """Stores the end of a batch, with its files."""
         entry, end = running.entry, running.end or "completed"
         answered = await running.recover()
-        if end in ("expired", "cancelled"):
+        # Lines that were not checked may have no id.
+        if end in ("expired", "cancelled") and "in_progress_at" in entry.shown:
             message = f"the batch was {end} before this line was answered"
             error = json.dumps({"code": f"batch_{end}", "message": message}).encode()
             _, errors = running.files
