@@ -234,8 +234,9 @@ class Batches:
         }
         kept = {"host": host, "key": key, "until": now + KEEP_S}
         entry = Entry(tenant, shown, kept | {name: new_id(FILE) for name in OUTPUTS})
-        await self.folder.save(entry)
+        # It counts before others are created.
         self._start(entry)
+        await self.folder.save(entry)
         return shown
 
     async def _cancel(self, entry: Entry) -> None:
