@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2
 import openai
 import pytest
 from typer.testing import CliRunner, Result
@@ -500,6 +501,25 @@ async def test_a_client_that_leaves_during_an_upload_leaves_nothing(routers: Rou
         await until(lambda: any(path.stat().st_size for path in folder.glob("*.jsonl")))
         upload.cancel()
         await until(lambda: not list(folder.glob("*.jsonl")))
+
+
+async def test_a_file_that_is_deleted_while_it_is_read_is_not_cut_silently(
+    routers: Routers,
+) -> None:
+    async with routers.client() as client:
+        big = ("big", b"x" * 30_000_000)
+        file = await client.files.create(file=big, purpose="batch")
+
+        async def read() -> None:
+            async with client.files.with_streaming_response.content(file.id) as content:
+                parts = content.iter_bytes(65_536)
+                await anext(parts)
+                await client.files.delete(file.id)
+                async for _ in parts:
+                    pass
+
+        with pytest.raises((httpx.HTTPError, httpx2.HTTPError)):
+            await read()
 
 
 @pytest.mark.parametrize("routers", [{"batch_folder": ""}], indirect=True)

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 from pydantic import ConfigDict, Field
 
 from headrace_common.access.key_file import key_digest, key_in
-from headrace_common.errors import InvalidRequest
+from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_WAIT_S
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.openai.batches.batches import (
@@ -135,7 +135,13 @@ class BatchRoutes:
         file_id = exchange.path.strip("/").split("/")[2]
         offset, is_whole = 0, False
         while not is_whole:
-            piece = await batches.use(tenant, file_id, "content", offset=offset)
+            try:
+                piece = await batches.use(tenant, file_id, "content", offset=offset)
+            except NotFound:
+                if not exchange.started:
+                    raise
+                # It was deleted meanwhile. The connection ends, so that its client notices.
+                return
             offset, is_whole = offset + len(piece), len(piece) < PIECE_BYTES
             await exchange.write(piece, _CONTENT_HEADERS)
         await exchange.finish()
