@@ -276,6 +276,23 @@ async def test_a_killed_router_answers_every_line_once(tmp_path: Path) -> None:
         assert routers.asked == 30 - len(before)
 
 
+async def test_a_restart_removes_what_is_old_or_unfinished_and_nothing_else(tmp_path: Path) -> None:
+    routers = Routers(tmp_path)
+    folder = tmp_path / "0"
+    async with routers.running(), routers.client() as client:
+        old, kept = [await upload(client, line(0)) for _ in range(2)]
+    state = folder / f"{old.id}.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "kept": {"until": 0}}))
+    unfinished = [f"file-{'0' * 32}.jsonl", f"{kept.id}.json.new"]
+    for name in (*unfinished, "of_the_operator.txt"):
+        (folder / name).write_text("x")
+    async with routers.running(), routers.client() as client:
+        await until(lambda: not state.exists())
+        assert [one.id for one in (await client.files.list()).data] == [kept.id]
+        names = ("lock", "of_the_operator.txt", f"{kept.id}.json", f"{kept.id}.jsonl")
+        assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
 async def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
     routers = Routers(tmp_path)
     routers.gate.clear()
