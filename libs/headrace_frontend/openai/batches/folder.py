@@ -159,11 +159,7 @@ class BatchFolder:
     def _write_state(self, entry_id: str, data: bytes) -> None:
         path = self._state(entry_id)
         new = path.with_name(f"{path.name}.new")
-        descriptor = os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
+        _write(new, data, os.O_TRUNC)
         new.replace(path)
         self.sync()
 
@@ -211,13 +207,16 @@ class DataFile:
         await self.folder.run(lambda: self.path.unlink(missing_ok=True))
 
     def _write(self, data: bytes, *, lasting: bool) -> None:
-        with os.fdopen(self._open(), "ab") as file:
-            file.write(data)
-            file.flush()
-            if lasting:
-                os.fsync(file.fileno())
-                self.folder.sync()
+        _write(self.path, data, os.O_APPEND, lasting=lasting)
+        if lasting:
+            self.folder.sync()
 
-    def _open(self) -> int:
-        # Its owner alone may read it.
-        return os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+
+def _write(path: Path, data: bytes, flag: int, *, lasting: bool = True) -> None:
+    # Its owner alone may read it.
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | flag, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        if lasting:
+            file.flush()
+            os.fsync(descriptor)
