@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Final
 
 import typer
 
+from headrace_cli.batch import batch
 from headrace_cli.commands.advise import advise
 from headrace_cli.commands.chat import chat
 from headrace_cli.commands.credentials import (
@@ -38,9 +40,9 @@ app = typer.Typer(
 )
 
 # The help lists them in this order.
-COMMANDS: Final = {
+COMMANDS: Final[Mapping[str, Sequence[Callable[..., None]]]] = {
     "Deployment on this machine": (up, logs, add, down, demo),
-    "Requests": (chat, route, trace, explain),
+    "Requests": (chat, batch, route, trace, explain),
     "Operation": (
         workers,
         status,

@@ -143,11 +143,7 @@ class HttpExchange:
             async with asyncio.timeout(BODY_WAIT_S) as clock:
                 return await self._read(bytes_max, clock)
         except TimeoutError:
-            raise HttpError(
-                408,
-                "body_timeout",
-                f"the body did not arrive within {BODY_WAIT_S:g} s, or paused for {BODY_PAUSE_S:g} s; send it at once",
-            ) from None
+            raise _late_body() from None
         finally:
             self._input = None
             self._body.clear()
@@ -164,6 +160,26 @@ class HttpExchange:
             self._arrived.clear()
             await self._arrived.wait()
         clock.reschedule(None)
+        data, self._body = bytes(self._body), bytearray()
+        return data
+
+    async def body_part(self) -> bytes:
+        """The next part of a body of any type, and at its end none. Nothing more is read meanwhile.
+
+        Raises HttpError for a body that pauses, and Cancelled.
+        """
+        if not self._arrived.is_set() and "expect" in self.headers:
+            self._connection.write(_CONTINUE)
+        try:
+            async with asyncio.timeout(BODY_PAUSE_S):
+                while not (self._body or self._body_complete):
+                    self._arrived.clear()
+                    self._connection.count_input()
+                    await self._arrived.wait()
+                    if self._disconnected:
+                        raise Cancelled("the client closed the connection")
+        except TimeoutError:
+            raise _late_body() from None
         data, self._body = bytes(self._body), bytearray()
         return data
 
@@ -267,6 +283,14 @@ def _check_json(headers: Mapping[str, str], bytes_max: int) -> None:
 
 
 _LENGTH_DIGITS_MAX: Final = 18
+
+
+def _late_body() -> HttpError:
+    return HttpError(
+        408,
+        "body_timeout",
+        f"the body did not arrive within {BODY_WAIT_S:g} s, or paused for {BODY_PAUSE_S:g} s; send it at once",
+    )
 
 
 def too_large(bytes_max: int) -> HttpError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -275,6 +276,7 @@ class AdmissionPermit:
         self._held = [place]
         self._tokens: Held | None = None
         self._slot: Held | None = None
+        self._prompt_of = ""
 
     async def _acquire(self, resource: BoundedResource, amount: int) -> Held:
         held = await resource.acquire(self.tenant, amount, self._deadline, self.priority)
@@ -312,6 +314,8 @@ class AdmissionPermit:
         slots = self._shared.slots_of(model)
         if slots is not None:
             self._slot = await self._acquire(slots, 1)
+        self._prompt_of = model
+        self._shared.count_prompt(model, 1)
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
@@ -334,9 +338,13 @@ class AdmissionPermit:
         """The prompt no longer waits. Repeats are ignored."""
         if self._tokens is not None:
             self._tokens.close()
+        if self._prompt_of:
+            self._shared.count_prompt(self._prompt_of, -1)
+            self._prompt_of = ""
 
     def close(self) -> None:
         """The request has ended. Repeats are ignored."""
+        self.release_tokens()
         for held in reversed(self._held):
             held.close()
 
@@ -362,6 +370,8 @@ class Admission:
         """Prompt tokens of requests before their first token."""
         self.images = bounded("images", "bytes of images", limits.image_bytes)
         """Of admitted requests."""
+        self.prompts: Counter[str] = Counter()
+        """Requests of each model that have a slot and no token yet."""
         self._slots: dict[str, BoundedResource] = {}
         """By model."""
         self._limits = limits
@@ -402,6 +412,10 @@ class Admission:
         pool = FairPool(capacity, self._weights, queue_above_share=True)
         pool = self._watched(f"slots of {model}", pool)
         self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
+
+    def count_prompt(self, model: str, count: int) -> None:
+        """So many more requests of the model have a slot and no token yet, or fewer."""
+        self.prompts[model] += count
 
     def waiting_for_slot(self, model: str) -> int:
         """The number of requests that wait for a slot of the model's decode workers."""

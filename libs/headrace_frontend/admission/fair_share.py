@@ -104,6 +104,10 @@ class FairPool:
         """Units that a tenant uses in a class."""
         return self._used.get((tenant, priority), 0)
 
+    def used_in(self, priority: Priority) -> int:
+        """Units that all tenants use in a class."""
+        return sum(used for (_, one), used in self._used.items() if one is priority)
+
     def share(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """Units that a tenant may use in a class while there is not enough for all."""
         weights, claimant = self.weights(), (tenant, priority)

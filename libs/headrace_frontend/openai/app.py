@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest, Unauthenticated
 from headrace_common.http.exchange import HttpError, HttpExchange
@@ -18,6 +19,8 @@ from headrace_common.ports import is_loopback
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
 from headrace_common.telemetry.metrics.prometheus import content_type
 from headrace_common.version import version
+from headrace_frontend.openai.batches.batches import BATCHES_PATH, Batches
+from headrace_frontend.openai.batches.routes import BatchRoutes
 from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
 from headrace_frontend.openai.errors import OPENAI_ERRORS, serve, unknown_path
@@ -71,7 +74,9 @@ _ERRORS: Final = {
 }
 _MODEL_PATH: Final = "/v1/models/"
 _MODEL_ROUTE: Final = "/v1/models/{model}"
-_STORED_PATHS: Final = ("/v1/responses/", "/v1/conversations/")
+_STORED_PATHS: Final = tuple(
+    f"/v1/{kind}/" for kind in ("responses", "conversations", "files", "batches")
+)
 _NO_HEADER_NAMES: Final = re.compile(r"[^!-~ ]")
 _STORED_NAMES: Final = ("{id}", "{item_id}")
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
@@ -80,14 +85,18 @@ _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 class OpenAiApp:
     """The application of `http_listen`."""
 
-    def __init__(self, parts: ClientParts, metrics: MetricsPage) -> None:
+    def __init__(
+        self, parts: ClientParts, metrics: MetricsPage, batches: Batches | None = None
+    ) -> None:
         self._parts = parts
         self._started_s = int(time.time())
         self._intake = Intake(parts)
         generate = GenerateRoutes(parts, self._intake)
         tokenize = TokenizeRoutes(parts, self._intake)
-        responses = ResponsesRoutes(parts, self._intake, generate)
+        self._responses = responses = ResponsesRoutes(parts, self._intake, generate)
         stored = partial(partial, responses.use)
+        self._batches = batches
+        batch = BatchRoutes(parts, self._intake, batches)
         self._routes: Mapping[str, Mapping[str, _Handler]] = {
             "/v1/chat/completions": {"POST": generate.chat},
             "/v1/completions": {"POST": generate.complete},
@@ -109,6 +118,15 @@ class OpenAiApp:
                 "GET": stored("item"),
                 "DELETE": stored("delete_item"),
             },
+            "/v1/files": {"GET": batch.list_files, "POST": batch.create_file},
+            "/v1/files/{id}": {
+                "GET": partial(batch.use, "retrieve"),
+                "DELETE": partial(batch.use, "delete"),
+            },
+            "/v1/files/{id}/content": {"GET": batch.content},
+            BATCHES_PATH: {"GET": batch.list_batches, "POST": batch.create_batch},
+            f"{BATCHES_PATH}/{{id}}": {"GET": partial(batch.use, "retrieve")},
+            f"{BATCHES_PATH}/{{id}}/cancel": {"POST": partial(batch.use, "cancel")},
             "/v1/headrace/keep": {"POST": self._keep},
             "/v1/models": {"GET": self._list_models},
             _MODEL_ROUTE: {"GET": self._describe_model},
@@ -133,6 +151,12 @@ class OpenAiApp:
         if self._parts.origins:
             self._permit_page(exchange)
         await serve(exchange, self._serve_in_bounds(exchange, route), errors)
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Waits for what runs without a client, until the deadline. New work is rejected already."""
+        await self._responses.drain(deadline)
+        if self._batches is not None:
+            await self._batches.drain(deadline)
 
     async def _serve_in_bounds(self, exchange: HttpExchange, route: str) -> None:
         with self._intake.in_bounds(exchange):

@@ -50,7 +50,7 @@ _TYPES: Final[Mapping[int, str]] = {
 }
 _UNSUPPORTED: Final = (
     *("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations"),
-    *("/audio", "/images", "/realtime", "/files", "/batches", "/fine_tuning", "/assistants"),
+    *("/audio", "/images", "/realtime", "/fine_tuning", "/assistants"),
 )
 """Beginnings of paths that servers of other kinds have."""
 _NO_TEXT: Final = "must be a text"

@@ -97,6 +97,7 @@ class ClientParts:
         self.origins = config.http_origins
         self.tenants = load_tenants(config.api_keys_file)
         self.callers = CallerBounds(config.calls_per_caller_max, count_refused)
+        self.ask_elsewhere = ask_elsewhere
         self._store = store = new_store(config, ask_elsewhere)
         self.conversations = ConversationStore(store)
         self.objects = StoredObjects(store, self.conversations)
@@ -156,11 +157,15 @@ class Intake:
                     "a valid API key is required; send it as header 'Authorization: Bearer KEY'"
                 ) from error
 
+    def tenant_now(self, exchange: HttpExchange) -> str:
+        """The tenant of the request's key. Empty without a known one."""
+        return tenant_or_none(self._parts.tenants, exchange.headers.items())
+
     @contextmanager
     def in_bounds(self, exchange: HttpExchange) -> Iterator[None]:
         """Counts a call of the request's caller while the block runs. Ends it when its key is removed."""
         callers = self._parts.callers
-        tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
+        tenant_now = partial(self.tenant_now, exchange)
         tenant = tenant_now()
         with (
             callers.call(caller_name(tenant, exchange.host)),

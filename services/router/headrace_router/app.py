@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import grpc.aio
 
@@ -21,6 +22,8 @@ from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.openai.app import MetricsPage, OpenAiApp
+from headrace_frontend.openai.batches.batches import Batches
+from headrace_frontend.openai.batches.folder import BatchFolder
 from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
@@ -82,6 +85,9 @@ class Router:
         `list_members` asks the registry. `events` stores the decisions.
         """
         self._config, self._codecs, self._policy = config, codecs, policy
+        folder = None
+        if config.batch_folder:
+            folder = BatchFolder(Path(config.batch_folder), config.batch_mib * 1024**2)
         load = LoopLoad()
         self._pairing = Pairing(policy)
         # Each request has one prompt in the queue at most.
@@ -157,10 +163,11 @@ class Router:
         )
         self.runner = self.parts.run_by(self._new_runner(refusal, load))
         adapters = AdapterChanges(list_members, self._open_channel, codecs, self.workers.table)
+        self._batches = None if folder is None else Batches(self.parts, folder)
         self.services = self._new_services(adapters)
         readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
         page = MetricsPage(readers, telemetry.metrics.text, config.http_listen)
-        self.openai = OpenAiApp(self.parts, page)
+        self.openai = OpenAiApp(self.parts, page, self._batches)
         self.picker = EndpointPicker(
             parts=self.parts,
             dispatcher=self._dispatcher,
@@ -216,6 +223,8 @@ class Router:
     async def close(self) -> None:
         """Ends every stream to workers."""
         await end_task(self._checkpoints)
+        if self._batches is not None:
+            await self._batches.close()
         self.parts.close()
         await self.metrics.close()
         await self.prefixes.close()
@@ -300,6 +309,7 @@ class Router:
             traces=self.traces,
             adapters=adapters,
             parts=self.parts,
+            batches=self._batches,
         )
 
 

@@ -13,6 +13,7 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
+    NonNegativeCount,
     NonNegativeSeconds,
     OptionalHostPort,
     OptionalWorkerId,
@@ -90,6 +91,16 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         description="Whether a request is refused at once when its first token is predicted to come after its "
         "deadline. Set it where clients send again, or where overload lasts. Targets for the time to first token, of "
         "the policy or of a request, refuse in any case.",
+    )
+    batch_folder: str = Field(
+        "",
+        description="Folder of the files and batches of the OpenAI HTTP API, which no other router may use. Set it to "
+        "a disk that outlasts the router. Empty: there are no files and no batches.",
+    )
+    batch_mib: NonNegativeCount = Field(
+        4_096,
+        description="MiB of batch_folder for all tenants. A tenant may have as many as are free still, so a single one "
+        "has half of them at most. Raise it for larger batches.",
     )
     slow_trace_s: NonNegativeSeconds = Field(
         10.0,

@@ -145,6 +145,7 @@ async def _drain(
     await membership.stop()
     if http is not None:
         await http.drain(deadline)
+    await router.openai.drain(deadline)
 
 
 def _member(router_id: str, incarnation: str, endpoints: tuple[str, str]) -> registry_pb2.Member:

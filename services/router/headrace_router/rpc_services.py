@@ -24,6 +24,7 @@ from headrace_common.limits import REQUEST_FIELDS_MAX
 from headrace_common.rpc.handlers import GateInterceptor, Metadata
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.wire_fields import MalformedMessage, fields_of, require_few_fields
+from headrace_frontend.openai.batches.batches import Batches
 from headrace_frontend.openai.intake import ClientParts
 from headrace_frontend.tenants import tenant_or_none
 from headrace_router.adapters import AdapterChanges, AdapterServicer
@@ -113,6 +114,7 @@ class RouterServices:
     traces: TraceStore
     adapters: AdapterChanges
     parts: ClientParts
+    batches: Batches | None
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
@@ -137,7 +139,9 @@ class RouterServices:
         adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
             AdapterServicer(self.adapters), server
         )
-        store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(self.parts.objects), server)
+        store_pb2_grpc.add_StoreServiceServicer_to_server(
+            StoreServicer(self.parts.objects, self.batches), server
+        )
         load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue, server)
         SpanCollector(self.traces.add_batch).add_to(server)

@@ -14,7 +14,10 @@ from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.rpc.status import error_from_rpc
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.openai.batches.batches import Arguments, Batches
+from headrace_frontend.openai.batches.folder import BATCH, FILE
 from headrace_frontend.openai.block_apis.stored import StoredObjects
+from headrace_frontend.openai.body import parse_body
 from headrace_frontend.request.response_stream import ResponseWriter
 
 _ASK_S: Final = 2.0
@@ -75,8 +78,8 @@ class OtherRouters:
 class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     """Answers other routers."""
 
-    def __init__(self, objects: StoredObjects) -> None:
-        self._objects = objects
+    def __init__(self, objects: StoredObjects, batches: Batches | None) -> None:
+        self._objects, self._batches = objects, batches
 
     async def UseEntry(
         self,
@@ -84,9 +87,12 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> store_pb2.UseEntryResponse:
         """See store.proto."""
-        found = await self._objects.use_for_others(
-            request.tenant, request.id, request.operation, request.arguments
-        )
+        asked = request.tenant, request.id, request.operation
+        if request.id.startswith((FILE, BATCH)):
+            given = parse_body(Arguments, request.arguments)
+            found = None if self._batches is None else await self._batches.use_here(*asked, given)
+        else:
+            found = await self._objects.use_for_others(*asked, request.arguments)
         if found is None:
             raise NotFound("this router does not have the entry; ask another one")
         return store_pb2.UseEntryResponse(result=found)

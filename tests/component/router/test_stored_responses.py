@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -264,6 +265,23 @@ async def test_a_cancelled_or_deleted_background_response_stops(
         plain = await respond(client)
         with pytest.raises(openai.BadRequestError, match="background: true"):
             await other.responses.cancel(plain.id)
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_response_that_is_deleted_while_it_runs_is_not_continued(
+    deployment: Deployment, background: bool
+) -> None:
+    deployment.gate.clear()
+    async with deployment.client() as client:
+        stream = await respond(client, stream=True, background=background)
+        response_id = (await anext(stream)).response.id
+        await client.responses.delete(response_id)
+        deployment.gate.set()
+        with contextlib.suppress(openai.APIError):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.NotFoundError, match="send all of its messages"):
+            await respond(client, previous_response_id=response_id)
 
 
 async def test_a_background_response_ends_with_its_router(deployment: Deployment) -> None:

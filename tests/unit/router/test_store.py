@@ -38,7 +38,7 @@ async def test_a_malformed_request_of_a_router_is_refused_by_name(
     )
     context: Any = None
     try:
-        answer = await StoreServicer(objects).UseEntry(request, context)
+        answer = await StoreServicer(objects, None).UseEntry(request, context)
     except (InvalidRequest, NotFound):
         return
     assert json.loads(answer.result) == [] or json.loads(answer.result)["data"] == []

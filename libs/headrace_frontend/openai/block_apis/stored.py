@@ -105,8 +105,11 @@ class StoredObject(Stored):
 
     def set_value(self, value: Mapping[str, Any]) -> None:
         """Replaces the object, and with it the output of a response."""
-        self.value = json.dumps(value)
-        self._output = items_by_id(value.get("output", ()))
+        self.set_json(*stored_json(value))
+
+    def set_json(self, value: str, output: dict[str, str]) -> None:
+        """As `set_value`, with what `stored_json` makes of the object."""
+        self.value, self._output = value, output
         self._count()
 
     def change(self, fields: Mapping[str, Any]) -> None:
@@ -303,6 +306,11 @@ def _list_object(items: Mapping[str, str], *, has_more: bool) -> str:
 
 def _listed(items: Iterable[str]) -> str:
     return f"[{', '.join(items)}]"
+
+
+def stored_json(value: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """An object as JSON, and the items of its output."""
+    return json.dumps(value), items_by_id(value.get("output", ()))
 
 
 def items_by_id(items: Iterable[Mapping[str, Any]]) -> dict[str, str]:

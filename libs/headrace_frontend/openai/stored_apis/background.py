@@ -13,17 +13,36 @@ _STATES: Final = ("in_progress", "completed", "incomplete", "failed")
 _STATE_EVENTS: Final = tuple(f"event: response.{state}" for state in _STATES)
 
 
-class BackgroundClient:
-    """Reads the event stream of a response in place of a connection: see Client. `on_change` follows each change."""
+class NoConnection:
+    """A client of this process, in place of a connection: see Client."""
 
     peer_names: tuple[bytes, ...] = ()
     write_paused = False
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+
+    def write(self, data: bytes) -> None:
+        """See Client."""
+
+    async def until_writable(self) -> None:
+        """See Client."""
+
+    def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
+        """See Client."""
+
+    def count_input(self) -> None:
+        """See Client."""
+
+
+class BackgroundClient(NoConnection):
+    """Reads the event stream of a response. `on_change` follows each change."""
 
     def __init__(
         self, entry: StoredObject, asked: HttpExchange, on_change: Callable[[], None]
     ) -> None:
         """`asked` is the request that created the response."""
-        self.caller = asked.host
+        super().__init__(asked.host)
         self._entry, self._on_change = entry, on_change
         self.exchange = HttpExchange(
             self, asked.method, asked.path, asked.headers, chunks=False, keeps_alive=True
@@ -49,13 +68,7 @@ class BackgroundClient:
                 self._entry.record(event)
         self._on_change()
 
-    async def until_writable(self) -> None:
-        """See Client."""
-
     def end_response(self, data: bytes, *, keeps_alive: bool) -> None:
         """See Client."""
         self.write(data)
         self._entry.close()
-
-    def count_input(self) -> None:
-        """See Client."""

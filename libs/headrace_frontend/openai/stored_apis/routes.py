@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import current_input
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.http.exchange import HttpError, HttpExchange
 from headrace_frontend.conversations import ContinuedChat
@@ -34,6 +35,7 @@ from headrace_frontend.openai.block_apis.stored import (
     require_room,
     response_of_item,
     stored_items,
+    stored_json,
 )
 from headrace_frontend.openai.body import checked_body
 from headrace_frontend.openai.conversion import chat_message, openai_error
@@ -51,9 +53,13 @@ from headrace_frontend.openai.routes import (
 )
 from headrace_frontend.openai.stored_apis.background import BackgroundClient
 from headrace_frontend.request.computations import PARSE
+from headrace_frontend.request.preparation import RequestPreparer
 
 REFERRED_MAX: Final = 512
 """Responses that the items of one request refer to. Each may be on another router."""
+# Of a token in JSON, and those that take as long to write as a byte to tokenize.
+_TOKEN_BYTES: Final = 8
+_JSON_BYTES: Final = 64
 
 
 @dataclass(slots=True)
@@ -67,6 +73,7 @@ class _Turn:
     items: dict[str, str]
     """Those of its input, until nothing needs them any more."""
     chat: ContinuedChat
+    preparer: RequestPreparer
     entry: StoredObject | None = field(default=None, init=False)
 
     def complete(self, request: inference_pb2.GenerateRequest) -> None:
@@ -95,10 +102,14 @@ class _Turn:
         if conversation_id:
             new = {**self.items, **items_by_id(output)}
             await self.objects.use(self.tenant, conversation_id, "append", items=new)
-        elif self.stores:
+        elif self.entry is not None and not self.entry.ended:
+            # It was not deleted meanwhile.
             self.chat.save(response["id"], map(chat_message, messages_of_output(output)))
         if self.entry is not None and not self.body.background:
-            self.entry.set_value(response)
+            size = len(self.entry.value) + _TOKEN_BYTES * response["usage"]["output_tokens"]
+            work = partial(stored_json, response)
+            made = await self.preparer.run(self.tenant, PARSE, size // _JSON_BYTES, work)
+            self.entry.set_json(*made)
             self.entry.close()
             self.objects.put(self.tenant, self.entry)
 
@@ -117,6 +128,11 @@ class ResponsesRoutes:
         self._objects = parts.objects
         self._generate = generate
         self._running: set[asyncio.Task[None]] = set()
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Waits for what runs in the background, until the deadline."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=deadline.remaining_s())
 
     async def respond(self, exchange: HttpExchange) -> None:
         """/v1/responses."""
@@ -219,7 +235,7 @@ class ResponsesRoutes:
         except NotFound as error:
             raise HttpError(404, "previous_response_not_found", error.detail) from error
         stores = self._objects.keeps and body.store is not False
-        turn = _Turn(tenant, body, self._objects, stores, items, resumed)
+        turn = _Turn(tenant, body, self._objects, stores, items, resumed, self._parts.preparer)
         if chat is None:
             chat = await self._with_stored_items(exchange, turn)
         # Its images take memory.

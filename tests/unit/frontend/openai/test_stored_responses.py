@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import pytest
 from headrace_common import limits
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.errors import WorkerGone
-from tests.kit.openai_app import LocalApp, Reply, Request
+from headrace_frontend.openai.block_apis.stored import stored_json
+from headrace_frontend.request.computations import Computation
+from tests.kit.openai_app import LocalApp, NoThreads, Reply, Request
 
 
 async def respond(app: LocalApp, given: Any, **fields: Any) -> tuple[Reply, dict[str, Any]]:
@@ -42,6 +46,25 @@ async def test_a_streamed_response_can_be_continued_once_its_end_is_sent() -> No
     reply, _ = await respond(app, "more", previous_response_id=last["response"]["id"])
     roles = [message.role for message in reply.requests[0].chat.messages]
     assert roles == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(("characters", "on_thread"), [(10, False), (100_000, True)])
+async def test_a_large_response_is_serialized_on_a_thread(
+    characters: int, on_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = LocalApp(texts=["x" * characters], store_bytes=2**24)
+    found: list[bool] = []
+
+    async def run(
+        self: NoThreads, tenant: str, kind: Computation, units: int, work: Callable[[], Any]
+    ) -> Any:
+        if isinstance(work, partial) and work.func is stored_json:
+            found.append(units > kind.loop_max)
+        return work()
+
+    monkeypatch.setattr(NoThreads, "run", run)
+    await respond(app, "hi")
+    assert found == [on_thread]
 
 
 async def test_what_is_not_stored_is_not_found() -> None:
