@@ -251,7 +251,7 @@ async def test_the_batches_of_a_tenant_run_one_after_the_other(routers: Routers)
         first, second = [await batch_of(client, line(0), line(1)) for _ in range(2)]
 
         async def is_checked() -> bool:
-            return (await client.batches.retrieve(second.id)).status == "in_progress"
+            return bool((await client.batches.retrieve(second.id)).status == "in_progress")
 
         await until(is_checked, interval_s=0.02)
         third = await batch_of(other, line(0))
@@ -259,7 +259,7 @@ async def test_the_batches_of_a_tenant_run_one_after_the_other(routers: Routers)
         assert routers.asked == 3
         routers.gate.set()
         ends = [await ended(client, first), await ended(client, second), await ended(other, third)]
-        assert [one.request_counts.completed for one in ends] == [2, 2, 1]
+        assert [each.request_counts.completed for each in ends] == [2, 2, 1]
 
 
 async def test_a_killed_router_answers_every_line_once(tmp_path: Path) -> None:
