@@ -245,6 +245,23 @@ async def test_a_slot_stays_free_for_others(routers: Routers) -> None:
         assert (await ended(client, made)).request_counts.completed == 20
 
 
+async def test_the_batches_of_a_tenant_run_one_after_the_other(routers: Routers) -> None:
+    routers.gate.clear()
+    async with routers.client() as client, routers.client(key="key-b") as other:
+        first, second = [await batch_of(client, line(0), line(1)) for _ in range(2)]
+
+        async def is_checked() -> bool:
+            return bool((await client.batches.retrieve(second.id)).status == "in_progress")
+
+        await until(is_checked, interval_s=0.02)
+        third = await batch_of(other, line(0))
+        await until(lambda: routers.asked >= 3)
+        assert routers.asked == 3
+        routers.gate.set()
+        ends = [await ended(client, first), await ended(client, second), await ended(other, third)]
+        assert [each.request_counts.completed for each in ends] == [2, 2, 1]
+
+
 async def test_a_killed_router_answers_every_line_once(tmp_path: Path) -> None:
     routers = Routers(tmp_path)
     routers.gate.clear()
