@@ -158,7 +158,7 @@ async def test_blocks_of_a_request_that_left_stay_until_nothing_writes_into_them
     work, clock = beside(PROMPT, 16), ManualClock()
     async with computing(work, clock) as (both, started):
         await until_layers(started, clock, 1)
-        await until(lambda: bool(both.decode._requests.planner.partial))
+        await until(lambda: bool(both.decode._requests.planner.partial.receives))
         both.decode.transfer_event(LayersArrived("x1", LAYERS))
         await close(started.reader)
         planner = both.decode._requests.planner
