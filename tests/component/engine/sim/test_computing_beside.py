@@ -146,7 +146,9 @@ async def test_a_failure_at_each_layer_leaves_nothing_and_no_wrong_kv(
         await close(started.reader)
         await advance_until(started.prefill.done, clock)
         again = beside(PROMPT, 32, "x2")
-        # Nothing of the failed request is in decode's cache, but what it may have computed at first.
+        await advance_until(lambda: both.decode._pools.held_count == 0, clock)
+        # Nothing of the failed request is cached or announced, not even what decode has computed.
+        assert not both.decode._pools._pools[0]._cached
         starting = asyncio.create_task(start(both, again))
         await advance_until(starting.done, clock)
         second = starting.result()
