@@ -183,7 +183,7 @@ class StepPlanner:
             send = self._sends.get(request.request_id)
             if send is not None:
                 self._plan_send(plan, send, request)
-        if self.partial:
+        if self.partial.receives:
             plan.await_layers(self.partial.awaited)
         # What comes after `take_received` is taken before the next step, unless this one computes nothing.
         if not (scheduled and self._takes_received):

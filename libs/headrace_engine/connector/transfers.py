@@ -206,36 +206,32 @@ class BlockHolds:
 class PartialReceives:
     """Incoming transfers of requests that run while layers are on their way. The scheduling thread calls all methods.
 
-    Until they have settled or their requests leave, the blocks of these must not be shared.
+    `receives` has them until they are whole or their requests leave. Until then, no other request may share the blocks.
     """
 
     def __init__(self, holds: BlockHolds) -> None:
         self._holds = holds
-        self._receives: dict[str, Receive] = {}
+        self.receives: dict[str, Receive] = {}
         # Those that have failed. Their requests end. Until then, their blocks have wrong KV.
-        self._lost: dict[str, Receive] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._receives or self._lost)
+        self._lost: set[str] = set()
 
     @property
     def awaited(self) -> list[str]:
         """The transfers with layers that a step waits for."""
-        return list(self._receives)
+        return [one for one in self.receives if one not in self._lost]
 
     def add(self, transfer_id: str, receive: Receive) -> None:
         """The request of a transfer may run: its first layer is whole."""
-        self._receives[transfer_id] = receive
+        self.receives[transfer_id] = receive
 
     def settle(self, transfer_id: str, whole: bool) -> list[str]:
         """Nothing writes any more for a transfer, its request may have left. Returns the request that is whole."""
-        receive = self._receives.pop(transfer_id, None)
-        if receive is None:
+        if transfer_id not in self.receives:
             self._holds.release(transfer_id)
         elif whole:
-            return [receive.request_id]
+            return [self.receives.pop(transfer_id).request_id]
         else:
-            self._lost[transfer_id] = receive
+            self._lost.add(transfer_id)
         return []
 
     def leave(self, request_id: str) -> int | None:
@@ -243,11 +239,11 @@ class PartialReceives:
 
         What may still be written is held until the transfer has settled (I1).
         """
-        for receives in (self._receives, self._lost):
-            for transfer_id, receive in receives.items():
-                if receive.request_id == request_id:
-                    del receives[transfer_id]
-                    if receives is self._receives:
-                        self._holds.hold(transfer_id, receive.reservation.block_ids_by_group)
-                    return receive.reservation.start_token
+        for transfer_id, receive in self.receives.items():
+            if receive.request_id == request_id:
+                del self.receives[transfer_id]
+                if transfer_id not in self._lost:
+                    self._holds.hold(transfer_id, receive.reservation.block_ids_by_group)
+                self._lost.discard(transfer_id)
+                return receive.reservation.start_token
         return None

@@ -125,7 +125,8 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
                 name, computed = sequence.transfer_id, sequence.computed
-                self.planner.partial.leave(name)
+                if self.planner.partial.receives:
+                    self.planner.partial.leave(name)
                 times = self.planner.request_finished(name)
                 sends = times is not None
                 copied = self._tiers.request_finished(name, computed, sends=sends)
@@ -177,12 +178,12 @@ class Scheduler:
         )
         if not chunks:
             return False
-        partial = bool(self.planner.partial)
-        self.meter.planned(step_of(chunks), len(chunks), columns=columns_of(chunks), waits=partial)
+        waits = self.planner.partial.receives != {}
+        self.meter.planned(step_of(chunks), len(chunks), columns=columns_of(chunks), waits=waits)
         self._on_steps(self.meter.steps)
         sends = any(isinstance(chunk.sequence, Prompt) for chunk in chunks)
         plan = None
-        if sends or partial or self._has_tiers:
+        if sends or waits or self._has_tiers:
             plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
         for chunk in chunks:
             chunk.sequence.step_started()

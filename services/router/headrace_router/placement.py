@@ -271,10 +271,10 @@ def _divided(
     decision: Decision, request: PlacementRequest, table: LoadTable, asked: Asked, costs: Costs
 ) -> Decision:
     """The decision with two workers that compute the prompt, where that is worth it."""
-    gain, row = request.policy.divide_gain, table.workers.index(decision.worker)
+    gain = request.policy.divide_gain
     if not (gain and request.may_divide and isinstance(costs, CostsOfBoth)):
         return decision
-    found = division(table, asked, costs, row, gain)
+    found = division(table, asked, costs, table.workers.index(decision.worker), gain)
     if found is None:
         return decision
     prefill = table.workers[found.prefill_row].ref

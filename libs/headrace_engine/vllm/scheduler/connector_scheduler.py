@@ -192,7 +192,7 @@ class ConnectorScheduler:
     ) -> tuple[int | None, bool]:
         if not self._peers.may_schedule(request, num_computed_tokens):
             return None, False
-        if num_computed_tokens and self._planner.partial:
+        if num_computed_tokens and self._planner.partial.receives:
             # vLLM caches blocks before all of their layers are whole.
             return None, False
         if request.skip_reading_prefix_cache:
@@ -248,7 +248,7 @@ class ConnectorScheduler:
 
     def request_left(self, request: Request) -> None:
         """A request gives up its blocks. What lacks KV in them is evicted from the prefix cache."""
-        if not self._planner.partial:
+        if not self._planner.partial.receives:
             return
         start = self._planner.partial.leave(request.request_id)
         if start is not None and self._kv_cache_manager is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
@@ -361,6 +361,7 @@ class RequestDispatcher:
 
 
 def _may_divide(request: PreparedRequest) -> bool:
-    """Whether two workers may compute the prompt. An image must not be divided."""
+    """Whether two workers may compute the prompt. An image must not be divided, and decode makes the first token."""
     anywhere = request.placement == inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
-    return anywhere and not (request.images or request.generated)
+    by_decode = request.first_token in (first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED, BY_DECODE)
+    return anywhere and by_decode and not (request.images or request.generated)

@@ -146,7 +146,9 @@ async def test_a_failure_at_each_layer_leaves_nothing_and_no_wrong_kv(
         await close(started.reader)
         await advance_until(started.prefill.done, clock)
         again = beside(PROMPT, 32, "x2")
-        # Nothing of the failed request is in decode's cache, but what it may have computed at first.
+        await advance_until(lambda: both.decode._pools.held_count == 0, clock)
+        # Nothing of the failed request is cached or announced, not even what decode has computed.
+        assert not both.decode._pools._pools[0]._cached
         starting = asyncio.create_task(start(both, again))
         await advance_until(starting.done, clock)
         second = starting.result()
@@ -158,7 +160,7 @@ async def test_blocks_of_a_request_that_left_stay_until_nothing_writes_into_them
     work, clock = beside(PROMPT, 16), ManualClock()
     async with computing(work, clock) as (both, started):
         await until_layers(started, clock, 1)
-        await until(lambda: bool(both.decode._requests.planner.partial))
+        await until(lambda: bool(both.decode._requests.planner.partial.receives))
         both.decode.transfer_event(LayersArrived("x1", LAYERS))
         await close(started.reader)
         planner = both.decode._requests.planner

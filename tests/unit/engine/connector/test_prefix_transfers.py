@@ -236,9 +236,9 @@ def test_steps_wait_for_a_transfer_until_it_has_settled(whole: bool) -> None:
     planner.plan_step((), ())
     assert first_step(planner, computed=140).awaited == []
     # Until the request of a failed transfer leaves, its blocks have wrong KV.
-    assert bool(planner.partial) is not whole
+    assert bool(planner.partial.receives) is not whole
     assert planner.partial.leave("r") == (None if whole else 64)
-    assert not planner.partial
+    assert not planner.partial.receives
     assert pool.held() == []
 
 
@@ -264,4 +264,4 @@ def test_a_request_that_has_ended_does_not_begin() -> None:
     planner.request_finished("r")
     planner.layers_arrived("p1")
     assert planner.plan_step((), ()).received == []
-    assert not planner.partial
+    assert not planner.partial.receives
