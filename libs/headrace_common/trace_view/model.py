@@ -84,6 +84,8 @@ class TraceStep:
     start_ns: int
     duration_ns: int
     error: str = ""
+    note: str = ""
+    """Cached tokens from lower tiers, or the tenants whose prompts prefill workers had during a wait in the queue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ REPORT_WAIT_S: Final = 1.0
 _GIVEN_UP: Final = "the client gave the request up"
 _RECORD_BYTES: Final = 4_096
 _ATTEMPT_BYTES: Final = 2_048
+_SLOT_WAIT_MIN_US: Final = 1_000
 _TIMES_USUAL: Final = 4
 """A gap is long if it is longer than so many usual ones."""
 
@@ -325,8 +326,8 @@ class RequestRecord(RequestSteps):
             self.error,
             context=self.context,
         )
-        if self.tokenize is not None:
-            yield maker.of_steps(schema.SPAN_TOKENIZE, self.context, self.tokenize)
+        for name, times_us in self._own_steps():
+            yield maker.of_steps(name, self.context, times_us)
         if self.tokens_ns[0]:
             ahead_ns = self.arrival_unix_ns - self.arrival_ns
             first_ns, second_ns, last_ns = (ahead_ns + one for one in self.tokens_ns)
@@ -345,6 +346,15 @@ class RequestRecord(RequestSteps):
         for attempt in self.attempts:
             yield from attempt.spans(self, maker, previous)
             previous = attempt.context or previous
+
+    def _own_steps(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        if self.fetch is not None:
+            yield schema.SPAN_IMAGE_FETCH, self.fetch
+        if self.tokenize is not None:
+            yield schema.SPAN_TOKENIZE, self.tokenize
+        start, end = self.slot_start, self.slot_end or self.end_us
+        if start is not None and end - start >= _SLOT_WAIT_MIN_US:
+            yield schema.SPAN_SLOT_WAIT, (start, end)
 
     def maker(self, resource: Resource = NO_RESOURCE, number: int = 0) -> SpanMaker:
         """Makes spans of this trace."""

@@ -64,7 +64,8 @@ def test_each_part_has_its_words(part: str, sentence: str) -> None:
 
 
 def test_a_wait_before_routing_is_for_a_slot() -> None:
-    waiting = (step(schema.SPAN_ROUTE, 60), step(schema.SPAN_DECODE, 65, "decode-0"))
+    slot = replace(step(schema.SPAN_SLOT_WAIT, 1), duration_ns=60 * MS)
+    waiting = (slot, step(schema.SPAN_DECODE, 65, "decode-0"))
     assert verdict(view("decode wait", steps=waiting)) == (
         "80 % decode wait: the decode workers had no free slot for 80.00 ms"
     )
