@@ -108,12 +108,9 @@ def _detail(view: TraceView, part: str, part_ns: int) -> str:
         case "retry":
             return _retry_detail(view, part_ns)
         case "tokenize":
-            if 2 * _spent_ns(view, schema.SPAN_IMAGE_FETCH) > part_ns:
-                return f"{duration}, most of it to fetch images"
-            return f"{duration} for the template and {view.prompt_tokens:,} tokens"
-        case "queue":
-            note = _note(view, schema.SPAN_QUEUE, "; prompts there meanwhile, by tenant: ")
-            return f"{duration} until a prefill worker had room{note}"
+            fetches = 2 * _spent_ns(view, schema.SPAN_IMAGE_FETCH) > part_ns
+            what = f"for the template and {view.prompt_tokens:,} tokens"
+            return f"{duration}, most of it to fetch images" if fetches else f"{duration} {what}"
         case "decode wait":
             return _decode_wait_detail(view, part_ns)
         case "batch wait":
@@ -123,12 +120,15 @@ def _detail(view: TraceView, part: str, part_ns: int) -> str:
         case "first step":
             worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
             return f"the step on {worker} took {duration}"
-    return _WORDS.get(part, "{}").format(duration)
+    ending = "; prompts there meanwhile, by tenant: "
+    note = _note(view, schema.SPAN_QUEUE, ending) if part == "queue" else ""
+    return _WORDS.get(part, "{}").format(duration) + note
 
 
 _WORDS: Final = {
     "admission": "{} until the router had a place and decode workers had a slot",
     "route": "{} to choose the workers",
+    "queue": "{} until a prefill worker had room",
     "reserve": "{} until the decode worker had reserved blocks",
     "network": "{} of messages between the processes and to the client",
     "unaccounted": "no step explains {}",
@@ -271,7 +271,7 @@ def _doubt_ns(view: TraceView, part: str) -> int:
 def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:
     """Each with the nanoseconds by which it exceeds the usual."""
     sums = ((view.parts, view.usual, False), (view.second_parts, view.second_usual, True))
-    explained_ns = -1
+    explained_ns = 0
     for parts, usual, second in sums:
         whole_ns = sum(parts.values())
         for part, time_ns in parts.items():
@@ -281,10 +281,11 @@ def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:
             until_token_ns = whole_ns + second * view.ttft_ns
             least_ns = max(_EXCESS_OF_PART * time_ns, _EXCESS_OF_WHOLE * until_token_ns)
             if excess_ns > max(least_ns, _doubt_ns(view, part)):
-                explained_ns = view.ttft_ns if second else explained_ns
+                if second:
+                    explained_ns = view.ttft_ns + whole_ns
                 yield excess_ns, Culprit(part, time_ns, whole_ns, usual_ns, second)
     for gap in view.gaps:
-        if gap.start_ns <= explained_ns and gap.cause not in ("failure", "client"):
+        if gap.start_ns < explained_ns and gap.cause not in ("failure", "client"):
             # It is the time to the second token, which has a part that says more.
             continue
         least_ns = 0 if gap.cause == "failure" else _EXCESS_OF_WHOLE * view.total_ns

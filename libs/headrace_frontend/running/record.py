@@ -90,6 +90,11 @@ class AttemptRecord(AttemptSteps):
         """Tokens in the prefix cache of the prefill worker, 0 until its report."""
         return 0
 
+    @property
+    def missing_report(self) -> asyncio.Future[Any] | None:
+        """Done once a report of its workers has come that is not there yet."""
+        return None if self.outcome is None or self.outcome.done() else self.outcome
+
     def update(self) -> None:
         """Takes the steps that are known now."""
 
@@ -430,11 +435,10 @@ class RequestRecord(RequestSteps):
         report.add_done_callback(once)
 
     def _missing_report(self) -> asyncio.Future[Any] | None:
-        """The outcome of the last attempt that made a token, if it is not there yet."""
+        """That of the last attempt, if it made a token."""
         if not self.attempts or self.response is None or not self.response.started:
             return None
-        outcome = self.attempts[-1].outcome
-        return None if outcome is None or outcome.done() else outcome
+        return self.attempts[-1].missing_report
 
     def _token_at(self, time_us: int) -> tuple[int, int]:
         """The arrival of a token, with the attempt that was running."""

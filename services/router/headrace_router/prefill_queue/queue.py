@@ -200,7 +200,7 @@ class PrefillQueue:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = QueueGroup(
-                key, layout.token_bytes, self._prefix_wait_s, self._tenant_weight
+                key, layout.token_bytes, self._prefix_wait_s, self._tenant_weight, self.end_wait
             )
         group.add_worker(stream)
         self._update_pulling(group)
@@ -237,6 +237,10 @@ class PrefillQueue:
     def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
         """A worker can take more tasks. Raises ProtocolViolation beyond CREDITS_MAX."""
         self._group_of(stream).add_credits(stream, task_count)
+
+    def end_wait(self, queued: QueuedTask) -> None:
+        """A task has waited long enough for a worker that has its prefix."""
+        self._groups[queued.group_key].end_wait(queued)
 
     def task_started(self, stream: PrefillWorkerStream, transfer_id: str) -> None:
         """A worker is about to open a task's transfer. From now on no other worker can compute the task."""

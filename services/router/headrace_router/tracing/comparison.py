@@ -59,7 +59,7 @@ def _tenants_before(request: RequestRecord, others: Iterable[RequestRecord]) -> 
         for other in others
         for one in other.attempts
         if one is not last and one.pulled and one.pulled < last.pulled
-        if (one.prefill and one.prefill.compute_end or one.end) > last.queued
+        if ((one.prefill and one.prefill.compute_end) or one.end) > last.queued
     )
     return ", ".join(f"{tenant}: {count}" for tenant, count in counts.most_common(_TENANTS_MAX))
 

@@ -21,8 +21,10 @@ import pytest
 from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import DecodeFull
 from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_common.trace_view.verdict import verdict
+from headrace_decode.admission import BlockAdmission
 from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_kv.prefix.events import Tier
 from headrace_router.tracing.comparison import LIKE_MIN
@@ -92,8 +94,15 @@ async def no_reads(it: Deployment, seconds: float) -> None:
 
 
 async def back_off(it: Deployment, seconds: float) -> None:
-    it.full_until_s = time.monotonic() + seconds
-    await it.ask("slow")
+    admit, end_s = BlockAdmission.admit, time.monotonic() + seconds
+
+    def full(*arguments: Any, **options: Any) -> None:
+        if time.monotonic() < end_s:
+            raise DecodeFull("no room", retry_after_s=0.1)
+        admit(*arguments, **options)
+
+    with mock.patch.object(BlockAdmission, "admit", full):
+        await it.ask("slow")
 
 
 async def started(it: Deployment, count: int, **faults_s: float) -> None:
@@ -106,7 +115,7 @@ async def started(it: Deployment, count: int, **faults_s: float) -> None:
 
 
 async def queue(it: Deployment, seconds: float) -> None:
-    await started(it, 1, layer_2=seconds + 0.1)
+    await started(it, 1, layer_1=seconds + 0.1)
     await it.ask("slow")
 
 
@@ -121,10 +130,11 @@ async def clock_step(it: Deployment, seconds: float) -> None:
 
 
 async def pause(it: Deployment, seconds: float) -> None:
+    it.faults_s["token"] = 0.03
     asking = [asyncio.create_task(it.ask(name)) for name in ("slow", "other")]
     while not all(one.generating for one in it.decodes):
         await asyncio.sleep(0.002)
-    await asyncio.sleep(0.025)
+    await asyncio.sleep(0.1)
     stand_still(seconds)
     await asyncio.gather(*asking)
 

@@ -25,12 +25,11 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import DecodeFull, HeadraceError, NotFound
+from headrace_common.errors import HeadraceError, NotFound
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_decode.admission import BlockAdmission, Capacity
-from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.attempts import Attempts
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import (
@@ -45,23 +44,21 @@ from headrace_engine.interface import (
     Released,
     TransferEvent,
 )
-from headrace_kv.layout import KvDescriptor, RankMemory, WorkerRef, layout_to_proto
+from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.send.writes import LinkRecord
-from headrace_kv.shard_map import place_regions
 from headrace_kv.transport.base import WriteResult
 from headrace_prefill.worker import PrefillWorker
 from headrace_router.app import Router
 from headrace_router.config import RouterConfig
 from headrace_router.tracing.record import span_batches
 from headrace_text.load import ByteCodec
-from tests.component.decode.scripted_engine import ScriptedEngine
+from tests.component.decode.scripted_engine import LAYOUT, ScriptedEngine
 from tests.kit.openai_app import NoThreads
 from tests.local_channel import LocalChannel
 from tests.router_key import RouterKey
-from tests.sim_layout import LAYOUT
 from tests.virtually import stand_still
 
 RANKS = 4
@@ -77,7 +74,7 @@ USUAL_S = {
     "step": 0.011,
     "token": 0.011,
     "way": 0.0010,
-    **{f"layer {layer}": 0.015 for layer in range(LAYERS)},
+    **{f"layer {layer}": 0.03 for layer in range(LAYERS)},
     **{f"move {rank}": 0.0015 for rank in range(RANKS)},
     **{f"gather {rank}": 0.0001 for rank in range(RANKS)},
 }
@@ -101,8 +98,6 @@ class Deployment:
         self.random, self.policy = random, policy
         self.faults_s: dict[str, float] = defaultdict(float)
         self.tiers: Mapping[Tier, int] = {}
-        self.full_until_s = 0.0
-        """Until then, decode workers have no room."""
         self.dies_after: int | None = None
         """Tokens of an answer after which its decode worker freezes, for "frozen", and is lost."""
         self.clock_ahead_s = random.uniform(-3.0, 3.0)
@@ -243,33 +238,12 @@ class _Way:
             yield await self.read()
 
 
-class _WaitingEngine(ScriptedEngine):
-    def __init__(self, owner: Deployment) -> None:
-        super().__init__()
-        memory = RankMemory(
-            0, "in_memory", "s", 0, 1 << 20, place_regions(LAYOUT, 0, (33,)).regions
-        )
-        self.descriptor = KvDescriptor(LAYOUT, (memory,))
-        self.owner = owner
-
-
-class _FullAttempts(Attempts):
-    def __init__(self, owner: Deployment, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._owner = owner
-
-    async def start(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> DecodeAttempt:
-        if time.monotonic() < self._owner.full_until_s:
-            raise DecodeFull("no room", retry_after_s=0.1)
-        return await super().start(request, deadline)
-
-
-class DecodeEnd(_WaitingEngine):
+class DecodeEnd(ScriptedEngine):
     """A decode worker, as its channel reaches it."""
 
     def __init__(self, owner: Deployment, name: str) -> None:
-        super().__init__(owner)
-        self.ref = WorkerRef(name, "ab" * 8)
+        super().__init__()
+        self.owner, self.ref = owner, WorkerRef(name, "ab" * 8)
         self.generating = 0
         self._events: dict[type[TransferEvent], dict[str, asyncio.Event]]
         self._events = defaultdict(lambda: defaultdict(asyncio.Event))
@@ -279,8 +253,7 @@ class DecodeEnd(_WaitingEngine):
             tickets=owner.key.tickets(self.ref, LAYOUT),
             on_released=lambda transfer_id: self.transfer_event(Released(transfer_id)),
         )
-        self.attempts = _FullAttempts(
-            owner,
+        self.attempts = Attempts(
             ref=self.ref,
             engine=self,
             receiver=self.receiver,
@@ -371,12 +344,12 @@ class DecodeEnd(_WaitingEngine):
         yield  # type: ignore[unreachable]
 
 
-class PrefillEnd(_WaitingEngine):
+class PrefillEnd(ScriptedEngine):
     """A prefill worker with one slot."""
 
     def __init__(self, owner: Deployment) -> None:
-        super().__init__(owner)
-        self.ref = WorkerRef("prefill-0", "cd" * 8)
+        super().__init__()
+        self.owner, self.ref = owner, WorkerRef("prefill-0", "cd" * 8)
         self._running: dict[str, asyncio.Task[prefill_pb2.TaskDone]] = {}
         self._worker = PrefillWorker(
             ref=self.ref,
@@ -496,21 +469,10 @@ class PrefillEnd(_WaitingEngine):
                     round(1e9 * self.owner.took_s(f"{what} {rank}")) for what in ("gather", "move")
                 )
                 landed_ns = max(submitted_ns + gather_ns, landed_ns) + move_ns
-                writes.append(
-                    SimpleNamespace(
-                        transfer_id=work.target.transfer_id,
-                        layer=layer,
-                        destination_rank=rank,
-                        start_token=0,
-                        end_token=work.target.end_token,
-                        session="",
-                        runs=(1,),
-                        payload_bytes=1 << 20,
-                        ready_ns=layer_ns,
-                        submitted_ns=submitted_ns,
-                        landed_ns=landed_ns,
-                        window_wait_ns=0,
-                        results=[WriteResult("in_memory", "gather", 1, gather_ns)],
-                    )
-                )
+                write = SimpleNamespace(layer=layer, destination_rank=rank, session="", runs=(1,))
+                write.start_token, write.end_token = 0, work.target.end_token
+                write.payload_bytes, write.window_wait_ns, write.ready_ns = 1 << 20, 0, layer_ns
+                write.submitted_ns, write.landed_ns = submitted_ns, landed_ns
+                write.results = [WriteResult("in_memory", "gather", 1, gather_ns)]
+                writes.append(write)
         return writes
