@@ -92,8 +92,7 @@ async def _read(rows: Iterable[Row], since_unix_ns: int) -> list[load_pb2.Hourly
                 return await client.usages(since_unix_ns)
         except HeadraceError as error:
             failures.append(error)
-            left_out = f"{router.worker_id} is left out: {error.detail}"
-            notice_console().print(left_out, markup=False)
+            notice_console().print(f"{router.worker_id} is left out: {error.detail}", markup=False)
             return ()
 
     routers = [row.member for row in rows if row.member.role == registry_pb2.Member.ROLE_ROUTER]

@@ -186,23 +186,26 @@ class IncidentServicer(incident_pb2_grpc.IncidentServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[incident_pb2.ListEventsResponse]:
         """The stored events, a few with each message."""
-        now_ns = time.monotonic_ns()
         begin_ns = 0
         if request.HasField("last"):
-            begin_ns = now_ns - int(seconds_from_duration(request.last) * 1e9)
-        offset_ns = time.time_ns() - now_ns
-        part = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns)
-        part_bytes = 0
-        for number, one in enumerate(self._events.since(begin_ns), 1):
-            part_bytes += one[1]
-            part.events.append(_message(one))
-            if number % _EVENTS_AT_ONCE and part_bytes < _PART_BYTES:
-                continue
+            begin_ns = time.monotonic_ns() - int(seconds_from_duration(request.last) * 1e9)
+        for part in _parts(self._events.since(begin_ns)):
             yield part
-            part, part_bytes = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns), 0
             # Others get their turn, however fast the reader is.
             await asyncio.sleep(0)
+
+
+def _parts(events: Sequence[StoredEvent]) -> Iterator[incident_pb2.ListEventsResponse]:
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    part, part_bytes = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns), 0
+    for number, one in enumerate(events, 1):
+        part_bytes += one[1]
+        part.events.append(_message(one))
+        if number % _EVENTS_AT_ONCE and part_bytes < _PART_BYTES:
+            continue
         yield part
+        part, part_bytes = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns), 0
+    yield part
 
 
 def _message(one: StoredEvent) -> incident_pb2.Event:
@@ -228,14 +231,11 @@ def incident_writer(path: Path) -> Iterator[Callable[[incident_pb2.ListEventsRes
 
 def _save_alarm(folder: Path, name: str, events: Sequence[StoredEvent]) -> None:
     lower_priority()
-    offset_ns = time.time_ns() - time.monotonic_ns()
     path = folder / f"headrace-{name}-{time.time_ns() // 1_000_000_000}.incident"
     try:
         with incident_writer(path) as write:
-            for start in range(0, len(events), _EVENTS_AT_ONCE):
-                part = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns)
+            for part in _parts(events):
                 part.member.worker_id = name
-                part.events.extend(map(_message, events[start : start + _EVENTS_AT_ONCE]))
                 write(part)
         for old in sorted(folder.glob(f"headrace-{name}-*.incident"))[:-_ALARM_FILES_MAX]:
             old.unlink()

@@ -281,15 +281,13 @@ def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:
             until_token_ns = whole_ns + second * view.ttft_ns
             least_ns = max(_EXCESS_OF_PART * time_ns, _EXCESS_OF_WHOLE * until_token_ns)
             if excess_ns > max(least_ns, _doubt_ns(view, part)):
-                if second:
-                    explained_ns = view.ttft_ns + whole_ns
+                explained_ns = second * until_token_ns
                 yield excess_ns, Culprit(part, time_ns, whole_ns, usual_ns, second)
     for gap in view.gaps:
-        if gap.start_ns < explained_ns and gap.cause not in ("failure", "client"):
-            # It is the time to the second token, which has a part that says more.
-            continue
         least_ns = 0 if gap.cause == "failure" else _EXCESS_OF_WHOLE * view.total_ns
-        if gap.duration_ns > max(_GAP_NS_MIN, least_ns):
+        # The time to the second token has a part that says more.
+        explained = gap.start_ns < explained_ns and gap.cause not in ("failure", "client")
+        if gap.duration_ns > max(_GAP_NS_MIN, least_ns) and not explained:
             culprit = Culprit("without a token", gap.duration_ns, view.total_ns, gap=gap)
             yield gap.duration_ns, culprit
 

@@ -331,8 +331,13 @@ class RequestRecord(RequestSteps):
             self.error,
             context=self.context,
         )
-        for name, times_us in self._own_steps():
-            yield maker.of_steps(name, self.context, times_us)
+        own = {schema.SPAN_IMAGE_FETCH: self.fetch, schema.SPAN_TOKENIZE: self.tokenize}
+        slot = (self.slot_start or 0, self.slot_end or self.end_us)
+        if self.slot_start and slot[1] - slot[0] >= _SLOT_WAIT_MIN_US:
+            own[schema.SPAN_SLOT_WAIT] = slot
+        for name, times_us in own.items():
+            if times_us is not None:
+                yield maker.of_steps(name, self.context, times_us)
         if self.tokens_ns[0]:
             ahead_ns = self.arrival_unix_ns - self.arrival_ns
             first_ns, second_ns, last_ns = (ahead_ns + one for one in self.tokens_ns)
@@ -351,15 +356,6 @@ class RequestRecord(RequestSteps):
         for attempt in self.attempts:
             yield from attempt.spans(self, maker, previous)
             previous = attempt.context or previous
-
-    def _own_steps(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        if self.fetch is not None:
-            yield schema.SPAN_IMAGE_FETCH, self.fetch
-        if self.tokenize is not None:
-            yield schema.SPAN_TOKENIZE, self.tokenize
-        start, end = self.slot_start, self.slot_end or self.end_us
-        if start is not None and end - start >= _SLOT_WAIT_MIN_US:
-            yield schema.SPAN_SLOT_WAIT, (start, end)
 
     def maker(self, resource: Resource = NO_RESOURCE, number: int = 0) -> SpanMaker:
         """Makes spans of this trace."""

@@ -50,15 +50,13 @@ def compare(
 def _tenants_before(request: RequestRecord, others: Iterable[RequestRecord]) -> str:
     """Such as "a: 3, b: 1": the prompts that prefill workers had while the request's last one was in the queue."""
     last = request.attempts[-1] if request.attempts else None
-    if last is None or last.queued is None or last.pulled is None:
-        return ""
-    if last.pulled - last.queued < _QUEUED_MIN_US:
+    if last is None or (last.pulled or 0) - (last.queued or 0) < _QUEUED_MIN_US:
         return ""
     counts = Counter(
         other.payer[0]
         for other in others
         for one in other.attempts
-        if one is not last and one.pulled and one.pulled < last.pulled
+        if one is not last and last.pulled and last.queued and 0 < (one.pulled or 0) < last.pulled
         if ((one.prefill and one.prefill.compute_end) or one.end) > last.queued
     )
     return ", ".join(f"{tenant}: {count}" for tenant, count in counts.most_common(_TENANTS_MAX))

@@ -10,7 +10,7 @@ import pytest
 from headrace.inference.v1 import trace_pb2
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import Cause, LayerStamps
-from headrace_common.trace_view.model import Link, TokenGap, TraceStep, TraceView
+from headrace_common.trace_view.model import Link, TraceStep, TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 
@@ -61,21 +61,6 @@ def link(rank: int, moving_ms: int, writes: tuple[LayerStamps, ...] = ()) -> Lin
 )  # fmt: skip
 def test_each_part_has_its_words(part: str, sentence: str) -> None:
     assert verdict(view(part)) == f"80 % {part}: {sentence}"
-
-
-def test_a_wait_before_routing_is_for_a_slot() -> None:
-    slot = replace(step(schema.SPAN_SLOT_WAIT, 1), duration_ns=60 * MS)
-    waiting = (slot, step(schema.SPAN_DECODE, 65, "decode-0"))
-    assert verdict(view("decode wait", steps=waiting)) == (
-        "80 % decode wait: the decode workers had no free slot for 80.00 ms"
-    )
-
-
-def test_a_layer_that_was_not_moved_names_its_wait() -> None:
-    waited = link(0, 2, (write(3, 5), write(4, 9, "gather")))
-    assert verdict(view("transfer exposed", (waited,))) == (
-        "80 % transfer exposed: layer 4 of link p/r0 -> d/r1 was copied to staging memory for 7.00 ms"
-    )
 
 
 def usual_view(parts_ms: dict[str, int], usual_ms: dict[str, int], **changes: Any) -> TraceView:
@@ -141,33 +126,6 @@ def test_a_handshake_is_no_reservation(reserved_ms: int, sentence: str) -> None:
     steps = (*STEPS[2:], step(schema.SPAN_DECODE_RESERVE, reserved_ms - 1, "decode-0"))
     found = verdict(view("transfer exposed", (waited,), steps))
     assert found == f"80 % transfer exposed: {sentence}"
-
-
-def test_a_back_off_names_the_failure_before_it() -> None:
-    pause = replace(step(schema.SPAN_BACK_OFF, 3), duration_ns=70 * MS)
-    assert verdict(view("retry", steps=(*STEPS, pause))) == (
-        "80 % retry: back-off for 70.00 ms after an attempt that failed: worker gone"
-    )
-
-
-GAPS = {
-    "failure": "3,000 ms after attempt failed: worker gone",
-    "client": "the client did not read for 3,000 ms",
-    "": "no token came from decode-0 for 3,000 ms",
-}
-
-
-@pytest.mark.parametrize("cause", GAPS)
-def test_a_gap_after_the_first_token_is_named(cause: str) -> None:
-    attempt = TraceStep(1, schema.SPAN_ATTEMPT, "attempt", "router", "", 0, 900 * MS, "worker gone")
-    late = usual_view(
-        USUAL,
-        USUAL,
-        total_ns=4_000 * MS,
-        gaps=(TokenGap(800 * MS, 3_000 * MS, cause),),
-        steps=(attempt, *STEPS[2:], step(schema.SPAN_DECODE, 3_900, "decode-1")),
-    )
-    assert verdict(late) == f"75 % without a token: {GAPS[cause]}"
 
 
 def test_a_refusal_names_its_rule() -> None:

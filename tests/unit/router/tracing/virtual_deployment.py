@@ -32,18 +32,7 @@ from headrace_common.trace_view.reading import read_trace
 from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.service import DecodeService
-from headrace_engine.interface import (
-    AnswerSink,
-    Arrived,
-    DecodeEnded,
-    DecodeTokens,
-    DecodeWork,
-    FirstToken,
-    PrefillOutcome,
-    PrefillWork,
-    Released,
-    TransferEvent,
-)
+from headrace_engine import interface as engine
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.prefix.events import Tier
@@ -84,18 +73,22 @@ USUAL_S = {
 class _Forwarded(SpanProcessor):
     """Gives a worker's spans to the router, by the worker's clock."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send = send
+    def __init__(self, owner: Deployment, ahead_s: float) -> None:
+        self._owner, self._ahead_ns = owner, round(1e9 * ahead_s)
 
     def on_end(self, span: ReadableSpan) -> None:
-        self._send(encode_spans([span]))
+        for batch in span_batches(encode_spans([span])):
+            for one in batch.spans:
+                one.start_time_unix_nano += self._ahead_ns
+                one.end_time_unix_nano += self._ahead_ns
+            self._owner.router.traces.add_batch(batch)
 
 
 class Deployment:
     """`faults_s` are seconds that steps take in addition. See `deployment`."""
 
     def __init__(self, random: Random, policy: registry_pb2.Policy) -> None:
-        self.random, self.policy = random, policy
+        self.random = random
         self.faults_s: dict[str, float] = defaultdict(float)
         self.tiers: Mapping[Tier, int] = {}
         self.dies_after: int | None = None
@@ -107,11 +100,8 @@ class Deployment:
         self.background: list[asyncio.Task[Any]] = []
         settings: Any = {"insecure": True, "traces_sampler": "always_on"}
         config = RouterConfig(model=("sim",), **settings)
-        self.telemetry = init_telemetry("router", "router-0", config)
-        self.codec = _SlowCodec(self)
-        self.router = Router(
-            config, {"sim": self.codec}, self.telemetry, lambda: policy, lambda: 1, self.key.key
-        )
+        telemetry, codecs = init_telemetry("router", "router-0", config), {"sim": ByteCodec()}
+        self.router = Router(config, codecs, telemetry, lambda: policy, lambda: 1, self.key.key)
         self.prefill = PrefillEnd(self)
         self.decodes = [DecodeEnd(self, f"decode-{number}") for number in range(2)]
 
@@ -123,22 +113,8 @@ class Deployment:
 
     def telemetry_of(self, service: str, name: str, ahead_s: float) -> Telemetry:
         telemetry = init_telemetry(service, name, ServiceConfig(traces_sampler="always_on"))
-
-        def send(export: Any) -> None:
-            for batch in span_batches(export):
-                for span in batch.spans:
-                    span.start_time_unix_nano += round(ahead_s * 1e9)
-                    span.end_time_unix_nano += round(ahead_s * 1e9)
-                self.router.traces.add_batch(batch)
-
-        telemetry.add_processor(_Forwarded(send))
+        telemetry.add_processor(_Forwarded(self, ahead_s))
         return telemetry
-
-    async def start(self) -> None:
-        self.router.update([one.member for one in self.decodes])
-        self.background.append(asyncio.create_task(self.prefill.pull()))
-        # The first statuses arrive.
-        await asyncio.sleep(1.0)
 
     async def ask(
         self,
@@ -170,14 +146,6 @@ class Deployment:
     def view(self, name: str) -> TraceView:
         return read_trace(self.router.traces.get(name))
 
-    async def close(self) -> None:
-        for task in self.background:
-            task.cancel()
-        await asyncio.gather(*self.background, return_exceptions=True)
-        await self.router.close()
-        for one in self.decodes:
-            one.receiver.close()
-
 
 @asynccontextmanager
 async def deployment(
@@ -185,31 +153,31 @@ async def deployment(
 ) -> AsyncIterator[Deployment]:
     """`maker` makes the first token. Messages to workers, and from them, take `ways_s` longer than usual."""
     made: Deployment
+    encode = ByteCodec.encode
+
+    def encode_slowly(codec: ByteCodec, *arguments: Any, **options: Any) -> Any:
+        stand_still(0.0004 + made.faults_s["tokenizer"])
+        return encode(codec, *arguments, **options)
+
+    def open_channel(endpoint: str, config: Any) -> Any:
+        return made.channels[endpoint].channel
+
     with (
-        mock.patch(
-            "headrace_router.app.open_channel", lambda endpoint, _: made.channels[endpoint].channel
-        ),
+        mock.patch("headrace_router.app.open_channel", open_channel),
         mock.patch("headrace_frontend.request.preparation.TextThreads", NoThreads),
+        mock.patch.object(ByteCodec, "encode", encode_slowly),
     ):
         made = Deployment(Random(seed), registry_pb2.Policy(first_token=maker))
         made.faults_s["way to"], made.faults_s["way from"] = ways_s
-        await made.start()
-        try:
-            yield made
-        finally:
-            await made.close()
-
-
-class _SlowCodec(ByteCodec):
-    """A tokenizer that stops the event loop."""
-
-    def __init__(self, owner: Deployment) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def encode(self, text: str, *arguments: Any, **options: Any) -> Any:
-        stand_still(0.0004 + self._owner.faults_s["tokenizer"])
-        return super().encode(text, *arguments, **options)
+        made.router.update([one.member for one in made.decodes])
+        made.background.append(asyncio.create_task(made.prefill.pull()))
+        # The first statuses arrive.
+        await asyncio.sleep(1.0)
+        yield made
+        for task in made.background:
+            task.cancel()
+        await asyncio.gather(*made.background, return_exceptions=True)
+        await made.router.close()
 
 
 class _Way:
@@ -245,13 +213,13 @@ class DecodeEnd(ScriptedEngine):
         super().__init__()
         self.owner, self.ref = owner, WorkerRef(name, "ab" * 8)
         self.generating = 0
-        self._events: dict[type[TransferEvent], dict[str, asyncio.Event]]
+        self._events: dict[type[engine.TransferEvent], dict[str, asyncio.Event]]
         self._events = defaultdict(lambda: defaultdict(asyncio.Event))
         self.receiver = Receiver(
             ref=self.ref,
             layout=LAYOUT,
             tickets=owner.key.tickets(self.ref, LAYOUT),
-            on_released=lambda transfer_id: self.transfer_event(Released(transfer_id)),
+            on_released=lambda transfer_id: self.transfer_event(engine.Released(transfer_id)),
         )
         self.attempts = Attempts(
             ref=self.ref,
@@ -268,25 +236,24 @@ class DecodeEnd(ScriptedEngine):
         self.member = registry_pb2.Member(
             worker_id=name,
             incarnation=self.ref.incarnation,
+            endpoint=name,
             role=registry_pb2.Member.ROLE_DECODE,
             model="sim",
-            max_model_len=self.max_model_len,
-            layout=layout_to_proto(LAYOUT),
             max_num_seqs=SLOTS,
-            endpoint=name,
-            start_unix_ns=time.time_ns(),
+            layout=layout_to_proto(LAYOUT),
+            max_model_len=self.max_model_len,
         )
 
-    async def decode(self, work: DecodeWork, sink: AnswerSink) -> None:
+    async def decode(self, work: engine.DecodeWork, sink: engine.AnswerSink) -> None:
         take, name = self.owner.take, work.transfer_id
         await take("reserve")
         if work.remote_kv:
             tokens = work.transferable_tokens
             blocks = tuple(range(1, 1 - (-tokens // 16)))
             sink.put(Reservation(name, blocks, 0, tokens))
-            await self._events[Arrived][name].wait()
+            await self._events[engine.Arrived][name].wait()
             if work.awaits_first_token:
-                await self._events[FirstToken][name].wait()
+                await self._events[engine.FirstToken][name].wait()
         tiers = self.owner.tiers
         await take("start")
         start_ns = time.monotonic_ns()
@@ -294,7 +261,7 @@ class DecodeEnd(ScriptedEngine):
             for layer in range(LAYERS):
                 await take(f"layer {layer}")
         await take("step")
-        sink.put(DecodeTokens((65,), step_start_ns=start_ns))
+        sink.put(engine.DecodeTokens((65,), step_start_ns=start_ns))
         self.generating += 1
         given = 1 + work.generated_tokens + work.awaits_first_token
         for number in range(given, work.sampling.max_tokens):
@@ -305,9 +272,9 @@ class DecodeEnd(ScriptedEngine):
                 self.channel.cut()
             sink.add_tokens((65,))
         self.generating -= 1
-        sink.put(DecodeEnded(stopped=False, cached_tokens=0, tier_tokens=tiers))
+        sink.put(engine.DecodeEnded(stopped=False, cached_tokens=0, tier_tokens=tiers))
 
-    def transfer_event(self, event: TransferEvent) -> None:
+    def transfer_event(self, event: engine.TransferEvent) -> None:
         self._events[type(event)][event.transfer_id].set()
 
     # The RPCs that a router calls.
@@ -392,10 +359,10 @@ class PrefillEnd(ScriptedEngine):
 
     async def prefill(
         self,
-        work: PrefillWork,
-        on_first_token: Callable[[DecodeTokens], None] | None = None,
+        work: engine.PrefillWork,
+        on_first_token: Callable[[engine.DecodeTokens], None] | None = None,
         on_report: Callable[[SendReport], None] | None = None,
-    ) -> PrefillOutcome:
+    ) -> engine.PrefillOutcome:
         owner = self.owner
         await owner.take("batch")
         opening = asyncio.create_task(self._open(work))
@@ -405,7 +372,7 @@ class PrefillEnd(ScriptedEngine):
             ready_ns.append(time.monotonic_ns())
         end_ns = time.time_ns()
         if on_first_token is not None:
-            on_first_token(DecodeTokens((65,)))
+            on_first_token(engine.DecodeTokens((65,)))
         reserved_ns, land = await opening
         writes = self._writes(work, ready_ns, reserved_ns)
         landed_ns = max(write.landed_ns for write in writes)
@@ -422,21 +389,17 @@ class PrefillEnd(ScriptedEngine):
         for report in reports:
             if on_report is not None:
                 on_report(report)
-        return PrefillOutcome(0, start_ns, end_ns, reports, tier_tokens=owner.tiers)
+        return engine.PrefillOutcome(0, start_ns, end_ns, reports, tier_tokens=owner.tiers)
 
-    async def _open(self, work: PrefillWork) -> tuple[int, Callable[[], None]]:
+    async def _open(self, work: engine.PrefillWork) -> tuple[int, Callable[[], None]]:
         """The handshake and the reservation. Returns its time, and what lands the KV."""
         owner, target = self.owner, work.target
         await owner.take("handshake")
         decode = next(one for one in owner.decodes if one.ref == target.decode)
         answers: asyncio.Queue[handoff_pb2.HandoffResponse] = asyncio.Queue()
-        hello = handoff_pb2.Hello(
-            worker_id=self.ref.worker_id,
-            incarnation=self.ref.incarnation,
-            layout=layout_to_proto(LAYOUT),
-            decode_worker_id=decode.ref.worker_id,
-            decode_incarnation=decode.ref.incarnation,
-        )
+        hello = handoff_pb2.Hello(layout=layout_to_proto(LAYOUT))
+        hello.worker_id, hello.incarnation = self.ref
+        hello.decode_worker_id, hello.decode_incarnation = decode.ref
         peer = decode.receiver.connect(hello, answers.put_nowait, lambda _: None)
 
         def send(**message: Any) -> None:
@@ -458,7 +421,7 @@ class PrefillEnd(ScriptedEngine):
             pass
         return time.monotonic_ns(), land
 
-    def _writes(self, work: PrefillWork, ready_ns: list[int], reserved_ns: int) -> list[Any]:
+    def _writes(self, work: engine.PrefillWork, ready_ns: list[int], reserved_ns: int) -> list[Any]:
         """The layers that each rank writes to the same rank. All may be on the way, and land in turn."""
         writes = []
         for rank in range(RANKS):
