@@ -6,8 +6,6 @@ The prefill worker's wall clock is 3 s ahead meanwhile.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -62,42 +60,25 @@ class Slow:
         return total, verdict(read_trace(await self.it.trace(f"slow-{seed}")))
 
 
-@asynccontextmanager
-async def slow_deployment(folder: Path) -> AsyncIterator[Slow]:
-    clock = ShiftedClock(compile_clock_shim(folder), folder, AHEAD_S)
-    delays = Delays(folder / "delays")
+LINK = rf"link prefill-0/r0 -> decode-0/r{SLOW_RANK} moved at [<0-9.]+ GB/s, median is "
+LAYER = f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is "
+
+
+async def test_a_slow_step_is_the_greatest_part(tmp_path: Path) -> None:
+    clock = ShiftedClock(compile_clock_shim(tmp_path), tmp_path, AHEAD_S)
+    delays = Delays(tmp_path / "delays")
     delays.folder.mkdir()
     async with suite(
-        folder,
+        tmp_path,
         spawning=lambda spawn: delays.spawning(clock.shifting(spawn, "prefill"), "prefill"),
         decode_tensor_parallel=2,
         settings=SETTINGS,
     ) as it:
-        yield Slow(it, delays)
-
-
-SLOW_STEPS = (
-    (
-        "link",
-        LINK_DELAY_S,
-        TimePart.TRANSFER_EXPOSED,
-        rf"link prefill-0/r0 -> decode-0/r{SLOW_RANK} moved at [<0-9.]+ GB/s, median is ",
-    ),
-    (
-        "layer",
-        DELAY_S,
-        TimePart.PREFILL,
-        f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is ",
-    ),
-)
-
-
-async def test_a_slow_step_is_the_greatest_part(tmp_path: Path) -> None:
-    async with slow_deployment(tmp_path) as deployed:
+        deployed = Slow(it, delays)
         # The first transfer connects.
         await deployed.sum_of(1)
-        for what, delay_s, part, words in SLOW_STEPS:
-            await check_slow_step(deployed, what, delay_s, part, words)
+        await check_slow_step(deployed, "link", LINK_DELAY_S, TimePart.TRANSFER_EXPOSED, LINK)
+        await check_slow_step(deployed, "layer", DELAY_S, TimePart.PREFILL, LAYER)
         await check_order_with_a_wrong_clock(deployed)
 
 

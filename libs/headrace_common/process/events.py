@@ -241,5 +241,3 @@ def _save_alarm(folder: Path, name: str, events: Sequence[StoredEvent]) -> None:
             old.unlink()
     except OSError as error:
         _LOG.warning("cannot store the events of an alarm in %s: %s", path, error.strerror)
-    else:
-        _LOG.info("%s has the events of an alarm", path)

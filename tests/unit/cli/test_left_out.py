@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -17,31 +18,23 @@ from headrace_cli.members import Row
 from headrace_common.errors import HeadraceError, WorkerGone
 
 
-def router(name: str) -> Row:
-    role = registry_pb2.Member.ROLE_ROUTER
-    return Row(registry_pb2.Member(worker_id=name, role=role, endpoint=name))
-
-
 @asynccontextmanager
 async def opened(endpoint: str) -> AsyncIterator[Any]:
-    class Client:
-        async def usages(self, since_unix_ns: int) -> list[load_pb2.HourlyUsage]:
-            if endpoint == "silent":
-                raise WorkerGone("no answer")
-            return [load_pb2.HourlyUsage(tenant="a")]
-
-    yield Client()
+    if endpoint == "silent":
+        raise WorkerGone("no answer")
+    yield AsyncMock(usages=AsyncMock(return_value=[load_pb2.HourlyUsage(tenant="a")]))
 
 
 async def test_usage_names_a_router_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(usage, "open_router_internally", opened)
-    found = await usage._read([router("silent"), router("r1")], 0)
-    assert [line.tenant for line in found] == ["a"]
+    role = registry_pb2.Member.ROLE_ROUTER
+    rows = [Row(registry_pb2.Member(worker_id=n, role=role, endpoint=n)) for n in ("silent", "r1")]
+    assert [line.tenant for line in await usage._read(rows, 0)] == ["a"]
     assert "silent is left out: no answer" in capsys.readouterr().err
     with pytest.raises(HeadraceError, match="no answer"):
-        await usage._read([router("silent")], 0)
+        await usage._read(rows[:1], 0)
 
 
 @pytest.mark.parametrize("value", ["", "7", "{}", '{"level": "ERROR"}'])

@@ -41,6 +41,7 @@ class OwnRecord(AttemptRecord):
     outcome: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
     """The prefill through a router."""
     _cost: asyncio.Future[None] = field(default_factory=asyncio.Future, init=False)
+    """Cancelled once it is known what the attempt has cost here."""
     _asked_us: int = 0
     _answered_us: int = 0
 
@@ -73,8 +74,7 @@ class OwnRecord(AttemptRecord):
 
     def decoded(self, receipt: receipt_pb2.Receipt) -> None:
         AttemptRecord.decoded(self, receipt)
-        if not self._cost.done():
-            self._cost.set_result(None)
+        self._cost.cancel()
 
     def receipt(self) -> AttemptReceipt:
         return self._receipt(self.answer.receipt)

@@ -21,8 +21,6 @@ LIKE_MIN: Final = 8
 _LIKE_MAX: Final = 128
 # Prompts are about as long when they differ by a factor of 2 at most, or by so many tokens.
 _TOKENS: Final = 64
-_QUEUED_MIN_US: Final = 1_000
-_TENANTS_MAX: Final = 4
 
 
 def compare(
@@ -50,7 +48,7 @@ def compare(
 def _tenants_before(request: RequestRecord, others: Iterable[RequestRecord]) -> str:
     """Such as "a: 3, b: 1": the prompts that prefill workers had while the request's last one was in the queue."""
     last = request.attempts[-1] if request.attempts else None
-    if last is None or (last.pulled or 0) - (last.queued or 0) < _QUEUED_MIN_US:
+    if last is None or (last.pulled or 0) - (last.queued or 0) < 1_000:
         return ""
     counts = Counter(
         other.payer[0]
@@ -59,7 +57,7 @@ def _tenants_before(request: RequestRecord, others: Iterable[RequestRecord]) -> 
         if one is not last and last.pulled and last.queued and 0 < (one.pulled or 0) < last.pulled
         if ((one.prefill and one.prefill.compute_end) or one.end) > last.queued
     )
-    return ", ".join(f"{tenant}: {count}" for tenant, count in counts.most_common(_TENANTS_MAX))
+    return ", ".join(f"{tenant}: {count}" for tenant, count in counts.most_common(4))
 
 
 def _gap_detail(request: RequestRecord, gap: Gap, others: Iterable[RequestRecord]) -> str:

@@ -50,13 +50,10 @@ def link(rank: int, moving_ms: int, writes: tuple[LayerStamps, ...] = ()) -> Lin
     ("part", "sentence"),
     [
         ("queue", "80.00 ms until a prefill worker had room"),
-        ("tokenize", "80.00 ms for the template and 9 tokens"),
         ("retry", "80.00 ms of attempts that failed: worker gone"),
-        ("batch wait", "the task waited 80.00 ms on prefill-1 for a forward pass"),
         ("first step", "the step on decode-0 took 80.00 ms"),
         ("prefill", "prefill-1 computed for 80.00 ms"),
         ("unaccounted", "no step explains 80.00 ms"),
-        ("decode wait", "the request was ready, and decode-0 took 80.00 ms to start a step with it"),
     ],
 )  # fmt: skip
 def test_each_part_has_its_words(part: str, sentence: str) -> None:
@@ -72,21 +69,6 @@ def usual_view(parts_ms: dict[str, int], usual_ms: dict[str, int], **changes: An
 
 
 USUAL = {"prefill": 96, "transfer exposed": 3, "first step": 12, "network": 5}
-
-
-def test_the_part_that_exceeds_the_usual_is_named_and_not_the_largest() -> None:
-    slow = usual_view({**USUAL, "transfer exposed": 86}, USUAL, links=(link(0, 2),))
-    assert verdict(slow) == (
-        "43 % transfer exposed, 29 times its usual 3.00 ms: link p/r0 -> d/r1 moved 1.9 MiB in "
-        "2.00 ms, 1 GB/s"
-    )
-    waited = usual_view({**USUAL, "queue": 90}, USUAL)
-    assert verdict(waited).startswith("44 % queue, usually none: 90.00 ms until")
-
-
-def test_nothing_is_named_where_all_is_usual() -> None:
-    noisy = usual_view({**USUAL, "prefill": 110, "network": 8}, USUAL)
-    assert verdict(noisy).startswith("nothing unusual, 83 % prefill: ")
 
 
 def test_a_link_that_is_always_slow_is_named() -> None:
@@ -114,18 +96,12 @@ def test_the_second_token_has_a_culprit_too() -> None:
     assert verdict(slow).startswith("nothing unusual, 83 % prefill")
 
 
-@pytest.mark.parametrize(
-    ("reserved_ms", "sentence"),
-    [
-        (4, "link p/r0 -> d/r1 waited 7.00 ms for the handshake with d"),
-        (11, "link p/r0 -> d/r1 waited 6.00 ms for decode's reservation"),
-    ],
-)
-def test_a_handshake_is_no_reservation(reserved_ms: int, sentence: str) -> None:
+def test_a_handshake_is_no_reservation() -> None:
     waited = link(0, 2, (write(3, 5, "lease"),))
-    steps = (*STEPS[2:], step(schema.SPAN_DECODE_RESERVE, reserved_ms - 1, "decode-0"))
-    found = verdict(view("transfer exposed", (waited,), steps))
-    assert found == f"80 % transfer exposed: {sentence}"
+    steps = (*STEPS[2:], step(schema.SPAN_DECODE_RESERVE, 10, "decode-0"))
+    assert verdict(view("transfer exposed", (waited,), steps)) == (
+        "80 % transfer exposed: link p/r0 -> d/r1 waited 6.00 ms for decode's reservation"
+    )
 
 
 def test_a_refusal_names_its_rule() -> None:

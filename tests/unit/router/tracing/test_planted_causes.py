@@ -6,7 +6,6 @@ docs/time-to-first-token.md has the table of these cases.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,6 +22,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import DecodeFull
 from headrace_common.time_model.model import StepTimes, TimeModel
+from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 from headrace_decode.admission import BlockAdmission
 from headrace_frontend.openai.image_fetch import ImageFetcher
@@ -39,16 +39,12 @@ from tests.unit.router.tracing.virtual_deployment import (
 )
 from tests.virtually import stand_still
 
-DECODE, PREFILL = (
-    first_token_pb2.FIRST_TOKEN_POLICY_DECODE,
-    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL,
-)
+MAKERS = (first_token_pb2.FIRST_TOKEN_POLICY_DECODE, first_token_pb2.FIRST_TOKEN_POLICY_PREFILL)
 SEEDS = 3
 PAIRS = 10
 FAULTLESS = 20
-USUAL = LIKE_MIN
-PAGE = Path(__file__).parents[4] / "docs" / "time-to-first-token.md"
-ROWS = dict(re.findall(r"^\| ([^|]+) \| `([^|]+)` \|$", PAGE.read_text(), re.MULTILINE))
+PAGE = (Path(__file__).parents[4] / "docs" / "time-to-first-token.md").read_text()
+ROWS = dict(re.findall(r"^\| ([^|]+) \| `([^|]+)` \|$", PAGE, re.MULTILINE))
 """The sentence of each fault."""
 
 Plant = Callable[[Deployment, float], Awaitable[None]]
@@ -87,10 +83,6 @@ class Case:
 async def dies(it: Deployment, seconds: float) -> None:
     it.dies_after, it.faults_s["frozen"] = TOKENS // 2, seconds
     await it.ask("slow")
-
-
-async def no_reads(it: Deployment, seconds: float) -> None:
-    await it.ask("slow", read_s=10 * seconds)
 
 
 async def back_off(it: Deployment, seconds: float) -> None:
@@ -143,13 +135,9 @@ async def image(it: Deployment, seconds: float) -> None:
     async def fetch(*_: Any) -> None:
         await asyncio.sleep(seconds)
 
-    body = {
-        "model": "sim",
-        "max_tokens": TOKENS,
-        "messages": [{"role": "user", "content": "x" * 9}],
-    }
+    body = b'{"model": "sim", "max_tokens": 12, "messages": [{"role": "user", "content": "x"}]}'
     fields: Any = {"path": "/v1/chat/completions", "method": "POST", "x-request-id": "slow"}
-    request = Request(json.dumps(body).encode(), **fields)
+    request = Request(body, **fields)
     with (
         mock.patch.object(ImageFetcher, "fetch", fetch),
         mock.patch("headrace_frontend.openai.routes.has_remote_images", return_value=True),
@@ -177,11 +165,8 @@ async def drain(it: Deployment, seconds: float) -> None:
 
 
 MOVES = {f"move {rank}": 1 / LAYERS for rank in range(RANKS)}
-JSON = {
-    "sampling": sampling_pb2.SamplingParams(
-        structured_outputs=sampling_pb2.StructuredOutputs(json_object=True)
-    )
-}
+FORM = sampling_pb2.StructuredOutputs(json_object=True)
+JSON = {"sampling": sampling_pb2.SamplingParams(structured_outputs=FORM)}
 STEP = r"decode wait.*decode-\d took .* to start a step with it"
 OTHERS = r"requests on other workers without a token: 1"
 CASES = (
@@ -191,7 +176,8 @@ CASES = (
     Case("the handshake with a peer is slow", r"exposed.* for the handshake with decode-\d", {"handshake": 1}),
     Case("decode workers have no room, and attempts are repeated", r"retry.*: back-off for .* no room", plant=back_off),
     Case("a decode worker dies during the answer", r"a token: .* after attempt 1 failed: decode worker ", plant=dies),
-    Case("the client does not read", r"without a token: the client did not read for ", plant=no_reads),
+    Case("the client does not read", r"without a token: the client did not read for ",
+         plant=lambda it, seconds: it.ask("slow", read_s=10 * seconds)),
     Case("the prompt is too long", r"^refused after 0\.\d\d ms by INVALID_FIELD: ", fields={"text": "x" * 2_000}),
     Case("all links to a worker are slow", r"exposed.*-0/r\d -> decode-\d/r\d moved ", MOVES),
     Case("one rank of four is slow to copy", r"exposed.*-0/r2 .* copied to staging memory for ", {"gather 2": 1}),
@@ -216,14 +202,14 @@ PAIRABLE = [CASES[number] for number in (0, 14, 16, 17, 18, 3, 4)]
 
 async def sentence(seed: int, *faults: tuple[Case, float], ways_s: float = 0.0) -> str:
     """What the trace says of a request with these faults, each of so many seconds."""
-    async with deployment(seed, (DECODE, PREFILL)[seed % 2], (ways_s, 0.0)) as it:
-        for number in range(USUAL):
+    async with deployment(seed, MAKERS[seed % 2], (ways_s, 0.0)) as it:
+        for number in range(LIKE_MIN):
             await it.ask(f"usual-{number}")
         for case, less_s in faults[:-1]:
             case.slow_down(it, less_s)
         last, seconds = faults[-1] if faults else (Case("", ""), 0.0)
         await last.run(it, seconds)
-        return verdict(it.view("slow"))
+        return verdict(read_trace(it.router.traces.get("slow")))
 
 
 async def of_case(case: Case, seed: int) -> str:

@@ -27,8 +27,6 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, NotFound
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_common.trace_view.model import TraceView
-from headrace_common.trace_view.reading import read_trace
 from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.service import DecodeService
@@ -143,9 +141,6 @@ class Deployment:
         # The workers' last reports arrive.
         await asyncio.sleep(1.5)
 
-    def view(self, name: str) -> TraceView:
-        return read_trace(self.router.traces.get(name))
-
 
 @asynccontextmanager
 async def deployment(
@@ -232,6 +227,7 @@ class DecodeEnd(ScriptedEngine):
             ticket_keys=owner.key.known,
         )
         self._service = DecodeService(self.attempts, 300.0)
+        self.SetFirstToken = self._service.SetFirstToken
         self.channel = owner.channels[name] = LocalChannel(self)
         self.member = registry_pb2.Member(
             worker_id=name,
@@ -254,12 +250,8 @@ class DecodeEnd(ScriptedEngine):
             await self._events[engine.Arrived][name].wait()
             if work.awaits_first_token:
                 await self._events[engine.FirstToken][name].wait()
-        tiers = self.owner.tiers
         await take("start")
         start_ns = time.monotonic_ns()
-        if not work.remote_kv:
-            for layer in range(LAYERS):
-                await take(f"layer {layer}")
         await take("step")
         sink.put(engine.DecodeTokens((65,), step_start_ns=start_ns))
         self.generating += 1
@@ -272,7 +264,7 @@ class DecodeEnd(ScriptedEngine):
                 self.channel.cut()
             sink.add_tokens((65,))
         self.generating -= 1
-        sink.put(engine.DecodeEnded(stopped=False, cached_tokens=0, tier_tokens=tiers))
+        sink.put(engine.DecodeEnded(stopped=False, cached_tokens=0, tier_tokens=self.owner.tiers))
 
     def transfer_event(self, event: engine.TransferEvent) -> None:
         self._events[type(event)][event.transfer_id].set()
@@ -294,10 +286,6 @@ class DecodeEnd(ScriptedEngine):
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def SetFirstToken(self, request: Any, context: Any) -> Any:
-        await self.owner.take("way")
-        return await self._service.SetFirstToken(request, context)
 
     async def WatchStatus(self, request: Any, context: Any) -> AsyncIterator[Any]:
         while True:
