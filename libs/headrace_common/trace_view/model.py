@@ -85,7 +85,7 @@ class TraceStep:
     duration_ns: int
     error: str = ""
     note: str = ""
-    """Cached tokens from lower tiers, or the tenants whose prompts prefill workers had during a wait in the queue."""
+    """Cached tokens from lower tiers. Of a wait in the queue, the tenants of the prompts that workers had meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
