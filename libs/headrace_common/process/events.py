@@ -112,8 +112,7 @@ class EventRing:
         self.add(Alarm(reason))
         self._alarmed = self._stored_since(now_ns - int(_ALARM_AGE_S * 1e9))
         if self._save is not None:
-            arguments = (self._alarmed,)
-            threading.Thread(target=self._save, args=arguments, name="alarm", daemon=True).start()
+            threading.Thread(target=partial(self._save, self._alarmed), daemon=True).start()
 
     def since(self, begin_ns: int) -> list[StoredEvent]:
         """The events since then by the monotonic clock, and those of the last alarm, oldest first."""
@@ -217,7 +216,8 @@ def _message(one: StoredEvent) -> incident_pb2.Event:
 @contextmanager
 def incident_writer(path: Path) -> Iterator[Callable[[incident_pb2.ListEventsResponse], None]]:
     """What writes a message to a new file, which only its owner may read, while the block runs. Raises OSError."""
-    path.unlink(missing_ok=True)
+    if path.is_file():
+        path.unlink()
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(number, "wb") as raw, gzip.open(raw, "wb") as file:
 

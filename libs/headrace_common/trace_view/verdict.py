@@ -120,16 +120,15 @@ def _detail(view: TraceView, part: str, part_ns: int) -> str:
         case "first step":
             worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
             return f"the step on {worker} took {duration}"
-    ending = "; prompts there meanwhile, by tenant: "
-    note = _note(view, schema.SPAN_QUEUE, ending) if part == "queue" else ""
+    note = _note(view, schema.SPAN_QUEUE, "; prompts meanwhile: ") if part == "queue" else ""
     return _WORDS.get(part, "{}").format(duration) + note
 
 
 _WORDS: Final = {
     "admission": "{} until the router had a place and decode workers had a slot",
     "route": "{} to choose the workers",
-    "queue": "{} until a prefill worker had room",
     "reserve": "{} until the decode worker had reserved blocks",
+    "queue": "{} until a prefill worker had room",
     "network": "{} of messages between the processes and to the client",
     "unaccounted": "no step explains {}",
 }

@@ -120,9 +120,10 @@ class DecodeRequest:
             take_outputs(outputs, self._output_arrived)
             await self._generate()
         except (Exception, asyncio.CancelledError):
-            if self._last.done() and self._last.exception() is None:
-                # vLLM has ended the request, and reports no failure.
-                self.sink.put(_cost_of(self._last.result()))
+            ended = self._last.done() and self._last.exception() is None
+            if ended and (cost := _cost_of(self._last.result())) != RequestCost():
+                # vLLM reports no failure of a request that it has ended.
+                self.sink.put(cost)
             raise
         finally:
             self.takers.pop(self._vllm_id, None)

@@ -182,7 +182,7 @@ CASES = (
     Case("all links to a worker are slow", r"exposed.*-0/r\d -> decode-\d/r\d moved ", MOVES),
     Case("one rank of four is slow to copy", r"exposed.*-0/r2 .* copied to staging memory for ", {"gather 2": 1}),
     Case("KV from disk is slow", f"{STEP}, with 48 tokens from disk", {"start": 1}, tiers={Tier.DISK: 48}),
-    Case("the queue is behind another tenant", "queue.*: .* by tenant: greedy: 1", plant=queue),
+    Case("the queue is behind another tenant", "queue.*: .* meanwhile: greedy: 1", plant=queue),
     Case("all slots of the pool are in use", "decode wait.* workers had no free slot for ", plant=pool),
     Case("the clocks of the workers are set", "^nothing unusual, ", plant=clock_step),
     Case("the router pauses, as for garbage", f"without a token: .*: {OTHERS}", plant=pause),

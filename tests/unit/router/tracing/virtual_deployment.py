@@ -31,6 +31,7 @@ from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.service import DecodeService
 from headrace_engine import interface as engine
+from headrace_frontend.request.computations import TextThreads
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.messages import Reservation, SendReport
 from headrace_kv.prefix.events import Tier
@@ -159,7 +160,7 @@ async def deployment(
 
     with (
         mock.patch("headrace_router.app.open_channel", open_channel),
-        mock.patch("headrace_frontend.request.preparation.TextThreads", NoThreads),
+        mock.patch.object(TextThreads, "run", NoThreads.run),
         mock.patch.object(ByteCodec, "encode", encode_slowly),
     ):
         made = Deployment(Random(seed), registry_pb2.Policy(first_token=maker))
