@@ -104,7 +104,7 @@ class LocalChannel:
     def unary_unary(self, path: str, **_: Any) -> Any:
         name = path.rpartition("/")[2]
 
-        async def call(request: Any, timeout: float | None = None) -> Any:
+        async def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> Any:
             try:
                 async with asyncio.timeout(timeout):
                     return await self._method(name)(request, cast("Any", LocalContext()))

@@ -24,10 +24,12 @@ from headrace_cli.output import (
     command,
     fitted_table,
     message_object,
+    notice_console,
     option,
     print_json,
 )
 from headrace_common.durations import unix_s_from_timestamp
+from headrace_common.errors import HeadraceError
 from headrace_common.time_model.receipts import add_receipt
 
 _HOURS_MAX: Final = 168
@@ -84,12 +86,21 @@ async def usage(
 
 
 async def _read(rows: Iterable[Row], since_unix_ns: int) -> list[load_pb2.HourlyUsage]:
-    async def of_router(endpoint: str) -> Sequence[load_pb2.HourlyUsage]:
-        async with open_router_internally(endpoint) as client:
-            return await client.usages(since_unix_ns)
+    failures: list[HeadraceError] = []
+
+    async def of_router(router: registry_pb2.Member) -> Sequence[load_pb2.HourlyUsage]:
+        try:
+            async with open_router_internally(router.endpoint) as client:
+                return await client.usages(since_unix_ns)
+        except HeadraceError as error:
+            failures.append(error)
+            notice_console().print(f"{router.worker_id} is left out: {error.detail}", markup=False)
+            return ()
 
     routers = [row.member for row in rows if row.member.role == registry_pb2.Member.ROLE_ROUTER]
-    found = await asyncio.gather(*(of_router(one.endpoint) for one in routers))
+    found = await asyncio.gather(*map(of_router, routers))
+    if failures and len(failures) == len(routers):
+        raise failures[0]
     return [line for lines in found for line in lines]
 
 

@@ -55,12 +55,12 @@ from headrace_simulator.incident_file import events_of, read_incident
 from headrace_simulator.virtual_time import VirtualLoop, run_virtually
 
 _TASKS_MAX: Final = 1_000_000
-_QUEUE_EVENTS: Final = (
-    *(QueueCall, QueueEmptied, QueueRestricted, TaskExpected, TaskQueued, TimesReported),
-    WorkerJoined,
-)
 _KINDS: Final[Mapping[str, type]] = {
-    kind.__name__: kind for kind in (*_QUEUE_EVENTS, LoadSet, Placed, PoolCall, PoolMade, TableMade)
+    kind.__name__: kind
+    for kind in (
+        *(QueueCall, QueueEmptied, QueueRestricted, TaskExpected, TaskQueued, TimesReported),
+        *(WorkerJoined, LoadSet, Placed, PoolCall, PoolMade, TableMade),
+    )
 }
 _MESSAGES: Final[Mapping[str, type[Message]]] = {
     "Policy": registry_pb2.Policy,
@@ -145,12 +145,8 @@ class _Replayer:
             event = _read(one)
             if not number:
                 loop.begin_at(one.monotonic_ns / 1e9)
-            left_s = one.monotonic_ns / 1e9 - loop.time()
-            # Timers of the queue alone make decisions.
-            if isinstance(event, _QUEUE_EVENTS):
-                await asyncio.sleep(left_s)
-            else:
-                loop.pass_over(left_s)
+            # No timer runs meanwhile: their ends are events, since a busy process ends them late.
+            loop.pass_over(one.monotonic_ns / 1e9 - loop.time())
             self._handle(one.monotonic_ns, event)
         if self._queue is not None:
             self._queue.compare()
@@ -266,6 +262,10 @@ class _QueueReplay:
                 self._recorded.setdefault(ref, []).append((monotonic_ns, event.transfer_id))
             case QueueCall(call="cancel") if task := self._tasks.get(event.transfer_id):
                 task.cancel()
+            case QueueCall(call="end_wait") if task := self._tasks.get(event.transfer_id):
+                # Other code may not have let it wait.
+                with suppress(KeyError):
+                    queue.end_wait(task)
             case QueueCall(call="expected_no_more") if event.number in self._expected:
                 self._expected.pop(event.number)()
             case QueueCall(ref=WorkerRef() as ref) if stream := queue.workers.get(ref):

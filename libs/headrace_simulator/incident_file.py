@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from google.protobuf import proto
@@ -15,14 +15,6 @@ from headrace.incident.v1 import incident_pb2
 from headrace_common.errors import ConfigError
 
 Parts = Sequence[incident_pb2.ListEventsResponse]
-
-
-def write_incident(path: Path, parts: Iterable[incident_pb2.ListEventsResponse]) -> None:
-    """Writes a file. Raises OSError."""
-    buffer = io.BytesIO()
-    for part in parts:
-        proto.serialize_length_prefixed(part, buffer)
-    path.write_bytes(gzip.compress(buffer.getvalue()))
 
 
 def read_incident(path: Path) -> dict[str, Parts]:

@@ -1,4 +1,4 @@
-"""A service that a test slows down while it runs, by seconds in files: `link`, `layer` and `tokenizer`.
+"""A service that a test slows down while it runs, by seconds in files: `link` and `layer`.
 
 `link`: the writes to the decode rank SLOW_RANK land later. `layer`: layer SLOW_LAYER computes longer. The other names
 end with that of the process: `step.NAME` stops its engine's steps while the file is there, `loop.NAME` its event loop.
@@ -22,7 +22,6 @@ from headrace_cli.up.topology import ProcessSpec
 from headrace_engine.connector.step_planner import StepPlanner
 from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.stepper import Stepper
-from headrace_frontend.request import preparation
 from headrace_kv.send.writes import Writes
 from headrace_kv.transport.staging import StagedTransport
 
@@ -68,14 +67,6 @@ class Delays:
 def _delay_s(name: str) -> float:
     path = Path(os.environ[_FOLDER]) / name
     return float(path.read_text()) if path.exists() else 0.0
-
-
-def _slowed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def slow(*arguments: Any, **named: Any) -> Any:
-        time.sleep(_delay_s(name))
-        return call(*arguments, **named)
-
-    return slow
 
 
 class _Write(threading.local):
@@ -156,7 +147,6 @@ def _wrap(
 
 
 if __name__ == "__main__":
-    _wrap(preparation, "prepare", lambda call: _slowed("tokenizer", call))
     _wrap(Writes, "start", _with_late_writes)
     _wrap(StagedTransport, "submit", _landing_late)
     _wrap(Ranks, "layer_written", _with_slow_layer)

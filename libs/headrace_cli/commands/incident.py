@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -30,7 +31,8 @@ from headrace_cli.output import (
 )
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError, HeadraceError
-from headrace_simulator.incident_file import Parts, read_incident, write_incident
+from headrace_common.process.events import incident_writer
+from headrace_simulator.incident_file import Parts, read_incident
 
 _SAVE_S: Final = 60.0
 _REPLAY_S: Final = 600.0
@@ -64,25 +66,23 @@ async def save(
     found = await registry_of(router, registry)
     members = await list_members(found)
     members.append(registry_pb2.Member(worker_id="registry", endpoint=found))
-    results = await asyncio.gather(*(_events_of(one, last * 60) for one in members))
-    parts = [part for result in results if not isinstance(result, HeadraceError) for part in result]
     try:
-        write_incident(output, parts)
+        with incident_writer(output) as write:
+            counts = await asyncio.gather(*(_save(one, last * 60, write) for one in members))
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}") from error
-    for member, result in zip(members, results, strict=True):
-        if isinstance(result, HeadraceError):
-            notice_console().print(f"{member.worker_id} is left out: {result.detail}", markup=False)
-    events = sum(len(part.events) for part in parts)
     answer_console().print(
-        f"{output}: {events} events of {len(results)} members, {output.stat().st_size} bytes",
+        f"{output}: {sum(counts)} events of {len(members)} members, {output.stat().st_size} bytes",
         markup=False,
     )
 
 
-async def _events_of(
-    member: registry_pb2.Member, last_s: float
-) -> list[incident_pb2.ListEventsResponse] | HeadraceError:
+async def _save(
+    member: registry_pb2.Member,
+    last_s: float,
+    write: Callable[[incident_pb2.ListEventsResponse], None],
+) -> int:
+    """Writes the events of a member as they come. Returns their number."""
     request = incident_pb2.ListEventsRequest()
     if last_s:
         request.last.CopyFrom(duration_from_seconds(last_s))
@@ -92,17 +92,19 @@ async def _events_of(
         role=member.role,
         version=member.version,
     )
-    found: list[incident_pb2.ListEventsResponse] = []
+    count = 0
     try:
         async with call_channel(member.endpoint) as channel:
             with rpc_errors(f"{member.worker_id} on {member.endpoint}"):
                 stub = incident_pb2_grpc.IncidentServiceStub(channel)
                 async for part in stub.ListEvents(request, timeout=_SAVE_S):
                     part.member.CopyFrom(about)
-                    found.append(part)
+                    write(part)
+                    count += len(part.events)
     except HeadraceError as error:
-        return error
-    return found
+        failed = f"{member.worker_id} is left out after {count} events: {error.detail}"
+        notice_console().print(failed, markup=False)
+    return count
 
 
 @command("incident show", "headrace incident show stall.incident")
@@ -156,13 +158,15 @@ def _note(event: incident_pb2.Event) -> str:
     """What an operator should read. Empty: nothing."""
     if event.kind not in _NOTED_KINDS:
         return ""
-    value = json.loads(event.value)
-    if event.kind == "Alarm":
-        return f"alarm: {value['reason']}"
-    if event.kind == "LogLine" and value["level"] in _NOTED:
-        return f"{value['level']} {value['message']}"
-    if event.kind == "TaskDone" and "reason" in value:
-        return f"task {value['transferId']} failed: {value['reason']}"
+    # Another release may have other events.
+    with suppress(ValueError, KeyError, TypeError):
+        value = json.loads(event.value)
+        if event.kind == "Alarm":
+            return f"alarm: {value['reason']}"
+        if event.kind == "LogLine" and value["level"] in _NOTED:
+            return f"{value['level']} {value['message']}"
+        if event.kind == "TaskDone" and "reason" in value:
+            return f"task {value['transferId']} failed: {value['reason']}"
     return ""
 
 

@@ -218,8 +218,7 @@ def _placement_claims(attempt: AttemptSteps, first: AttemptSteps) -> tuple[Claim
 
 def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None, end: int) -> list[Claim]:
     claims: list[Claim] = []
-    if steps.tokenize is not None:
-        claims.append((_TOKENIZE, *steps.tokenize))
+    claims += [(_TOKENIZE, *one) for one in (steps.fetch, steps.tokenize) if one is not None]
     for one in steps.attempts:
         if one.message is not None:
             claims += ((_NETWORK, *one.message),)

@@ -117,6 +117,8 @@ class RequestSteps:
     """
 
     arrival: int
+    fetch: tuple[int, int] | None = None
+    """That of images, before the tokenizer."""
     tokenize: tuple[int, int] | None = None
     slot_start: int | None = None
     slot_end: int | None = None

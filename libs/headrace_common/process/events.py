@@ -7,22 +7,33 @@ microsecond. It must not change afterwards.
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
 import logging
+import os
+import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import grpc.aio
+from google.protobuf import proto
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from pydantic import ConfigDict, TypeAdapter
 
 from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
 from headrace_common.durations import seconds_from_duration
+from headrace_common.tasks import lower_priority
+
+_LOG = logging.getLogger(__name__)
 
 BYTES_MAX: Final = 16 * 1024**2
 ROUTER_BYTES_MAX: Final = 64 * 1024**2
@@ -35,6 +46,7 @@ _ALARM_PAUSE_S: Final = 60.0
 """Alarms that follow one sooner store nothing: what led to the first one is of more use."""
 _ALARM_AGE_S: Final = 600.0
 """How far back the events of an alarm go."""
+_ALARM_FILES_MAX: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +79,11 @@ class EventRing:
         self._bytes = 0
         self._lines: deque[StoredEvent] = deque(maxlen=_LINES_MAX)
         self._alarmed: tuple[StoredEvent, ...] = ()
+        self._save: Callable[[Sequence[StoredEvent]], None] | None = None
+
+    def save_alarms(self, folder: Path, name: str) -> None:
+        """From now on, each alarm also writes its events to a file in the folder. The last 4 of this name stay."""
+        self._save = partial(_save_alarm, folder, name)
 
     def add(self, event: object, size: int = EVENT_BYTES, monotonic_ns: int = 0) -> None:
         """Something has happened, now or at a time after the event before. The oldest events make room."""
@@ -94,6 +111,8 @@ class EventRing:
             return
         self.add(Alarm(reason))
         self._alarmed = self._stored_since(now_ns - int(_ALARM_AGE_S * 1e9))
+        if self._save is not None:
+            threading.Thread(target=partial(self._save, self._alarmed), daemon=True).start()
 
     def since(self, begin_ns: int) -> list[StoredEvent]:
         """The events since then by the monotonic clock, and those of the last alarm, oldest first."""
@@ -166,26 +185,59 @@ class IncidentServicer(incident_pb2_grpc.IncidentServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[incident_pb2.ListEventsResponse]:
         """The stored events, a few with each message."""
-        now_ns = time.monotonic_ns()
         begin_ns = 0
         if request.HasField("last"):
-            begin_ns = now_ns - int(seconds_from_duration(request.last) * 1e9)
-        offset_ns = time.time_ns() - now_ns
-        part = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns)
-        part_bytes = 0
-        for number, one in enumerate(self._events.since(begin_ns), 1):
-            part_bytes += one[1]
-            part.events.append(_message(one))
-            if number % _EVENTS_AT_ONCE and part_bytes < _PART_BYTES:
-                continue
+            begin_ns = time.monotonic_ns() - int(seconds_from_duration(request.last) * 1e9)
+        for part in _parts(self._events.since(begin_ns)):
             yield part
-            part, part_bytes = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns), 0
             # Others get their turn, however fast the reader is.
             await asyncio.sleep(0)
+
+
+def _parts(events: Sequence[StoredEvent]) -> Iterator[incident_pb2.ListEventsResponse]:
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    part, part_bytes = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns), 0
+    for number, one in enumerate(events, 1):
+        part_bytes += one[1]
+        part.events.append(_message(one))
+        if number % _EVENTS_AT_ONCE and part_bytes < _PART_BYTES:
+            continue
         yield part
+        part, part_bytes = incident_pb2.ListEventsResponse(clock_offset_ns=offset_ns), 0
+    yield part
 
 
 def _message(one: StoredEvent) -> incident_pb2.Event:
     monotonic_ns, _, event = one
     kind, value = type(event).__name__, event_json(event)
     return incident_pb2.Event(monotonic_ns=monotonic_ns, kind=kind, value=value)
+
+
+@contextmanager
+def incident_writer(path: Path) -> Iterator[Callable[[incident_pb2.ListEventsResponse], None]]:
+    """What writes a message to a new file, which only its owner may read, while the block runs. Raises OSError."""
+    if path.is_file():
+        path.unlink()
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(number, "wb") as raw, gzip.open(raw, "wb") as file:
+
+        def write(part: incident_pb2.ListEventsResponse) -> None:
+            buffer = io.BytesIO()
+            proto.serialize_length_prefixed(part, buffer)
+            file.write(buffer.getvalue())
+
+        yield write
+
+
+def _save_alarm(folder: Path, name: str, events: Sequence[StoredEvent]) -> None:
+    lower_priority()
+    path = folder / f"headrace-{name}-{time.time_ns() // 1_000_000_000}.incident"
+    try:
+        with incident_writer(path) as write:
+            for part in _parts(events):
+                part.member.worker_id = name
+                write(part)
+        for old in sorted(folder.glob(f"headrace-{name}-*.incident"))[:-_ALARM_FILES_MAX]:
+            old.unlink()
+    except OSError as error:
+        _LOG.warning("cannot store the events of an alarm in %s: %s", path, error.strerror)

@@ -14,6 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from headrace_common.latency.clocks import ClockPair
 from headrace_common.rpc import handlers
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -22,10 +23,14 @@ _PLAIN: Final = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class ServedCall(NamedTuple):
-    """An RPC such as "package.Service/Method", or an HTTP request with its route. `http_method` is empty for an RPC."""
+    """An RPC such as "package.Service/Method", or an HTTP request with its route. `http_method` is empty for an RPC.
+
+    `fetch` is from when to when the images of a request were fetched, before the request could run.
+    """
 
     name: str
     http_method: str = ""
+    fetch: tuple[ClockPair, ClockPair] | None = None
 
 
 SERVED: Final[ContextVar[ServedCall | None]] = ContextVar("served", default=None)

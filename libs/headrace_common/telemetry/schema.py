@@ -9,8 +9,12 @@ from typing import Final
 
 # Root span: one Generate call or HTTP request, from arrival to end.
 SPAN_REQUEST: Final = "headrace.request"
+# The fetch of a chat's images, before the tokenizer.
+SPAN_IMAGE_FETCH: Final = "headrace.image_fetch"
 # Chat template and tokenizer.
 SPAN_TOKENIZE: Final = "headrace.tokenize"
+# The wait for a slot of the decode workers, where it is 1 ms or more.
+SPAN_SLOT_WAIT: Final = "headrace.slot_wait"
 # Selection of a decode worker.
 SPAN_ROUTE: Final = "headrace.route"
 # From the end of an attempt that failed to the next attempt, where it is 5 ms or more.
@@ -113,6 +117,9 @@ ATTRIBUTE_OTHER_PREFILL_WORKER_ID: Final = "headrace.other.prefill_worker_id"
 ATTRIBUTE_OTHER_GAIN_MS: Final = "headrace.other.gain_ms"
 # Number of prompts ahead on entering the prefill queue.
 ATTRIBUTE_QUEUE_DEPTH: Final = "headrace.queue.depth"
+# Tenants of the prompts that prefill workers had meanwhile, each with their number, the most first. Only in stored
+# traces, and where the wait is 1 ms or more.
+ATTRIBUTE_QUEUE_TENANTS: Final = "headrace.queue.tenants"
 # Reason of the error, as in headrace_common.errors.
 ATTRIBUTE_ERROR_REASON: Final = "error.type"
 # Id of the prefill worker.

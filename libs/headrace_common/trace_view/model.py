@@ -84,6 +84,8 @@ class TraceStep:
     start_ns: int
     duration_ns: int
     error: str = ""
+    note: str = ""
+    """Cached tokens from lower tiers. Of a wait in the queue, the tenants of the prompts that workers had meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,11 @@ from headrace_common.trace_view.model import (
 from headrace_common.trace_view.regret import regret_text
 
 _NS_PER_MS: Final = 1e6
+_TIERS: Final = {
+    schema.ATTRIBUTE_HOST_TOKENS: "tokens from main memory",
+    schema.ATTRIBUTE_DISK_TOKENS: "tokens from disk",
+    schema.ATTRIBUTE_REMOTE_TOKENS: "tokens from the remote pool",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,4 +219,6 @@ def _step(one: TimedSpan, depth: int) -> TraceStep:
         start_ns=one.start_ns,
         duration_ns=one.end_ns - one.start_ns,
         error=span.error,
+        note=one.text(schema.ATTRIBUTE_QUEUE_TENANTS)
+        or ", ".join(f"{one.text(key)} {words}" for key, words in _TIERS.items() if one.text(key)),
     )

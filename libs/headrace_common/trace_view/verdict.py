@@ -80,7 +80,9 @@ def _compared(culprit: Culprit) -> str:
         return ""
     if usual_ns < _USUAL_NS_MIN:
         return ", usually none"
-    return f", {culprit.time_ns / usual_ns:.2g} times its usual {format_ms(usual_ns)}"
+    ratio = culprit.time_ns / usual_ns
+    times = f"{ratio:.2g}" if ratio < 100 else f"{ratio:,.0f}"
+    return f", {times} times its usual {format_ms(usual_ns)}"
 
 
 def _gap_detail(view: TraceView, gap: TokenGap) -> str:
@@ -106,16 +108,20 @@ def _detail(view: TraceView, part: str, part_ns: int) -> str:
         case "retry":
             return _retry_detail(view, part_ns)
         case "tokenize":
-            return f"{duration} for the template and {view.prompt_tokens:,} tokens"
+            fetches = 2 * _spent_ns(view, schema.SPAN_IMAGE_FETCH) > part_ns
+            what = f"for the template and {view.prompt_tokens:,} tokens"
+            return f"{duration}, most of it to fetch images" if fetches else f"{duration} {what}"
         case "decode wait":
             return _decode_wait_detail(view, part_ns)
         case "batch wait":
             worker = _worker(view, schema.SPAN_PREFILL, "the prefill worker")
-            return f"the task waited {duration} on {worker} for a forward pass"
+            note = _note(view, schema.SPAN_PREFILL)
+            return f"the task waited {duration} on {worker} for a forward pass{note}"
         case "first step":
             worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
             return f"the step on {worker} took {duration}"
-    return _WORDS.get(part, "{}").format(duration)
+    note = _note(view, schema.SPAN_QUEUE, "; prompts meanwhile: ") if part == "queue" else ""
+    return _WORDS.get(part, "{}").format(duration) + note
 
 
 _WORDS: Final = {
@@ -132,9 +138,9 @@ def _retry_detail(view: TraceView, part_ns: int) -> str:
     """Whether attempts took the time, or the pauses after them."""
     failed = _failed_attempts(view)
     reason = failed[0].error if failed else "no reason has arrived"
-    paused = [step.duration_ns for step in view.steps if step.name == schema.SPAN_BACK_OFF]
-    if 2 * sum(paused) > part_ns:
-        return f"back-off for {format_ms(sum(paused))} after an attempt that failed: {reason}"
+    paused_ns = _spent_ns(view, schema.SPAN_BACK_OFF)
+    if 2 * paused_ns > part_ns:
+        return f"back-off for {format_ms(paused_ns)} after an attempt that failed: {reason}"
     return f"{format_ms(part_ns)} of attempts that failed: {reason}"
 
 
@@ -145,11 +151,11 @@ def _failed_attempts(view: TraceView) -> list[TraceStep]:
 def _decode_wait_detail(view: TraceView, part_ns: int) -> str:
     """The router waits for a slot before it chooses workers, and a decode worker after the KV cache has arrived."""
     duration = format_ms(part_ns)
-    routes_ns = [step.start_ns for step in view.steps if step.name == schema.SPAN_ROUTE]
-    if 2 * min(routes_ns, default=0) > part_ns:
+    if 2 * _spent_ns(view, schema.SPAN_SLOT_WAIT) > part_ns:
         return f"the decode workers had no free slot for {duration}"
     worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
-    return f"the request was ready, and {worker} took {duration} to start a step with it"
+    note = _note(view, schema.SPAN_DECODE)
+    return f"the request was ready, and {worker} took {duration} to start a step with it{note}"
 
 
 def _transfer_detail(view: TraceView, duration: str) -> str:
@@ -199,6 +205,16 @@ def _prefill_detail(view: TraceView, part_ns: int) -> str:
             f"layer {layer} took {format_ms(took_ns)} on {worker}, median is {format_ms(middle_ns)}"
         )
     return f"{worker} computed for {format_ms(part_ns)}"
+
+
+def _spent_ns(view: TraceView, name: str) -> int:
+    return sum(step.duration_ns for step in view.steps if step.name == name)
+
+
+def _note(view: TraceView, name: str, before: str = ", with ") -> str:
+    """That of the last step of this name, after `before`."""
+    notes = [step.note for step in view.steps if step.name == name]
+    return before + notes[-1] if notes and notes[-1] else ""
 
 
 def _worker(view: TraceView, name: str, otherwise: str) -> str:
@@ -254,6 +270,7 @@ def _doubt_ns(view: TraceView, part: str) -> int:
 def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:
     """Each with the nanoseconds by which it exceeds the usual."""
     sums = ((view.parts, view.usual, False), (view.second_parts, view.second_usual, True))
+    explained_ns = 0
     for parts, usual, second in sums:
         whole_ns = sum(parts.values())
         for part, time_ns in parts.items():
@@ -263,10 +280,13 @@ def _candidates(view: TraceView) -> Iterator[tuple[float, Culprit]]:
             until_token_ns = whole_ns + second * view.ttft_ns
             least_ns = max(_EXCESS_OF_PART * time_ns, _EXCESS_OF_WHOLE * until_token_ns)
             if excess_ns > max(least_ns, _doubt_ns(view, part)):
+                explained_ns = second * until_token_ns
                 yield excess_ns, Culprit(part, time_ns, whole_ns, usual_ns, second)
     for gap in view.gaps:
         least_ns = 0 if gap.cause == "failure" else _EXCESS_OF_WHOLE * view.total_ns
-        if gap.duration_ns > max(_GAP_NS_MIN, least_ns):
+        # The time to the second token has a part that says more.
+        explained = gap.start_ns < explained_ns and gap.cause not in ("failure", "client")
+        if gap.duration_ns > max(_GAP_NS_MIN, least_ns) and not explained:
             culprit = Culprit("without a token", gap.duration_ns, view.total_ns, gap=gap)
             yield gap.duration_ns, culprit
 

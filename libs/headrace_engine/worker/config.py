@@ -159,7 +159,8 @@ class WorkerConfig(ServiceConfig):
     )
     kv_disk_folder: str = Field(
         "/var/tmp",
-        description="Folder of the file with these blocks, which has no name and ends with the worker.",
+        description="Folder of the file with these blocks, which has no name and ends with the worker, and of the "
+        "events of the worker's last 4 alarms.",
     )
     kv_pool_address: str = Field(
         "",

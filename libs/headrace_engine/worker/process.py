@@ -7,6 +7,7 @@ import logging
 import resource
 import socket
 import time
+from pathlib import Path
 from typing import Final
 
 from headrace_common.config import split_host_port
@@ -14,6 +15,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, RegistryUnavailable
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
+from headrace_common.process.events import EVENTS
 from headrace_common.process.kill_timer import KillTimer
 from headrace_common.process.run import interruptible
 from headrace_common.registry.descriptors import DescriptorCache
@@ -100,6 +102,7 @@ async def run_workers(role: WorkerRole, config: Config, build: BuildServer[Confi
 
         ranks = engine_config(config, role=role, ref=WorkerRef(config.worker_id, ""))
         return await run_ranks(ranks, config.drain_grace_s)
+    EVENTS.save_alarms(Path(config.kv_disk_folder), config.worker_id)
     with interruptible():
         wait_reachable(config.registry, REGISTRATION_TIMEOUT_S)
     if config.workers_per_process > 1:

@@ -15,6 +15,8 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InvalidRequest
 from headrace_common.http.exchange import HttpExchange
+from headrace_common.latency.clocks import clocks_now
+from headrace_common.rpc.trace_context import SERVED
 from headrace_frontend.openai.answers import AnswerRules, permit_calls, rules_of
 from headrace_frontend.openai.block_apis.anthropic import (
     CountTokensBody,
@@ -386,7 +388,10 @@ class GenerateRoutes(_Answering):
         if request is None:
             codec = self._parts.codecs[self._parts.preparer.choice(body.model).model]
             async with self._intake.admitted(tenant, deadline):
+                begin = clocks_now()
                 await self._parts.images.fetch(body.messages, codec, tenant)
+            if (served := SERVED.get()) is not None:
+                SERVED.set(served._replace(fetch=(begin, clocks_now())))
             convert = partial(chat_request, body, request_id_of(exchange, body))
             request = await self._parts.preparer.run(tenant, PARSE, PARSE.loop_max + 1, convert)
         complete(request)

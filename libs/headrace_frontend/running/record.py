@@ -42,6 +42,7 @@ REPORT_WAIT_S: Final = 1.0
 _GIVEN_UP: Final = "the client gave the request up"
 _RECORD_BYTES: Final = 4_096
 _ATTEMPT_BYTES: Final = 2_048
+_SLOT_WAIT_MIN_US: Final = 1_000
 _TIMES_USUAL: Final = 4
 """A gap is long if it is longer than so many usual ones."""
 
@@ -88,6 +89,11 @@ class AttemptRecord(AttemptSteps):
     def prefill_cached_tokens(self) -> int:
         """Tokens in the prefix cache of the prefill worker, 0 until its report."""
         return 0
+
+    @property
+    def missing_report(self) -> asyncio.Future[Any] | None:
+        """Done once a report of its workers has come that is not there yet."""
+        return None if self.outcome is None or self.outcome.done() else self.outcome
 
     def update(self) -> None:
         """Takes the steps that are known now."""
@@ -325,8 +331,13 @@ class RequestRecord(RequestSteps):
             self.error,
             context=self.context,
         )
-        if self.tokenize is not None:
-            yield maker.of_steps(schema.SPAN_TOKENIZE, self.context, self.tokenize)
+        own = {schema.SPAN_IMAGE_FETCH: self.fetch, schema.SPAN_TOKENIZE: self.tokenize}
+        slot = (self.slot_start or 0, self.slot_end or self.end_us)
+        if self.slot_start and slot[1] - slot[0] >= _SLOT_WAIT_MIN_US:
+            own[schema.SPAN_SLOT_WAIT] = slot
+        for name, times_us in own.items():
+            if times_us is not None:
+                yield maker.of_steps(name, self.context, times_us)
         if self.tokens_ns[0]:
             ahead_ns = self.arrival_unix_ns - self.arrival_ns
             first_ns, second_ns, last_ns = (ahead_ns + one for one in self.tokens_ns)
@@ -420,11 +431,10 @@ class RequestRecord(RequestSteps):
         report.add_done_callback(once)
 
     def _missing_report(self) -> asyncio.Future[Any] | None:
-        """The outcome of the last attempt that made a token, if it is not there yet."""
+        """That of the last attempt, if it made a token."""
         if not self.attempts or self.response is None or not self.response.started:
             return None
-        outcome = self.attempts[-1].outcome
-        return None if outcome is None or outcome.done() else outcome
+        return self.attempts[-1].missing_report
 
     def _token_at(self, time_us: int) -> tuple[int, int]:
         """The arrival of a token, with the attempt that was running."""

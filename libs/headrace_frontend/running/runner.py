@@ -16,6 +16,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, HeadraceError
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import LoopLoad
+from headrace_common.rpc.trace_context import SERVED
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import Answer, answer_count, request_id_of, run_answers
@@ -109,7 +110,8 @@ class RequestRunner:
         `outlet` may get all messages of a single answer but the last, instead of `write`. `on_lowered` gets what the
         prompt leaves of the context, where max_tokens is more. Raises HeadraceError, before or between messages.
         """
-        arrival = clocks_now()
+        served = SERVED.get()
+        arrival = served.fetch[0] if served is not None and served.fetch else clocks_now()
         self.requests += 1
         try:
             if not self.runs_while_draining:

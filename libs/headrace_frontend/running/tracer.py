@@ -47,6 +47,8 @@ class RequestTracer:
         """The record of a request that arrived then. Call `end` with it."""
         unix_ns, monotonic_ns, error_ns = arrival
         context, parent = self.telemetry.root_context()
+        served = SERVED.get()
+        fetch = served.fetch if served is not None else None
         record = RequestRecord(
             arrival=monotonic_ns // 1_000,
             arrival_ns=monotonic_ns,
@@ -55,7 +57,8 @@ class RequestTracer:
             request_id=request_id,
             context=context,
             parent=parent,
-            served=SERVED.get(),
+            served=served,
+            fetch=fetch and (fetch[0].monotonic_ns // 1_000, fetch[1].monotonic_ns // 1_000),
             priority=priority,
             stored=stored,
         )

@@ -16,7 +16,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
-from headrace_common.process.events import EVENT_BYTES, EventRing, event_json
+from headrace_common.process.events import EVENT_BYTES, EventRing, event_json, incident_writer
 from headrace_common.time_model.model import StepTimes, TimeModel, time_model_to_proto
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
 from headrace_kv.compatibility import fingerprint
@@ -29,9 +29,10 @@ from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 from headrace_router.workers.table import Load, PromptWork, Worker
 from headrace_simulator.incident import Replay, replay
-from headrace_simulator.incident_file import read_incident, write_incident
+from headrace_simulator.incident_file import read_incident
 from headrace_simulator.virtual_time import run_virtually
 from tests.sim_layout import LAYOUT
+from tests.virtually import stand_still
 
 _SECRET_TOKEN = 424_242
 _TENANTS = ("a", "b", "c")
@@ -71,6 +72,10 @@ class Traffic:
         kinds = (self._change_load, self._place, self._use_pool, self._enqueue, self._end_task)
         for number in range(calls):
             random.choice(kinds)(number)
+            if random.random() < 0.05:
+                # The timers of the queue are late: another call comes before their ends.
+                stand_still(0.2)
+                random.choice(kinds)(calls + number)
             await asyncio.sleep(random.expovariate(100.0))
             if number % 500 == 499:
                 self._settle()
@@ -220,7 +225,9 @@ def test_events_have_no_token_of_a_prompt() -> None:
 
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "all.incident"
-    write_incident(path, [incident_pb2.ListEventsResponse(events=_recorded(10, 3))])
+    with incident_writer(path) as write:
+        write(incident_pb2.ListEventsResponse(events=_recorded(10, 3)))
+    assert path.stat().st_mode & 0o777 == 0o600
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     for damaged in (content, content[:-9], b"text"):

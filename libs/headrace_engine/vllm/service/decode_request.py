@@ -119,6 +119,12 @@ class DecodeRequest:
             self._vllm_id = outputs.request_id
             take_outputs(outputs, self._output_arrived)
             await self._generate()
+        except (Exception, asyncio.CancelledError):
+            ended = self._last.done() and self._last.exception() is None
+            if ended and (cost := _cost_of(self._last.result())) != RequestCost():
+                # vLLM reports no failure of a request that it has ended.
+                self.sink.put(cost)
+            raise
         finally:
             self.takers.pop(self._vllm_id, None)
             # An exception is retrieved here, so that asyncio does not log it.
@@ -176,8 +182,7 @@ class DecodeRequest:
             cached_tokens = last.num_cached_tokens or 0
         stopped = await self._stopped(last.outputs[0].finish_reason)
         kept = find_params(last.kv_transfer_params, Kept)
-        cost = find_params(last.kv_transfer_params, RequestCost) or RequestCost()
-        self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept, cost=cost))
+        self.sink.put(DecodeEnded(stopped, cached_tokens, kept=kept, cost=_cost_of(last)))
 
     def _output_arrived(self, output: RequestOutput | Exception) -> None:
         """Called by vLLM's task that reads the outputs of all requests, which must not fail."""
@@ -277,3 +282,7 @@ class DecodeRequest:
         if isinstance(error, request_errors()):
             return rejected(error, self.work.sampling, "token_ids")
         return InternalError(f"vLLM failed: {type(error).__name__}: {error}")
+
+
+def _cost_of(last: RequestOutput) -> RequestCost:
+    return find_params(last.kv_transfer_params, RequestCost) or RequestCost()

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import receipt_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.latency.steps import decode_steps
 from headrace_common.rpc.trace_context import carrier_of
@@ -40,6 +40,8 @@ class OwnRecord(AttemptRecord):
     times: RequestTimestamps = field(kw_only=True)
     outcome: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
     """The prefill through a router."""
+    _cost: asyncio.Future[None] = field(default_factory=asyncio.Future, init=False)
+    """Cancelled once it is known what the attempt has cost here."""
     _asked_us: int = 0
     _answered_us: int = 0
 
@@ -62,6 +64,17 @@ class OwnRecord(AttemptRecord):
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return prefill_pb2.EnqueueResponse()
         return task.result()
+
+    @property
+    def missing_report(self) -> asyncio.Future[Any] | None:
+        outcome = self.outcome
+        if outcome is not None and not outcome.done():
+            return outcome
+        return self._cost if self.decode_receipt is None else None
+
+    def decoded(self, receipt: receipt_pb2.Receipt) -> None:
+        AttemptRecord.decoded(self, receipt)
+        self._cost.cancel()
 
     def receipt(self) -> AttemptReceipt:
         return self._receipt(self.answer.receipt)
@@ -129,6 +142,7 @@ class OwnAttempt(RunningAttempt):
         )
         request.record.attempts.append(record)
         try:
+            running.report_cost(record.decoded)
             running.start(self, self._engine_ended)
             return await self.ended
         except BaseException:

@@ -236,8 +236,14 @@ class RecordedQueue(PrefillQueue):
 
     def restrict(self, refs: frozenset[WorkerRef]) -> None:
         """See PrefillQueue."""
-        self._events.add(QueueRestricted(refs))
+        if refs != self.workers.restricted:
+            self._events.add(QueueRestricted(refs))
         super().restrict(refs)
+
+    def end_wait(self, queued: QueuedTask) -> None:
+        """See PrefillQueue."""
+        self._events.add(QueueCall("end_wait", transfer_id=queued.task.transfer_id))
+        super().end_wait(queued)
 
     def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
         """See PrefillQueue."""

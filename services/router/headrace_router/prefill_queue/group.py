@@ -93,7 +93,7 @@ class AffinityWaits:
     """Tasks that wait for one of a few workers that have their prefix, each for at most `wait_s`, and once."""
 
     def __init__(self, wait_s: float, on_end: Callable[[QueuedTask], None]) -> None:
-        """`on_end` gets each task with a wait that has ended, which waits here no more."""
+        """`on_end` gets each task with a wait that has ended. It must remove it."""
         self.wait_s = wait_s
         self._on_end = on_end
         # In the order in which they end.
@@ -141,7 +141,6 @@ class AffinityWaits:
         now_s = time.monotonic()
         ended = [queued for end_s, _, queued in self._waits.values() if end_s <= now_s]
         for queued in ended:
-            self.remove(queued)
             self._on_end(queued)
         self._start_timer()
 
@@ -162,7 +161,9 @@ class QueueGroup:
         token_bytes: float,
         prefix_wait_s: float,
         tenant_weight: Callable[[str], float],
+        on_wait_end: Callable[[QueuedTask], None],
     ) -> None:
+        """`on_wait_end` gets a task for `end_wait`."""
         self.layout = layout
         """The layout fingerprint that the group's workers share."""
         self.token_bytes = token_bytes
@@ -174,7 +175,7 @@ class QueueGroup:
         self.tasks = GroupTasks(tenant_weight)
         self._open_streams = 0
         self._unrestricted_count = 0
-        self._affinity_waits = AffinityWaits(prefix_wait_s, self._assign_or_queue)
+        self._affinity_waits = AffinityWaits(prefix_wait_s, on_wait_end)
         self._with_credits = WorkersWithCredits()
 
     def wait_s(self, priority: Priority = Priority.NORMAL, tenant: str | None = None) -> float:
@@ -279,6 +280,11 @@ class QueueGroup:
                 self.remove(queued)
                 self._send(queued, stream, now_s)
         self._with_credits.update(stream)
+
+    def end_wait(self, queued: QueuedTask) -> None:
+        """A task waits no longer for a worker that has its prefix."""
+        self._affinity_waits.remove(queued)
+        self._assign_or_queue(queued)
 
     def _offer_credits(self) -> None:
         """Assigns tasks that other workers than before may get now."""

@@ -177,7 +177,7 @@ class PrefillQueue:
             number=next(self._numbers),
             cancel=self.cancel,
             fits_pair=self.pairs.fits(decode),
-            extra_tokens=self._extra_tokens(decode, group, sent_tokens(task)),
+            extra_tokens=_extra_tokens(self.pairs, decode, group, sent_tokens(task)),
         )
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
@@ -200,7 +200,7 @@ class PrefillQueue:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = QueueGroup(
-                key, layout.token_bytes, self._prefix_wait_s, self._tenant_weight
+                key, layout.token_bytes, self._prefix_wait_s, self._tenant_weight, self.end_wait
             )
         group.add_worker(stream)
         self._update_pulling(group)
@@ -237,6 +237,10 @@ class PrefillQueue:
     def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
         """A worker can take more tasks. Raises ProtocolViolation beyond CREDITS_MAX."""
         self._group_of(stream).add_credits(stream, task_count)
+
+    def end_wait(self, queued: QueuedTask) -> None:
+        """A task has waited long enough for a worker that has its prefix."""
+        self._groups[queued.group_key].end_wait(queued)
 
     def task_started(self, stream: PrefillWorkerStream, transfer_id: str) -> None:
         """A worker is about to open a task's transfer. From now on no other worker can compute the task."""
@@ -296,20 +300,6 @@ class PrefillQueue:
                 stream.send_cancel(transfer_id)
         queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
-    def _extra_tokens(
-        self, decode: WorkerRef, group: QueueGroup, tokens: int
-    ) -> Callable[[WorkerRef], float] | None:
-        """Cost of handing `tokens` over by prefill worker, in computed tokens. None when all are equal."""
-        far_weight = self.pairs.far_weight(decode)
-        if far_weight is None:
-            return None
-        times, now_s = group.times, time.monotonic()
-        payload_bytes = tokens * group.token_bytes
-        return lambda prefill: (
-            far_weight(prefill) * tokens
-            + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
-        )
-
     def _group_of(self, stream: PrefillWorkerStream) -> QueueGroup:
         return self._groups[stream.group_key]
 
@@ -355,6 +345,21 @@ class PrefillQueue:
             group.add(queued)
         else:
             _fail((queued,))
+
+
+def _extra_tokens(
+    pairs: Pairing, decode: WorkerRef, group: QueueGroup, tokens: int
+) -> Callable[[WorkerRef], float] | None:
+    """Cost of handing `tokens` over by prefill worker, in computed tokens. None when all are equal."""
+    far_weight = pairs.far_weight(decode)
+    if far_weight is None:
+        return None
+    times, now_s = group.times, time.monotonic()
+    payload_bytes = tokens * group.token_bytes
+    return lambda prefill: (
+        far_weight(prefill) * tokens
+        + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
+    )
 
 
 def _fail(stranded: Iterable[QueuedTask]) -> None:

@@ -30,6 +30,7 @@ def compare(
     usual = _usual(request, others)
     if usual is not None:
         trace.usual.CopyFrom(usual)
+    tenants = _tenants_before(request, others)
     own_ns = request.arrival_unix_ns - request.arrival_ns
     details = {
         own_ns + gap.start_ns: _gap_detail(request, gap, others)
@@ -40,6 +41,23 @@ def compare(
         detail = details.get(unix_ns_from_timestamp(span.start_time))
         if span.name == schema.SPAN_GAP and detail:
             span.attributes[schema.ATTRIBUTE_GAP_CAUSE] = detail
+        elif span.name == schema.SPAN_QUEUE and tenants:
+            span.attributes[schema.ATTRIBUTE_QUEUE_TENANTS] = tenants
+
+
+def _tenants_before(request: RequestRecord, others: Iterable[RequestRecord]) -> str:
+    """Such as "a: 3, b: 1": the prompts that prefill workers had while the request's last one was in the queue."""
+    last = request.attempts[-1] if request.attempts else None
+    if last is None or (last.pulled or 0) - (last.queued or 0) < 1_000:
+        return ""
+    counts = Counter(
+        other.payer[0]
+        for other in others
+        for one in other.attempts
+        if one is not last and last.pulled and last.queued and 0 < (one.pulled or 0) < last.pulled
+        if ((one.prefill and one.prefill.compute_end) or one.end) > last.queued
+    )
+    return ", ".join(f"{tenant}: {count}" for tenant, count in counts.most_common(4))
 
 
 def _gap_detail(request: RequestRecord, gap: Gap, others: Iterable[RequestRecord]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from pathlib import Path
+from unittest.mock import patch
 
 from headrace_common.process.events import (
     EVENT_BYTES,
@@ -14,6 +17,7 @@ from headrace_common.process.events import (
     event_from_json,
     event_json,
 )
+from headrace_simulator.incident_file import read_incident
 
 
 def _reasons(ring: EventRing, begin_ns: int = 0) -> list[str]:
@@ -39,6 +43,23 @@ def test_an_alarm_stores_what_led_to_it_until_the_next() -> None:
         ring.add(Alarm(str(number)))
     newest_ns, *_ = ring.since(0)[-1]
     assert _reasons(ring, newest_ns) == ["before", "stalled", "19"]
+
+
+def test_alarms_are_saved_to_few_files_of_the_owner(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    for second in range(6):
+        ring = EventRing()
+        ring.save_alarms(tmp_path, "w0")
+        ring.add(LogLine("INFO", "l", "before"))
+        with patch("time.time_ns", lambda at=second: 10**9 * (1_000 + at)):
+            ring.alarm("stalled")
+            for saving in set(threading.enumerate()) - before:
+                saving.join()
+    files = sorted(tmp_path.iterdir())
+    assert [one.name for one in files] == [f"headrace-w0-{1_002 + n}.incident" for n in range(4)]
+    assert {one.stat().st_mode & 0o777 for one in files} == {0o600}
+    (part,) = read_incident(files[0])["w0"]
+    assert [event.kind for event in part.events] == ["LogLine", "Alarm"]
 
 
 def test_lines_of_the_log_are_events_and_are_cut() -> None:

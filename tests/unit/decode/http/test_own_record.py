@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opentelemetry.trace import SpanContext
 
-from headrace.inference.v1 import latency_pb2
+from headrace.inference.v1 import latency_pb2, receipt_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, Owner
@@ -74,6 +74,18 @@ def respond(record: RequestRecord, first_us: int) -> None:
         first_message_ns=1_000 * first_us + 10_000,
     )
     record.response = response
+
+
+async def test_a_request_that_was_cancelled_has_the_receipt_of_its_abort(clock: list[int]) -> None:
+    record = arrived()
+    attempt = admitted(record, times(200, reserved=20, step_start=30, first_token=50))
+    respond(record, 260)
+    ended: list[int] = []
+    record.when_reported(lambda: ended.append(record.receipt_now().decode_device_us))
+    assert not ended
+    attempt.decoded(receipt_pb2.Receipt(decode_device_us=7))
+    await asyncio.sleep(0)
+    assert ended == [7]
 
 
 async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int]) -> None:

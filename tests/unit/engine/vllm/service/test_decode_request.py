@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_common.errors import HeadraceError, InvalidRequest, TransferFailed
+from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, TransferFailed
 from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
@@ -16,8 +16,10 @@ from headrace_engine.interface import (
     StructuredOutputs,
     TokenLogprobs,
 )
+from headrace_engine.receipts import RequestCost
 from headrace_engine.vllm.service import decode_request
 from headrace_engine.vllm.service.decode_request import DecodeRequest
+from headrace_engine.vllm.settings import params_with
 from tests.decoding import EventSink
 
 PROMPT: Any = {"prompt_token_ids": [1, 2, 3]}
@@ -36,8 +38,14 @@ def collected(*outputs: Any) -> SimpleNamespace:
 
 async def end_with_error(*request: Any, **more: Any) -> SimpleNamespace:
     """An engine's `add_request`."""
-    completion = SimpleNamespace(token_ids=(), finish_reason="error", logprobs=None)
-    return collected(SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=0))
+    return collected(ending("error"))
+
+
+def ending(reason: str, params: Any = None) -> SimpleNamespace:
+    completion = SimpleNamespace(token_ids=(), finish_reason=reason, logprobs=None)
+    ended = SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=0)
+    ended.kv_transfer_params = params
+    return ended
 
 
 QUIET_LINK: Any = SimpleNamespace(request_coming=lambda: None)
@@ -80,6 +88,23 @@ async def test_a_form_that_cannot_be_compiled_ends_a_request_without_a_reservati
     error = await error_of(FORMED, False, remote_kv=True)
     assert list(error.metadata) == ["sampling.structured_outputs.regex"]
     assert asyncio.get_running_loop().time() < start_s + 1.0
+
+
+async def test_a_request_that_fails_after_its_end_has_a_receipt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_request, "RESERVATION_LAG_S", 0.01)
+    cost = RequestCost(decode_s=2.0)
+
+    async def add(*request: Any, **more: Any) -> SimpleNamespace:
+        return collected(ending("length", params_with(cost)))
+
+    events: list[Any] = []
+    engine: Any = SimpleNamespace(add_request=add)
+    work = DecodeWork("x1", (1, 2, 3), FREE, remote_kv=True)
+    with pytest.raises(InternalError, match="without a reservation"):
+        await DecodeRequest(engine, QUIET_LINK, work, EventSink(events.append), {}, PROMPT).run()
+    assert events == [cost]
 
 
 async def test_other_requests_need_no_report() -> None:
