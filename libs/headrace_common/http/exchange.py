@@ -72,8 +72,8 @@ class HttpExchange:
         """`path` is decoded, and `query` is not. `headers` have lower-case names. `chunks`: the client accepts them."""
         self.method, self.path, self.query, self.headers = method, path, query, headers
         # The client's X-Request-Id, or a new one.
-        request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
-        self.request_id = request_id or os.urandom(12).hex()
+        given = headers.get("x-request-id")
+        self.request_id = (given and _NO_HEADER_CHARACTER.sub("", given)) or os.urandom(12).hex()
         # The client's host.
         self.host = connection.caller
         # The URIs in the client's certificate.

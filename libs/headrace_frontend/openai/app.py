@@ -128,11 +128,7 @@ class OpenAiApp:
         exchange.add_header("x-request-id", exchange.request_id)
         if errors is MESSAGES_ERRORS:
             exchange.add_header("request-id", exchange.request_id)
-        await serve(exchange, self._serve_in_bounds(exchange, route), errors)
-
-    async def _serve_in_bounds(self, exchange: HttpExchange, route: str) -> None:
-        with self._intake.in_bounds(exchange):
-            await self._serve(exchange, route)
+        await serve(exchange, self._serve(exchange, route), errors)
 
     def _route_of(self, path: str) -> str:
         """The path with the names of entries left out."""
@@ -148,6 +144,11 @@ class OpenAiApp:
         return path
 
     async def _serve(self, exchange: HttpExchange, route: str) -> None:
+        call, recheck = self._intake.in_bounds(exchange)
+        with call, recheck:
+            await self._handler(exchange, route)(exchange)
+
+    def _handler(self, exchange: HttpExchange, route: str) -> _Handler:
         handlers = self._routes.get(route)
         if handlers is None:
             raise unknown_path(route, self._routes)
@@ -163,7 +164,7 @@ class OpenAiApp:
         otel_context.attach(
             context_of_carrier(headers.get("traceparent", ""), headers.get("tracestate", ""))
         )
-        await handler(exchange)
+        return handler
 
     async def _list_models(self, exchange: HttpExchange) -> None:
         self._intake.tenant_of(exchange)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import HeadraceError
@@ -33,8 +33,7 @@ _MARK: Final = "\x00\x01"
 _QUOTED_MARK: Final = quote(_MARK).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
+class ResponseHead(NamedTuple):
     """What every event of a response repeats. `id` is the request's id. `created` is in seconds since 1970."""
 
     id: str
@@ -161,7 +160,7 @@ class ResponseFormat(AnswerFormat):
 
     def include_usage(self) -> None:
         """Ends the stream with the usage, for the promise in it, whether or not the options want it."""
-        self._includes = replace(self._includes, usage=True)
+        self._includes = self._includes._replace(usage=True)
 
     @abstractmethod
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:

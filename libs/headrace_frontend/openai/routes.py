@@ -126,7 +126,7 @@ class _Answering:
                 decode = partial(
                     prepared.codec.decode, prepared.token_ids, skip_special_tokens=False
                 )
-                text = await preparer.run(tenant, DECODE, len(prepared.token_ids), decode)
+                text = await preparer.threads.run(tenant, DECODE, len(prepared.token_ids), decode)
         return prepared.token_ids, text
 
     async def _stream(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -150,7 +150,7 @@ class _Answering:
 
         await self._running(exchange, generation, write)
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices)
-        body = await self._parts.preparer.run(
+        body = await self._parts.preparer.threads.run(
             generation.tenant,
             FORMAT_PROMPT,
             prompt_tokens,
@@ -249,7 +249,7 @@ class TokenizeRoutes:
             "tokens": list(tokens),
             "token_strs": texts,
         }
-        data = await preparer.run(
+        data = await preparer.threads.run(
             tenant, LIST_TOKENS, len(tokens), lambda: json.dumps(answer).encode()
         )
         await exchange.respond(200, data)
@@ -265,7 +265,7 @@ class TokenizeRoutes:
                 size = PARSE.loop_max + 1 if body.prompt is None else len(body.prompt)
                 convert = partial(tokenize_request, body)
                 prepared = await preparer.tokenize(
-                    await preparer.run(tenant, PARSE, size, convert),
+                    await preparer.threads.run(tenant, PARSE, size, convert),
                     tenant,
                     add_generation_prompt=body.add_generation_prompt,
                 )
@@ -365,7 +365,7 @@ class GenerateRoutes(_Answering):
         if request.sampling.HasField("structured_outputs"):
             outputs = request.sampling.structured_outputs
             permit = partial(permit_calls, outputs, rules, self._parts.codecs[model])
-            await self._parts.preparer.run(tenant, PARSE, outputs.ByteSize(), permit)
+            await self._parts.preparer.threads.run(tenant, PARSE, outputs.ByteSize(), permit)
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False
@@ -388,7 +388,9 @@ class GenerateRoutes(_Answering):
             async with self._intake.admitted(tenant, deadline):
                 await self._parts.images.fetch(body.messages, codec, tenant)
             convert = partial(chat_request, body, request_id_of(exchange, body))
-            request = await self._parts.preparer.run(tenant, PARSE, PARSE.loop_max + 1, convert)
+            request = await self._parts.preparer.threads.run(
+                tenant, PARSE, PARSE.loop_max + 1, convert
+            )
         complete(request)
         return request
 
