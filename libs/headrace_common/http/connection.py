@@ -225,6 +225,7 @@ class Connection(asyncio.Protocol):
         self._new = True
         self._grpc: Http2Refusal | None = None
         self._unsent = b""
+        self._holds_input = False
         self._writable = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -236,7 +237,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._restart_timer(None)
-        UNREAD_INPUT.release(self)
+        self._release_input()
         self._server.forget(self)
         exchanges = tuple(self._exchanges)
         # Each refers to this object, which is freed now, and not by a later garbage collection.
@@ -361,8 +362,11 @@ class Connection(asyncio.Protocol):
         """See `Client`."""
         if self.transport.is_closing():
             return
-        held = sum([exchange.count_body() for exchange in self._exchanges])
-        waiting = max(0, len(self._exchanges) - 1)
+        held = waiting = 0
+        for exchange in self._exchanges:
+            held += exchange.count_body()
+            waiting += 1
+        waiting -= waiting > 0
         # While it reads, it notices that the client has gone.
         if waiting >= PIPELINED_MAX or held > _UNREAD_MAX or self._refusal is not None:
             self.transport.pause_reading()
@@ -370,9 +374,14 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
         held += self._parser.head_bytes + waiting * _WAITING_REQUEST_BYTES
         if held >= _COUNTED_BYTES:
+            self._holds_input = True
             UNREAD_INPUT.hold(self, held)
-        else:
-            UNREAD_INPUT.release(self)
+        elif self._holds_input:
+            self._release_input()
+
+    def _release_input(self) -> None:
+        self._holds_input = False
+        UNREAD_INPUT.release(self)
 
     def end_input(self) -> None:
         """Refuses the request, so that others have its memory."""

@@ -439,9 +439,15 @@ def now_us() -> int:
     return time.monotonic_ns() // 1_000
 
 
+_FINISH_REASONS: Final = {
+    value: name.removeprefix("FINISH_REASON_").lower()
+    for name, value in sampling_pb2.FinishReason.items()
+}
+
+
 def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
     """The name of a finish reason in telemetry, such as "length"."""
-    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+    return _FINISH_REASONS[reason]
 
 
 def _clock_attributes(differences: Mapping[str, ClockDifference]) -> Attributes:
