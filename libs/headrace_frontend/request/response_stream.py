@@ -70,9 +70,9 @@ class LongestTimes:
             heappop(self._found)
             self.least_ns = self._found[0][0]
 
-    def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
+    def intervals(self) -> list[tuple[int, int]]:
         """The start and the end of each by the monotonic clock, the earliest first."""
-        return sorted((end - time, end) for time, end in self._found if time > longer_than_ns)
+        return sorted([(end - time, end) for time, end in self._found])
 
 
 class ResponseStream:
@@ -277,8 +277,9 @@ class ResponseStream:
                 await end_task(reading)
 
     async def _write_all(self, write: ResponseWriter, end_s: float | None) -> None:
+        bound = asyncio.timeout_at(end_s)
         try:
-            async with asyncio.timeout_at(end_s) as bound:
+            async with bound:
                 while (message := await self.next_message()) is not None:
                     await write(message)
         except TimeoutError:

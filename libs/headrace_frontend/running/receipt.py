@@ -84,10 +84,12 @@ def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
 
     Nothing where no worker has reported a cost.
     """
-    total = receipt_pb2.Receipt()
-    for one in receipts:
-        add_receipt(total, one)
-        total.links.extend(one.links)
+    total, *others = receipts
+    if others:
+        parts, total = (total, *others), receipt_pb2.Receipt()
+        for one in parts:
+            add_receipt(total, one)
+            total.links.extend(one.links)
     if not device_us(total) + total.operator_device_us:
         return {}
     return {

@@ -238,7 +238,7 @@ class KvAware(Placement):
     def _draw(self, costs: Numbers, requests: Numbers, fit: Flags, temperature: float) -> int:
         if temperature <= 0:
             among = _masked(costs, fit)
-            rows = (among == among.min()).nonzero()[0]
+            rows = (among == among[among.argmin()]).nonzero()[0]
             if len(rows) > 1:
                 rows = rows[requests[rows] == requests[rows].min()]
             return int(rows[self._random.randrange(len(rows))]) if len(rows) > 1 else int(rows[0])
@@ -277,7 +277,11 @@ def _costs(
     pulling = table.pulling(by_layout)
     enough = asked.missing >= max(1, request.policy.local_prefill_max_tokens)
     forced: bool | Flags = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-    if not request.local_only and pulling.within and table.computes_prompts[usable].all():
+    if (
+        not request.local_only
+        and pulling.within
+        and not np.count_nonzero(usable > table.computes_prompts)
+    ):
         computing = usable & pulling.computing
         if request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_LOCAL:
             computing = np.zeros_like(usable)

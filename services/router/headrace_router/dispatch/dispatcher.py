@@ -64,6 +64,9 @@ class RequestDispatcher:
     """May raise an error by the first placement of a request."""
     _failures: CauseLog = field(default_factory=lambda: CauseLog(_LOG), init=False)
     _lengths: AnswerLengths = field(default_factory=AnswerLengths, init=False)
+    _read_policy: registry_pb2.Policy | None = field(default=None, init=False)
+    _route_policy: RoutePolicy = field(default_factory=RoutePolicy, init=False)
+    """What `_read_policy` states."""
 
     async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
@@ -79,10 +82,11 @@ class RequestDispatcher:
             await self._wait_for_worker(request, retries, number)
             record = self._new_record(request.record, number + 1)
             token_ids, generated = request.prefix_ids, response.completion_tokens
-            targets = self._targets(prepared, request.record.arrival_ns)
-            maker = first_token_maker(prepared, self.policy(), generated, number + 1)
+            policy = self.policy()
+            targets = self._targets(prepared, policy, request.record.arrival_ns)
+            maker = first_token_maker(prepared, policy, generated, number + 1)
             decision = self._route(
-                prepared, token_ids, record, request.deadline, retries, targets, maker
+                prepared, token_ids, record, request.deadline, retries, targets, maker, policy
             )
             if attempt is None:
                 self.check_placed(request, decision)
@@ -149,9 +153,10 @@ class RequestDispatcher:
         retries = RetryState(self._budget, self.migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
         attempt = self._new_record(record, 1)
-        targets = self._targets(request, record.arrival_ns)
-        maker = first_token_maker(request, self.policy(), len(request.generated), 1)
-        return self._route(request, token_ids, attempt, deadline, retries, targets, maker)
+        policy = self.policy()
+        targets = self._targets(request, policy, record.arrival_ns)
+        maker = first_token_maker(request, policy, len(request.generated), 1)
+        return self._route(request, token_ids, attempt, deadline, retries, targets, maker, policy)
 
     def task_terms(
         self, worker: Worker, token_ids: array[int], cache_salt: str, asked: TaskTerms
@@ -223,13 +228,14 @@ class RequestDispatcher:
         retries: RetryState,
         targets: TokenTargets,
         maker: FirstTokenMaker,
+        policy: registry_pb2.Policy,
     ) -> Decision:
         candidates = self._candidates(request, token_ids)
         asked = PlacementRequest(
             model=request.model,
             prompt_tokens=len(token_ids),
             prefill_placement=request.placement,
-            policy=RoutePolicy.from_proto(self.policy()),
+            policy=self._route_policy_of(policy),
             remaining_s=deadline.remaining_s(),
             failed=retries.excluded,
             suspect=retries.avoided,
@@ -244,20 +250,27 @@ class RequestDispatcher:
             record.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
-        chosen = decision.worker
-        decision = decision.without_distrusted(
-            candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
-            self.workers.distrusted(chosen.ref),
-        )
+        if decision.remote:
+            chosen = decision.worker
+            decision = decision.without_distrusted(
+                candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
+                self.workers.distrusted(chosen.ref),
+            )
         record.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error
         return decision
 
-    def _targets(self, request: PreparedRequest, arrival_ns: int) -> TokenTargets:
+    def _route_policy_of(self, policy: registry_pb2.Policy) -> RoutePolicy:
+        if policy is not self._read_policy:
+            self._read_policy, self._route_policy = policy, RoutePolicy.from_proto(policy)
+        return self._route_policy
+
+    def _targets(
+        self, request: PreparedRequest, policy: registry_pb2.Policy, arrival_ns: int
+    ) -> TokenTargets:
         """The request's own targets, else those of the policy."""
-        policy = self.policy()
         ttft_s, tpot_s = request.ttft_target_s, request.tpot_target_s
         if ttft_s is None and policy.HasField("ttft_target"):
             ttft_s = seconds_from_duration(policy.ttft_target)

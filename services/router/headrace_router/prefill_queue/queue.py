@@ -38,6 +38,7 @@ from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
 from headrace_router.prefill_queue.worker_stream import ConnectedWorkers, PrefillWorkerStream
+from headrace_router.workers.table import NO_TIMES
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,8 +99,10 @@ class PrefillQueue:
         Of several layouts, the shortest wait. 0 while a worker has room, infinite while the queue is full. A task waits
         until the tokens before it are computed, and at least for the age of the oldest task.
         """
-        expected_tasks = sum(group.tasks.expected for group in self._groups.values())
-        if self.depth + expected_tasks >= self.max_queued_tasks:
+        tasks = 0
+        for group in self._groups.values():
+            tasks += len(group.tasks) + group.tasks.expected
+        if tasks >= self.max_queued_tasks:
             return math.inf
         return min(
             (group.wait_s(priority, tenant) for group in self._groups_of(model)), default=0.0
@@ -128,6 +131,8 @@ class PrefillQueue:
         now_s = time.monotonic()
         means = [group.times.mean(now_s, age_max_s) for group in self._groups_of(model)]
         known = [one for one in means if one.steps.knows_prompts]
+        if not known:
+            return NO_TIMES
         return known[0] if len(known) == 1 else mean_model(known)
 
     def compute_s_per_token(self, model: str) -> float:
