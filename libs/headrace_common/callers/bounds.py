@@ -110,11 +110,12 @@ class CallerTurns:
         """Returns at a turn of the caller for the current task. At once while it has one."""
         if self._alone() and not self._waiting:
             return
-        task = asyncio.current_task()
+        # Each look for the loop is a system call.
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
         assert task is not None, "turns are for tasks"
         if self._task_of.get(caller) is task:
             return
-        loop = asyncio.get_running_loop()
         if self._next is None:
             self._next = loop.call_soon(self._begin_iteration)
         if caller not in self._waiting and caller not in self._task_of:
@@ -137,9 +138,9 @@ class CallerTurns:
                 self._task_of[caller] = turn.task
             if not turns:
                 del self._waiting[caller]
-        again = self._waiting or self._task_of
-        loop = asyncio.get_running_loop()
-        self._next = loop.call_soon(self._begin_iteration) if again else None
+        self._next = None
+        if self._waiting or self._task_of:
+            self._next = asyncio.get_running_loop().call_soon(self._begin_iteration)
 
 
 class FewEach:

@@ -233,7 +233,7 @@ class ResponseStream:
         assert producer is not None, "a response is written in a task"
         reading: asyncio.Task[None] | None = None
         producing, failed = True, False
-        end_s = None if read_limit_s is None else asyncio.get_running_loop().time() + read_limit_s
+        end_s = None if read_limit_s is None else time.monotonic() + read_limit_s
 
         def end(task: asyncio.Task[None]) -> None:
             nonlocal failed
@@ -277,7 +277,7 @@ class ResponseStream:
                 await end_task(reading)
 
     async def _write_all(self, write: ResponseWriter, end_s: float | None) -> None:
-        bound = asyncio.timeout_at(end_s)
+        bound = asyncio.timeout(None if end_s is None else end_s - time.monotonic())
         try:
             async with bound:
                 while (message := await self.next_message()) is not None:

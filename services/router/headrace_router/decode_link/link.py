@@ -146,6 +146,7 @@ class DecodeLink:
         self._wake = asyncio.Event()
         self._last_stream_id = 0
         self._started_s = time.monotonic()
+        self._loop = asyncio.get_running_loop()
         self._retired = False
         self._failure: _Failure = _closed_here
         self._task = asyncio.create_task(self._run(channel))
@@ -193,7 +194,7 @@ class DecodeLink:
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
         self._answers.add(answer)
-        answer.expire_after(remaining_s)
+        answer.expire_after(remaining_s, self._loop)
 
     def release(self, answer: LinkedAnswer) -> None:
         """The caller uses no more of it. Cancels the request unless it has ended. Repeats are ignored."""

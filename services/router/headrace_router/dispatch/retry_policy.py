@@ -168,6 +168,9 @@ RULES: Final = (
 )
 
 
+_NOBODY: Final = frozenset[WorkerRef]()
+
+
 class RetryState:
     """The failures of one request so far, and the retries that are left.
 
@@ -184,9 +187,9 @@ class RetryState:
         """`migration_wait_s`: how long a response that has started may wait for another decode worker."""
         self._retries_left = retries_left
         self._migration_wait_s = migration_wait_s
-        self.failed: frozenset[WorkerRef] = frozenset()
+        self.failed = _NOBODY
         """Workers that may not be asked again."""
-        self.avoided = frozenset(avoided)
+        self.avoided = frozenset(avoided) if avoided else _NOBODY
         """Workers that may be asked only when no other is left."""
         self._full_until_s: dict[WorkerRef, float] = {}
         """By time.monotonic."""
@@ -201,7 +204,7 @@ class RetryState:
     @property
     def excluded(self) -> frozenset[WorkerRef]:
         """Workers that may not be asked now: failed ones, and decode workers that were full just now."""
-        return self.failed.union(self._full_until_s)
+        return self.failed.union(self._full_until_s) if self._full_until_s else self.failed
 
     @property
     def full(self) -> bool:
