@@ -32,7 +32,9 @@ def must_change(interval_s: float, wanted_s: float) -> bool:
 
 
 GAP_MIN_S: Final = 0.002
-GAP_MAX_S: Final = 0.025
+GAP_MAX_S: Final = 0.04
+JOIN_S: Final = 0.002
+"""While a router's event loop is busy, what is sent on its links within this time shares a message."""
 _WINDOW_S: Final = 0.05
 # Requests that arrive wait for the messages of all streams, so the loop saves messages long before it is full.
 _BUSY_SHARE_HIGH: Final = 0.15
@@ -49,7 +51,7 @@ class LoopLoad:
     """The minimum gap between two messages of a stream, adapted to the load of one event loop.
 
     A message costs much more than a token in it. While messages keep the loop busy, the gap grows from 2 ms up to
-    25 ms, so that each message has more tokens. A loop that is busy with few messages has other work, such as refusing
+    40 ms, so that each message has more tokens. A loop that is busy with few messages has other work, such as refusing
     calls. Then the gap stays or shrinks. Used only by the loop's thread.
     """
 

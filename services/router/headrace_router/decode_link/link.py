@@ -23,7 +23,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
-from headrace_common.process.pacing import LoopLoad
+from headrace_common.process.pacing import JOIN_S, LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
 from headrace_frontend.request.images import PromptImages
@@ -117,8 +117,6 @@ _LOG = logging.getLogger(__name__)
 WINDOW_TOKENS: Final = 512
 """Tokens of one request that the worker may send before the router has used some of them."""
 
-# While the event loop is busy, requests that arrive within this time share a message: each costs a system call.
-_JOIN_S: Final = 0.001
 _Failure = Callable[[], HeadraceError]
 # CANCELLED is not this router's: a link that it cancels itself raises CancelledError.
 _BROKEN: Final = frozenset({grpc.StatusCode.INTERNAL.name, grpc.StatusCode.CANCELLED.name})
@@ -255,7 +253,7 @@ class DecodeLink:
             while True:
                 await self._wake.wait()
                 if self._load.busy:
-                    await asyncio.sleep(_JOIN_S)
+                    await asyncio.sleep(JOIN_S)
                 self._wake.clear()
                 while (message := self._outgoing.next_message()) is not None:
                     await call.write(message)
