@@ -108,7 +108,7 @@ class CallerTurns:
 
     async def wait(self, caller: str) -> None:
         """Returns at a turn of the caller for the current task. At once while it has one."""
-        if self._alone() and not self._waiting:
+        if not self._waiting and self._alone():
             return
         # Each look for the loop is a system call.
         loop = asyncio.get_running_loop()
@@ -393,7 +393,7 @@ class CallerBounds:
         self._calls: Counter[str] = Counter()
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
-        self._turns = CallerTurns(lambda: len(self._calls) <= 1 and self._calls.total() <= 1)
+        self._turns = CallerTurns(lambda: len(self._calls) <= 1 and sum(self._calls.values()) <= 1)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""

@@ -92,7 +92,8 @@ class HttpExchange:
         self._body_complete = False
         # While a handler reads the body.
         self._input: RequestInput | None = None
-        self._arrived = asyncio.Event()
+        # Set where more of the request has arrived, while a handler waits for it.
+        self._arrived: asyncio.Event | None = None
 
     def add_header(self, name: str, value: str) -> None:
         """Sends a header with whatever becomes the response."""
@@ -106,17 +107,21 @@ class HttpExchange:
         """A part of the body has arrived. Nothing wants the rest once there is a response."""
         if not self._ended:
             self._body += data
-            self._arrived.set()
+            self._wake()
 
     def end_body(self) -> None:
         """The body is complete."""
         self._body_complete = True
-        self._arrived.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrived is not None:
+            self._arrived.set()
 
     def disconnect(self) -> None:
         """The client has closed the connection."""
         self._disconnected = True
-        self._arrived.set()
+        self._wake()
         if self._serving is not None and not self._ended:
             self._serving.cancel()
 
@@ -157,7 +162,7 @@ class HttpExchange:
             if self._body:
                 size_s = len(self._body) / BODY_BYTES_PER_S
                 clock.reschedule(min(end_s + size_s, loop.time() + BODY_PAUSE_S))
-            self._arrived.clear()
+            self._arrived = asyncio.Event()
             await self._arrived.wait()
         clock.reschedule(None)
         data, self._body = bytes(self._body), bytearray()

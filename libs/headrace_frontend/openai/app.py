@@ -160,10 +160,9 @@ class OpenAiApp:
             allowed = ", ".join(methods)
             raise HttpError(405, "method", f"use {allowed} for {route}", {"allow": allowed})
         SERVED.set(ServedCall(route, method))
-        headers = exchange.headers
-        otel_context.attach(
-            context_of_carrier(headers.get("traceparent", ""), headers.get("tracestate", ""))
-        )
+        if traceparent := exchange.headers.get("traceparent"):
+            tracestate = exchange.headers.get("tracestate", "")
+            otel_context.attach(context_of_carrier(traceparent, tracestate))
         return handler
 
     async def _list_models(self, exchange: HttpExchange) -> None:

@@ -356,9 +356,7 @@ def _missing_s(table: LoadTable, asked: Asked) -> Numbers:
     """How long each worker alone computes what it lacks of the prompt."""
     _, prompt, token, attended, *_ = table.times.steps
     missing = asked.missing
-    found_s: Numbers = prompt * asked.lacks
-    found_s += (token + attended * asked.before) * missing
-    return found_s
+    return np.where(asked.lacks, prompt + (token + attended * asked.before) * missing, 0.0)
 
 
 def _computed_s(
