@@ -284,7 +284,7 @@ def costs_of_both(
     computed_s = np.where(computing, compute_s + sent_s, np.inf)
     # For each worker, the other one that would compute the prompt first. Its own row where there is no other.
     order = np.argsort(computed_s)[:2]
-    best = np.full(len(table), order[0])
+    best = np.full(len(table.workers), order[0])
     best[order[0]] = order[-1]
     # The answer goes on after the hand-over, whichever worker makes its first token.
     remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, table.rows)

@@ -191,7 +191,7 @@ class KvAware(Placement):
             raise _no_decode_worker(request)
         needed_tokens = max(0, request.prompt_tokens - 1)
         if candidates.cached_tokens is None:
-            missing: Numbers = np.full(len(table), float(needed_tokens))
+            missing: Numbers = np.full(len(table.workers), float(needed_tokens))
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
         table.times.fill(candidates.prefill_times.steps)
@@ -344,8 +344,8 @@ def _shown(
     row: int,
 ) -> tuple[tuple[tuple[str, str, str], tuple[float, ...]], ...]:
     """See Decision."""
-    cheapest: Sequence[int] = range(len(table))
-    if len(table) > EXPLAINED_CANDIDATES:
+    cheapest: Sequence[int] = range(len(table.workers))
+    if len(table.workers) > EXPLAINED_CANDIDATES:
         order = np.argpartition(_masked(costs.cost_s, usable), EXPLAINED_CANDIDATES)
         cheapest = order[:EXPLAINED_CANDIDATES].tolist()
     rows = [row, *(one for one in cheapest if one != row and usable[one])]

@@ -145,7 +145,7 @@ class RecordedPlacement(Placement):
             self._draws.last,
             decision,
         )
-        self._events.add(placed, _DECISION_BYTES + _ENTRY_BYTES * len(table), begin_ns)
+        self._events.add(placed, _DECISION_BYTES + _ENTRY_BYTES * len(table.workers), begin_ns)
 
 
 def decision_text(decision: Decision) -> str:
@@ -299,8 +299,8 @@ class RecordedPool(FairPool):
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """See FairPool."""
-        taken = super().take(tenant, amount, priority)
-        self._store("take", tenant, priority, amount, result=taken)
+        taken = FairPool.take(self, tenant, amount, priority)
+        self._events.add(PoolCall(self._number, "take", tenant, priority, amount, 0, taken, ()))
         return taken
 
     def acquire(self, request: CapacityRequest) -> Grant:
@@ -326,8 +326,9 @@ class RecordedPool(FairPool):
 
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """See FairPool."""
-        super().release(tenant, amount, priority)
-        self._store("release", tenant, priority, amount)
+        FairPool.release(self, tenant, amount, priority)
+        call = PoolCall(self._number, "release", tenant, priority, amount, 0, False, self._grants())
+        self._events.add(call)
 
     def resize(self, capacity: int) -> None:
         """See FairPool."""
@@ -366,13 +367,14 @@ class RecordedPool(FairPool):
         *,
         result: bool = False,
     ) -> None:
-        granted: tuple[int, ...] = ()
-        if self._granted:
-            granted = tuple(self._granted)
-            self._granted.clear()
+        grants = self._grants()
         self._events.add(
-            PoolCall(self._number, call, tenant, priority, amount, request, result, granted)
+            PoolCall(self._number, call, tenant, priority, amount, request, result, grants)
         )
+
+    def _grants(self) -> tuple[int, ...]:
+        granted, self._granted = tuple(self._granted), []
+        return granted
 
 
 class Recorder:
