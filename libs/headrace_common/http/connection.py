@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._restart_timer(None)
-        self._release_input()
+        UNREAD_INPUT.release(self)
         self._server.forget(self)
         exchanges = tuple(self._exchanges)
         # Each refers to this object, which is freed now, and not by a later garbage collection.
@@ -377,11 +377,8 @@ class Connection(asyncio.Protocol):
             self._holds_input = True
             UNREAD_INPUT.hold(self, held)
         elif self._holds_input:
-            self._release_input()
-
-    def _release_input(self) -> None:
-        self._holds_input = False
-        UNREAD_INPUT.release(self)
+            self._holds_input = False
+            UNREAD_INPUT.release(self)
 
     def end_input(self) -> None:
         """Refuses the request, so that others have its memory."""

@@ -92,8 +92,7 @@ class HttpExchange:
         self._body_complete = False
         # While a handler reads the body.
         self._input: RequestInput | None = None
-        # Set where more of the request has arrived, while a handler waits for it.
-        self._arrived: asyncio.Event | None = None
+        self._arrived = asyncio.Event()
 
     def add_header(self, name: str, value: str) -> None:
         """Sends a header with whatever becomes the response."""
@@ -107,21 +106,17 @@ class HttpExchange:
         """A part of the body has arrived. Nothing wants the rest once there is a response."""
         if not self._ended:
             self._body += data
-            self._wake()
+            self._arrived.set()
 
     def end_body(self) -> None:
         """The body is complete."""
         self._body_complete = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._arrived is not None:
-            self._arrived.set()
+        self._arrived.set()
 
     def disconnect(self) -> None:
         """The client has closed the connection."""
         self._disconnected = True
-        self._wake()
+        self._arrived.set()
         if self._serving is not None and not self._ended:
             self._serving.cancel()
 
@@ -162,7 +157,7 @@ class HttpExchange:
             if self._body:
                 size_s = len(self._body) / BODY_BYTES_PER_S
                 clock.reschedule(min(end_s + size_s, loop.time() + BODY_PAUSE_S))
-            self._arrived = asyncio.Event()
+            self._arrived.clear()
             await self._arrived.wait()
         clock.reschedule(None)
         data, self._body = bytes(self._body), bytearray()
@@ -187,12 +182,9 @@ class HttpExchange:
         """Whether the response has no end yet, and nothing waits for the client to read."""
         return not (self._ended or self._connection.write_paused)
 
-    def write_now(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> bool:
-        """As `write`, without an event loop's turn. False, and nothing is sent, when the response is not `writable`."""
-        if self._ended or self._connection.write_paused:
-            return False
+    def write_now(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
+        """As `write`, without an event loop's turn. Only while the response is `writable`."""
         self._connection.write(self._part(data, headers))
-        return True
 
     async def write(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         """Sends a part of the body, the first one after status 200 and `headers`.

@@ -50,7 +50,6 @@ from headrace_frontend.openai.responses import (
 )
 from headrace_frontend.promises import KEEP_HEADER, ask_to_keep
 from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_TOKENS, PARSE
-from headrace_frontend.request.response_stream import Outlet
 
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
 _MAX_TOKENS: Final = ("max_tokens", "max_completion_tokens")
@@ -173,10 +172,8 @@ class _Answering:
         on_lowered = None if refuses else partial(_name_lowered, exchange)
         runs: list[Coroutine[Any, Any, None]] = []
         first_index = 0
+        outlet = events if generation.generates and len(generation.requests) == 1 else None
         for request in generation.requests:
-            outlet: Outlet | None = None
-            if events is not None and generation.generates:
-                outlet = events.outlet(first_index)
             writes = partial(_write_choice, generation, write, first_index)
             runs.append(
                 self._parts.runner.run(

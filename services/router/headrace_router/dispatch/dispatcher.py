@@ -64,9 +64,6 @@ class RequestDispatcher:
     """May raise an error by the first placement of a request."""
     _failures: CauseLog = field(default_factory=lambda: CauseLog(_LOG), init=False)
     _lengths: AnswerLengths = field(default_factory=AnswerLengths, init=False)
-    _read_policy: registry_pb2.Policy | None = field(default=None, init=False)
-    _route_policy: RoutePolicy = field(default_factory=RoutePolicy, init=False)
-    """What `_read_policy` states."""
 
     async def run(self, request: AdmittedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
@@ -82,11 +79,8 @@ class RequestDispatcher:
             await self._wait_for_worker(request, retries, number)
             record = self._new_record(request.record, number + 1)
             token_ids, generated = request.prefix_ids, response.completion_tokens
-            policy = self.policy()
-            targets = self._targets(prepared, policy, request.record.arrival_ns)
-            maker = first_token_maker(prepared, policy, generated, number + 1)
-            decision = self._route(
-                prepared, token_ids, record, request.deadline, retries, targets, maker, policy
+            decision, targets, maker = self._route(
+                prepared, token_ids, request.record, record, request.deadline, retries
             )
             if attempt is None:
                 self.check_placed(request, decision)
@@ -153,10 +147,7 @@ class RequestDispatcher:
         retries = RetryState(self._budget, self.migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
         attempt = self._new_record(record, 1)
-        policy = self.policy()
-        targets = self._targets(request, policy, record.arrival_ns)
-        maker = first_token_maker(request, policy, len(request.generated), 1)
-        return self._route(request, token_ids, attempt, deadline, retries, targets, maker, policy)
+        return self._route(request, token_ids, record, attempt, deadline, retries)[0]
 
     def task_terms(
         self, worker: Worker, token_ids: array[int], cache_salt: str, asked: TaskTerms
@@ -223,19 +214,22 @@ class RequestDispatcher:
         self,
         request: PreparedRequest,
         token_ids: array[int],
-        record: RoutedAttempt,
+        record: RequestRecord,
+        attempt: RoutedAttempt,
         deadline: Deadline,
         retries: RetryState,
-        targets: TokenTargets,
-        maker: FirstTokenMaker,
-        policy: registry_pb2.Policy,
-    ) -> Decision:
+    ) -> tuple[Decision, TokenTargets, FirstTokenMaker]:
+        """The placement of an attempt, with its targets, and the maker of its first token if the prefill is remote."""
+        policy = self.policy()
+        targets = self._targets(request, policy, record.arrival_ns)
+        generated = len(token_ids) - len(request.token_ids)
+        maker = first_token_maker(request, policy, generated, attempt.number)
         candidates = self._candidates(request, token_ids)
         asked = PlacementRequest(
             model=request.model,
             prompt_tokens=len(token_ids),
             prefill_placement=request.placement,
-            policy=self._route_policy_of(policy),
+            policy=RoutePolicy.from_proto(policy),
             remaining_s=deadline.remaining_s(),
             failed=retries.excluded,
             suspect=retries.avoided,
@@ -247,7 +241,7 @@ class RequestDispatcher:
         try:
             decision = self.placement.choose(asked, candidates)
         except NoDecodeWorker as error:
-            record.not_routed(error)
+            attempt.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
         if decision.remote:
@@ -256,16 +250,11 @@ class RequestDispatcher:
                 candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
                 self.workers.distrusted(chosen.ref),
             )
-        record.routed(decision)
+        attempt.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error
-        return decision
-
-    def _route_policy_of(self, policy: registry_pb2.Policy) -> RoutePolicy:
-        if policy is not self._read_policy:
-            self._read_policy, self._route_policy = policy, RoutePolicy.from_proto(policy)
-        return self._route_policy
+        return decision, targets, maker
 
     def _targets(
         self, request: PreparedRequest, policy: registry_pb2.Policy, arrival_ns: int
