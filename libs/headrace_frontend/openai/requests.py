@@ -62,9 +62,6 @@ PromptField: TypeAlias = (
 
 
 _NO_VALUE: Final = ()
-_CACHE_FIELDS: Final = frozenset(
-    {"prompt_cache_options", "prompt_cache_retention", "prompt_cache_key"}
-)
 _INDEX: Final = re.compile(r"\[\d+\]")
 # Constraints of the answer by the names that vLLM had before, and that SGLang has.
 _CONSTRAINTS: Final[Mapping[str, str]] = {
@@ -276,9 +273,9 @@ class GenerationBody(Body):
     @property
     def keep_s(self) -> float:
         """How long the KV shall stay after the answer, by OpenAI's fields. 0 without them."""
-        if _CACHE_FIELDS.isdisjoint(self.model_fields_set):
-            return 0.0
         options, retention = self.prompt_cache_options, self.prompt_cache_retention
+        if options is None and not (retention or self.prompt_cache_key):
+            return 0.0
         ttl = "" if options is None else options.get("ttl", "30m")
         shortest = "5m" if retention or self.prompt_cache_key else ""
         return max(map(ttl_s, (ttl, retention, shortest)))

@@ -381,7 +381,7 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_CACHE_CREATION_TOKENS] = missed
             known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
             known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
-            known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]
+            known[schema.ATTRIBUTE_FINISH_REASON] = [FINISH_REASON_NAMES[self.finish_reason]]
         attributes: Attributes = {
             **{name: value for name, value in known.items() if value is not None},
             **server_attributes(self.served),
@@ -441,15 +441,11 @@ def now_us() -> int:
     return time.monotonic_ns() // 1_000
 
 
-_FINISH_REASONS: Final = {
+FINISH_REASON_NAMES: Final = {
     value: name.removeprefix("FINISH_REASON_").lower()
     for name, value in sampling_pb2.FinishReason.items()
 }
-
-
-def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
-    """The name of a finish reason in telemetry, such as "length"."""
-    return _FINISH_REASONS[reason]
+"""Those of finish reasons in telemetry, such as "length"."""
 
 
 def _clock_attributes(differences: Mapping[str, ClockDifference]) -> Attributes:

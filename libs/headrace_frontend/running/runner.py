@@ -21,7 +21,7 @@ from headrace_frontend.answers import Answer, answer_count, request_id_of, run_a
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import Outlet, ResponseStream, ResponseWriter
 from headrace_frontend.running.attempt import AdmittedRequest
-from headrace_frontend.running.record import RequestRecord, finish_reason_name
+from headrace_frontend.running.record import FINISH_REASON_NAMES, RequestRecord
 from headrace_frontend.running.tracer import RequestTracer
 
 READ_GRACE_S: Final = 5.0
@@ -148,7 +148,7 @@ class RequestRunner:
         finally:
             permit.close()
         self.counter.count_answer(
-            end_reason=finish_reason_name(response.finish_reason),
+            end_reason=FINISH_REASON_NAMES[response.finish_reason],
             answer=response,
             arrival_ns=answer.arrival.monotonic_ns,
             priority=priority,
