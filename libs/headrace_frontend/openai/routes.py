@@ -305,7 +305,7 @@ class GenerateRoutes(_Answering):
             CompletionBody,
             lambda body: completion_requests(body, request_id_of(exchange, body)),
         )
-        head, model = self._head(body, f"cmpl-{request_id_of(exchange, body)}")
+        head, model = self._head(body, f"cmpl-{requests[0].request_id}")
         form = CompletionFormat(
             head,
             self._parts.codecs[model],

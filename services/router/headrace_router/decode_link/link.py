@@ -310,7 +310,7 @@ _AGE_MAX_S: Final = 600.0
 
 
 class DecodeLinks:
-    """Opens requests on the current link. `channel` returns the channel to the worker.
+    """Has the current link, on which requests are opened. `channel` returns the channel to the worker.
 
     A request opens the first link, and the next one after a link has broken. gRPC delays the connection after failed
     ones by up to 2 s, and refuses links meanwhile.
@@ -342,21 +342,8 @@ class DecodeLinks:
         """Links that have not ended."""
         return len(self._open)
 
-    def open(
-        self,
-        request: decode_pb2.GenerateRequest,
-        token_ids: inference_pb2.TokenIds,
-        deadline: Deadline,
-        carrier: Mapping[str, str],
-        answer: LinkedAnswer,
-        images: PromptImages = (),
-    ) -> DecodeLink:
-        """As `DecodeLink.open`. The link must release the answer."""
-        link = self._usable()
-        link.open(request, token_ids, deadline, carrier, answer, images)
-        return link
-
-    def _usable(self) -> DecodeLink:
+    def usable(self) -> DecodeLink:
+        """The link for the next request."""
         link = self._current
         if link is not None and not link.ended:
             if link.count < self._streams_max and link.age_s < self._age_max_s:
