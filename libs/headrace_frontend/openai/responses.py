@@ -28,9 +28,6 @@ _ALL_CONTENT: Final = AnswerRules()
 CHOICES_ALONE: Final = Includes()
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
 quote = json.encoder.encode_basestring_ascii
-# A text that occurs nowhere else in an event: a request's id and a model's name have no such characters.
-_MARK: Final = "\x00\x01"
-_QUOTED_MARK: Final = quote(_MARK).encode()
 
 
 class ResponseHead(NamedTuple):
@@ -123,6 +120,8 @@ class ResponseFormat(AnswerFormat):
 
     kind: str
     chunk_kind: str
+    text_field: tuple[str, str]
+    """What stands around the text of an event, in the field of its choice."""
     lists_beside_top: bool
     """See TokenNames."""
 
@@ -238,9 +237,11 @@ class ResponseFormat(AnswerFormat):
             return None
         template = self._templates.get(index)
         if template is None:
-            whole = self._whole_event(index, inference_pb2.GenerateResponse(text=_MARK))
-            head, _, tail = whole.partition(_QUOTED_MARK)
-            template = self._templates[index] = (head, tail)
+            before, after = self.text_field
+            template = self._templates[index] = (
+                f'{self._prefix}{{"index": {index}, {before}'.encode(),
+                f'{after}, "logprobs": null, "finish_reason": null}}{self._suffix}'.encode(),
+            )
         head, tail = template
         return b"%b%b%b" % (head, quote(text).encode(), tail)
 
@@ -299,6 +300,7 @@ class ChatFormat(ResponseFormat):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    text_field = ('"delta": {"content": ', "}")
     lists_beside_top = False
 
     def __init__(
