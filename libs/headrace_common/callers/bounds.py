@@ -271,7 +271,7 @@ class RequestInput:
         self._memory = memory or _INPUT
         self.size = 0
         """Bytes that have arrived, without those of a small request."""
-        self._is_admitted = self._is_refused = self._is_cancelled = self._is_held = False
+        self._is_admitted = self._is_refused = self._is_cancelled = False
         self._task: asyncio.Task[object] | None = None
 
     def __enter__(self) -> RequestInput:
@@ -306,7 +306,6 @@ class RequestInput:
         """So many bytes have arrived so far. Raises QueueFull in a task of the request that is refused."""
         self.size = size
         if not (self._is_admitted or self._is_refused):
-            self._is_held = True
             self._memory.hold(self, size)
         if self._is_refused and asyncio.current_task() is not None:
             raise _no_memory()
@@ -318,9 +317,7 @@ class RequestInput:
     def admit(self) -> None:
         """The bytes count elsewhere from now on."""
         self._is_admitted = True
-        if self._is_held:
-            self._is_held = False
-            self._memory.release(self)
+        self._memory.release(self)
 
     def end_input(self) -> None:
         """See Input."""

@@ -225,7 +225,6 @@ class Connection(asyncio.Protocol):
         self._new = True
         self._grpc: Http2Refusal | None = None
         self._unsent = b""
-        self._holds_input = False
         self._writable = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -362,11 +361,8 @@ class Connection(asyncio.Protocol):
         """See `Client`."""
         if self.transport.is_closing():
             return
-        held = waiting = 0
-        for exchange in self._exchanges:
-            held += exchange.count_body()
-            waiting += 1
-        waiting -= waiting > 0
+        held = sum([exchange.count_body() for exchange in self._exchanges])
+        waiting = max(0, len(self._exchanges) - 1)
         # While it reads, it notices that the client has gone.
         if waiting >= PIPELINED_MAX or held > _UNREAD_MAX or self._refusal is not None:
             self.transport.pause_reading()
@@ -374,10 +370,8 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
         held += self._parser.head_bytes + waiting * _WAITING_REQUEST_BYTES
         if held >= _COUNTED_BYTES:
-            self._holds_input = True
             UNREAD_INPUT.hold(self, held)
-        elif self._holds_input:
-            self._holds_input = False
+        else:
             UNREAD_INPUT.release(self)
 
     def end_input(self) -> None:

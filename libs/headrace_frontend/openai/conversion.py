@@ -27,14 +27,12 @@ from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 
 _NO_ID_CHARACTER = re.compile(r"[^!-~]")
-_SAME_NAMES = frozenset(
-    {
-        *("temperature", "top_p", "min_p", "ignore_eos"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *("include_stop_str_in_output", "skip_special_tokens"),
-    }
-)
-_SAME_LISTS = frozenset({"stop_token_ids", "bad_words", "allowed_token_ids"})
+_SAME_NAMES = {
+    *("temperature", "top_p", "min_p", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+}
+_SAME_LISTS = {"stop_token_ids", "bad_words", "allowed_token_ids"}
 _MODES = {
     "none": tools_pb2.ToolChoice.MODE_NONE,
     "auto": tools_pb2.ToolChoice.MODE_AUTO,

@@ -70,9 +70,9 @@ class LongestTimes:
             heappop(self._found)
             self.least_ns = self._found[0][0]
 
-    def intervals(self) -> list[tuple[int, int]]:
+    def intervals(self, longer_than_ns: float = 0) -> list[tuple[int, int]]:
         """The start and the end of each by the monotonic clock, the earliest first."""
-        return sorted([(end - time, end) for time, end in self._found])
+        return sorted((end - time, end) for time, end in self._found if time > longer_than_ns)
 
 
 class ResponseStream:

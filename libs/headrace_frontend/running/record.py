@@ -468,17 +468,13 @@ def gaps_of(response: ResponseStream, failures_ns: Sequence[int], end_ns: int) -
     last_ns, gaps = response.last_token_ns, response.gaps
     if not last_ns:
         return ()
-    intervals = response.longest_gaps.intervals()
-    if intervals:
-        usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
-        intervals = [one for one in intervals if one[1] - one[0] > _TIMES_USUAL * usual_ns]
+    usual_ns = 1e9 * gaps.total / max(1, sum(gaps.counts)) if gaps is not None else 0.0
+    intervals = response.longest_gaps.intervals(_TIMES_USUAL * usual_ns)
+    waits = response.client_waits.intervals()
+    waits.append((response.finished_ns or end_ns, end_ns))
     rest = (response.finished_ns or last_ns, end_ns)
     if rest[1] - rest[0] > response.client_waits.least_ns:
         intervals.append(rest)
-    if not intervals:
-        return ()
-    waits = response.client_waits.intervals()
-    waits.append((response.finished_ns or end_ns, end_ns))
     return tuple(Gap(*one, _cause(*one, failures_ns, waits)) for one in intervals)
 
 

@@ -327,8 +327,7 @@ class RecordedPool(FairPool):
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """See FairPool."""
         FairPool.release(self, tenant, amount, priority)
-        call = PoolCall(self._number, "release", tenant, priority, amount, 0, False, self._grants())
-        self._events.add(call)
+        self._store("release", tenant, priority, amount)
 
     def resize(self, capacity: int) -> None:
         """See FairPool."""
@@ -367,14 +366,10 @@ class RecordedPool(FairPool):
         *,
         result: bool = False,
     ) -> None:
-        grants = self._grants()
-        self._events.add(
-            PoolCall(self._number, call, tenant, priority, amount, request, result, grants)
-        )
-
-    def _grants(self) -> tuple[int, ...]:
         granted, self._granted = tuple(self._granted), []
-        return granted
+        self._events.add(
+            PoolCall(self._number, call, tenant, priority, amount, request, result, granted)
+        )
 
 
 class Recorder:

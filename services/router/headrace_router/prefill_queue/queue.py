@@ -99,10 +99,8 @@ class PrefillQueue:
         Of several layouts, the shortest wait. 0 while a worker has room, infinite while the queue is full. A task waits
         until the tokens before it are computed, and at least for the age of the oldest task.
         """
-        tasks = 0
-        for group in self._groups.values():
-            tasks += len(group.tasks) + group.tasks.expected
-        if tasks >= self.max_queued_tasks:
+        waiting = (group.tasks for group in self._groups.values())
+        if sum(len(tasks) + tasks.expected for tasks in waiting) >= self.max_queued_tasks:
             return math.inf
         return min(
             (group.wait_s(priority, tenant) for group in self._groups_of(model)), default=0.0
