@@ -33,8 +33,8 @@ def must_change(interval_s: float, wanted_s: float) -> bool:
 
 GAP_MIN_S: Final = 0.002
 GAP_MAX_S: Final = 0.04
+# While a router's event loop is busy, what is sent on its links within this time shares a message.
 JOIN_S: Final = 0.002
-"""While a router's event loop is busy, what is sent on its links within this time shares a message."""
 _WINDOW_S: Final = 0.05
 # Requests that arrive wait for the messages of all streams, so the loop saves messages long before it is full.
 _BUSY_SHARE_HIGH: Final = 0.15
@@ -43,7 +43,6 @@ _GAP_FACTOR: Final = 1.5
 # A message takes some 0.1 ms. Where messages are this small a share of the work, fewer of them would not help.
 _MESSAGES_PER_S_HIGH: Final = 1_000.0
 _MESSAGES_PER_S_LOW: Final = 100.0
-_STATISTICS_BYTES_MAX: Final = 128
 _SCHEDULER: Final = "/proc/thread-self/schedstat"
 
 
@@ -107,7 +106,7 @@ def _busy_seconds() -> float:
     """Seconds that this thread ran or waited for a CPU. Without scheduler statistics, seconds that it ran."""
     try:
         file = _statistics_of(threading.get_native_id())
-        ran_ns, waited_ns, _ = os.pread(file, _STATISTICS_BYTES_MAX, 0).split()
+        ran_ns, waited_ns, _ = os.pread(file, 128, 0).split()
     except (OSError, ValueError):
         return time.thread_time()
     return (int(ran_ns) + int(waited_ns)) / 1e9

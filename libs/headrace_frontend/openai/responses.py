@@ -120,8 +120,8 @@ class ResponseFormat(AnswerFormat):
 
     kind: str
     chunk_kind: str
+    # What stands around the text of an event, in the field of its choice.
     text_field: tuple[str, str]
-    """What stands around the text of an event, in the field of its choice."""
     lists_beside_top: bool
     """See TokenNames."""
 

@@ -58,8 +58,8 @@ class RequestPreparer:
     codecs: Mapping[str, TextCodec]
     workers: ModelWorkers
     salt_of: Callable[[str], str]
+    # They run work in the tenants' turns.
     threads: TextThreads = field(default_factory=TextThreads, init=False)
-    """What runs work in the tenants' turns."""
 
     def close(self) -> None:
         """Ends the threads."""

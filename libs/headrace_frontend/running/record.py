@@ -441,11 +441,11 @@ def now_us() -> int:
     return time.monotonic_ns() // 1_000
 
 
+# In telemetry, such as "length".
 FINISH_REASON_NAMES: Final = {
     value: name.removeprefix("FINISH_REASON_").lower()
     for name, value in sampling_pb2.FinishReason.items()
 }
-"""Those of finish reasons in telemetry, such as "length"."""
 
 
 def _clock_attributes(differences: Mapping[str, ClockDifference]) -> Attributes:

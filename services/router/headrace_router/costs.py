@@ -80,8 +80,6 @@ class TokenTargets:
 
     def bounds(self, *, started: bool) -> bounds_pb2.TokenBounds | None:
         """For the workers. `started`: whether the first token has come. None without bounds."""
-        if self.ttft_s is None and self.tpot_s is None:
-            return None
         bounds = bounds_pb2.TokenBounds()
         if self.ttft_s is not None and not started:
             left_s = max(0.0, self.ttft_s - self.elapsed_s)

@@ -39,8 +39,8 @@ class LinkedAnswer(ABC):
     _add: AddBatch | None = None
     """Gets new tokens in place of `add_batch`."""
     _prompt_logprobs: list[sampling_pb2.TokenLogprobs]
+    # Calls `expire`.
     timer: asyncio.TimerHandle | None = None
-    """Calls `expire`."""
     on_receipt: Callable[[receipt_pb2.Receipt], None] | None = None
     """See report_late."""
 

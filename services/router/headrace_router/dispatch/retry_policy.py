@@ -168,9 +168,6 @@ RULES: Final = (
 )
 
 
-_NOBODY: Final = frozenset[WorkerRef]()
-
-
 class RetryState:
     """The failures of one request so far, and the retries that are left.
 
@@ -187,9 +184,9 @@ class RetryState:
         """`migration_wait_s`: how long a response that has started may wait for another decode worker."""
         self._retries_left = retries_left
         self._migration_wait_s = migration_wait_s
-        self.failed = _NOBODY
+        self.failed: frozenset[WorkerRef] = frozenset()
         """Workers that may not be asked again."""
-        self.avoided = frozenset(avoided) if avoided else _NOBODY
+        self.avoided = frozenset(avoided)
         """Workers that may be asked only when no other is left."""
         self._full_until_s: dict[WorkerRef, float] = {}
         """By time.monotonic."""

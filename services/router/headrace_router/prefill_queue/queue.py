@@ -129,9 +129,7 @@ class PrefillQueue:
         now_s = time.monotonic()
         means = [group.times.mean(now_s, age_max_s) for group in self._groups_of(model)]
         known = [one for one in means if one.steps.knows_prompts]
-        if not known:
-            return NO_TIMES
-        return known[0] if len(known) == 1 else mean_model(known)
+        return mean_model(known) if len(known) > 1 else (*known, NO_TIMES)[0]
 
     def compute_s_per_token(self, model: str) -> float:
         """How long a prefill worker of a served model computes a token of a usual prompt. 0 while unknown."""
