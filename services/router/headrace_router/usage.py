@@ -75,8 +75,7 @@ class UsageBook:
             ("decode", receipt.decode_device_us),
             ("operator", receipt.operator_device_us),
         ):
-            if device_us:
-                self._device_time.add(1e-6 * device_us, tenant, model, kind)
+            self._device_time.add(1e-6 * device_us, tenant, model, kind)
         for use in receipt.kv:
             self._kv.add(use.byte_seconds, tenant, model, use.tier)
 

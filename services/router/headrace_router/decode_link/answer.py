@@ -39,8 +39,7 @@ class LinkedAnswer(ABC):
     _add: AddBatch | None = None
     """Gets new tokens in place of `add_batch`."""
     _prompt_logprobs: list[sampling_pb2.TokenLogprobs]
-    # Calls `expire`.
-    timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
     on_receipt: Callable[[receipt_pb2.Receipt], None] | None = None
     """See report_late."""
 
@@ -91,14 +90,17 @@ class LinkedAnswer(ABC):
         """From now on `add` gets new tokens."""
         self._add = add
 
-    def expire(self) -> None:
-        """Fails the request, at its deadline."""
+    def expire_after(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Fails the request then, unless it has ended."""
+        self._timer = loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
         self.worker_failed(DeadlineExceeded("the deadline passed"))
 
     def unlink(self) -> None:
         """No event follows."""
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._add = None
 
     def use(self, event: Callable[[_Event], None], value: _Event) -> None:

@@ -192,7 +192,7 @@ class DecodeLink:
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
         self._answers.add(answer)
-        answer.timer = self._loop.call_later(remaining_s, answer.expire)
+        answer.expire_after(remaining_s, self._loop)
 
     def release(self, answer: LinkedAnswer) -> None:
         """The caller uses no more of it. Cancels the request unless it has ended. Repeats are ignored."""
