@@ -245,10 +245,9 @@ class RequestDispatcher:
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
         if decision.remote:
-            chosen = decision.worker
             decision = decision.without_distrusted(
-                candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
-                self.workers.distrusted(chosen.ref),
+                candidates.prefill.get(fingerprint(decision.worker.layout), frozenset()),
+                self.workers.distrusted(decision.worker.ref),
             )
         attempt.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
