@@ -29,6 +29,7 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.config import ServiceConfig
 from headrace_common.identity import new_incarnation
+from headrace_common.process.pacing import GAP_MIN_S, JOIN_S
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
@@ -59,7 +60,7 @@ async def beats(gap_s: float) -> AsyncIterator[int]:
 class Steps:
     """The requests of one link with the same gap. As in an engine, each step gives all of them a token.
 
-    As a decode worker does, it sends first tokens and ends at once, and other tokens once in `interval_s()`.
+    As a decode worker does, it sends first tokens and ends without a pause, and other tokens once in `interval_s()`.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Steps:
 
 
 class StepWorker:
-    """Answers the opens of one link. Steps join while a message is written."""
+    """Answers the opens of one link. As at a decode worker, steps join while the router is busy."""
 
     def __init__(self) -> None:
         self._pending: list[decode_pb2.LinkResponse] = []
@@ -149,6 +150,8 @@ class StepWorker:
     async def next_message(self) -> decode_pb2.LinkResponse:
         """Everything since the last message."""
         await self._wake.wait()
+        if self._interval_s > GAP_MIN_S:
+            await asyncio.sleep(JOIN_S)
         self._wake.clear()
         message, *others = self._pending
         self._pending = []

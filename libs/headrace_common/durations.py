@@ -17,9 +17,8 @@ def duration_from_seconds(seconds: float) -> Duration:
 
 def duration_from_ns(nanoseconds: int) -> Duration:
     """The Duration of `nanoseconds`. A negative value becomes 0."""
-    duration = Duration()
-    duration.FromNanoseconds(max(0, nanoseconds))
-    return duration
+    seconds, rest_ns = divmod(max(0, nanoseconds), _NS_PER_S)
+    return Duration(seconds=seconds, nanos=rest_ns)
 
 
 def seconds_from_duration(duration: Duration) -> float:

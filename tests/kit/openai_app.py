@@ -271,7 +271,7 @@ class LocalApp:
     ) -> None:
         codecs: dict[str, TextCodec] = {"sim": codec or ByteCodec()}
         preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
-        preparer._threads = NoThreads()
+        preparer.threads = NoThreads()
         self.runner = Runner(preparer)
         self.runner.texts = texts
         store = Store(store_bytes, 60.0)

@@ -108,13 +108,14 @@ class CallerTurns:
 
     async def wait(self, caller: str) -> None:
         """Returns at a turn of the caller for the current task. At once while it has one."""
-        if self._alone() and not self._waiting:
+        if not self._waiting and self._alone():
             return
-        task = asyncio.current_task()
+        # Each look for the loop is a system call.
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
         assert task is not None, "turns are for tasks"
         if self._task_of.get(caller) is task:
             return
-        loop = asyncio.get_running_loop()
         if self._next is None:
             self._next = loop.call_soon(self._begin_iteration)
         if caller not in self._waiting and caller not in self._task_of:
@@ -137,9 +138,9 @@ class CallerTurns:
                 self._task_of[caller] = turn.task
             if not turns:
                 del self._waiting[caller]
-        again = self._waiting or self._task_of
-        loop = asyncio.get_running_loop()
-        self._next = loop.call_soon(self._begin_iteration) if again else None
+        self._next = None
+        if self._waiting or self._task_of:
+            self._next = asyncio.get_running_loop().call_soon(self._begin_iteration)
 
 
 class FewEach:
@@ -389,7 +390,7 @@ class CallerBounds:
         self._calls: Counter[str] = Counter()
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
-        self._turns = CallerTurns(lambda: len(self._calls) <= 1 and self._calls.total() <= 1)
+        self._turns = CallerTurns(lambda: len(self._calls) <= 1 and sum(self._calls.values()) <= 1)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""

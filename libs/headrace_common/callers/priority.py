@@ -20,7 +20,7 @@ class Priority(IntEnum):
     @property
     def label(self) -> str:
         """Its name in messages, metrics and traces."""
-        return self.name.lower()
+        return _LABELS[self]
 
     @property
     def weight(self) -> int:
@@ -44,6 +44,7 @@ class Priority(IntEnum):
         return priority_pb2.Priority.ValueType(self.value)
 
 
+_LABELS: Final = {one: one.name.lower() for one in Priority}
 _WEIGHTS: Final = {Priority.HIGH: 16, Priority.NORMAL: 4, Priority.LOW: 1}
 
 

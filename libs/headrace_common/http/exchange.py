@@ -72,8 +72,8 @@ class HttpExchange:
         """`path` is decoded, and `query` is not. `headers` have lower-case names. `chunks`: the client accepts them."""
         self.method, self.path, self.query, self.headers = method, path, query, headers
         # The client's X-Request-Id, or a new one.
-        request_id = _NO_HEADER_CHARACTER.sub("", headers.get("x-request-id", ""))
-        self.request_id = request_id or os.urandom(12).hex()
+        given = headers.get("x-request-id")
+        self.request_id = (given and _NO_HEADER_CHARACTER.sub("", given)) or os.urandom(12).hex()
         # The client's host.
         self.host = connection.caller
         # The URIs in the client's certificate.
@@ -202,12 +202,9 @@ class HttpExchange:
         """Whether the response has no end yet, and nothing waits for the client to read."""
         return not (self._ended or self._connection.write_paused)
 
-    def write_now(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> bool:
-        """As `write`, without an event loop's turn. False, and nothing is sent, when the response is not `writable`."""
-        if self._ended or self._connection.write_paused:
-            return False
+    def write_now(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
+        """As `write`, without an event loop's turn. Only while the response is `writable`."""
         self._connection.write(self._part(data, headers))
-        return True
 
     async def write(self, data: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         """Sends a part of the body, the first one after status 200 and `headers`.

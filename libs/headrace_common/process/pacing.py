@@ -8,8 +8,10 @@ and the events of its prefix cache.
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
-from pathlib import Path
+from functools import cache
 from typing import Final
 
 SHORTEST_S: Final = 1.0
@@ -30,7 +32,9 @@ def must_change(interval_s: float, wanted_s: float) -> bool:
 
 
 GAP_MIN_S: Final = 0.002
-GAP_MAX_S: Final = 0.025
+GAP_MAX_S: Final = 0.04
+# While a router's event loop is busy, what is sent on its links within this time shares a message.
+JOIN_S: Final = 0.002
 _WINDOW_S: Final = 0.05
 # Requests that arrive wait for the messages of all streams, so the loop saves messages long before it is full.
 _BUSY_SHARE_HIGH: Final = 0.15
@@ -39,14 +43,14 @@ _GAP_FACTOR: Final = 1.5
 # A message takes some 0.1 ms. Where messages are this small a share of the work, fewer of them would not help.
 _MESSAGES_PER_S_HIGH: Final = 1_000.0
 _MESSAGES_PER_S_LOW: Final = 100.0
-_SCHEDULER = Path("/proc/thread-self/schedstat")
+_SCHEDULER: Final = "/proc/thread-self/schedstat"
 
 
 class LoopLoad:
     """The minimum gap between two messages of a stream, adapted to the load of one event loop.
 
     A message costs much more than a token in it. While messages keep the loop busy, the gap grows from 2 ms up to
-    25 ms, so that each message has more tokens. A loop that is busy with few messages has other work, such as refusing
+    40 ms, so that each message has more tokens. A loop that is busy with few messages has other work, such as refusing
     calls. Then the gap stays or shrinks. Used only by the loop's thread.
     """
 
@@ -92,10 +96,17 @@ class LoopLoad:
             self.gap_s = max(GAP_MIN_S, self.gap_s / _GAP_FACTOR)
 
 
+@cache
+def _statistics_of(thread_id: int) -> int:
+    """The open file of this thread. To open it takes several times as long as to read it."""
+    return os.open(_SCHEDULER, os.O_RDONLY | os.O_CLOEXEC)
+
+
 def _busy_seconds() -> float:
     """Seconds that this thread ran or waited for a CPU. Without scheduler statistics, seconds that it ran."""
     try:
-        ran_ns, waited_ns, _ = _SCHEDULER.read_text().split()
+        file = _statistics_of(threading.get_native_id())
+        ran_ns, waited_ns, _ = os.pread(file, 128, 0).split()
     except (OSError, ValueError):
         return time.thread_time()
     return (int(ran_ns) + int(waited_ns)) / 1e9

@@ -10,7 +10,7 @@ import sys
 
 _EXIT_MISCONFIGURED = 2
 # Requests leave few cycles, so collections find little. Python's own 700 costs a fleet of workers a third of its start.
-_GC_THRESHOLDS = (10_000, 20, 20)
+_GC_THRESHOLDS = (50_000, 20, 20)
 
 
 def start(module: str, prog: str, extras: tuple[str, ...]) -> None:

@@ -30,9 +30,8 @@ _WORDS: Final = _words_class()
 
 
 def token_ids_message(words: array[int]) -> inference_pb2.TokenIds:
-    """The tokens of an array of type "I"."""
-    found = inference_pb2.TokenIds()
-    found.ids.MergeFrom(
-        _WORDS.FromString(BytesValue(value=words.tobytes()).SerializeToString()).ids
+    """The tokens of an array of type "I", in a message with the same field."""
+    found: inference_pb2.TokenIds = _WORDS.FromString(
+        BytesValue(value=words.tobytes()).SerializeToString()
     )
     return found

@@ -14,7 +14,8 @@ NUMBERS: Final = tuple(
 def add_receipt(total: receipt_pb2.Receipt, one: receipt_pb2.Receipt) -> None:
     """Adds all but the links."""
     for name in NUMBERS:
-        setattr(total, name, getattr(total, name) + getattr(one, name))
+        if value := getattr(one, name):
+            setattr(total, name, getattr(total, name) + value)
     for use in one.kv:
         known = next((known for known in total.kv if known.tier == use.tier), None)
         if known is None:

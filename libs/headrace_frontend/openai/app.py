@@ -150,17 +150,13 @@ class OpenAiApp:
             exchange.add_header("request-id", exchange.request_id)
         if self._parts.origins:
             self._permit_page(exchange)
-        await serve(exchange, self._serve_in_bounds(exchange, route), errors)
+        await serve(exchange, self._serve(exchange, route), errors)
 
     async def drain(self, deadline: Deadline) -> None:
         """Waits for what runs without a client, until the deadline. New work is rejected already."""
         await self._responses.drain(deadline)
         if self._batches is not None:
             await self._batches.drain(deadline)
-
-    async def _serve_in_bounds(self, exchange: HttpExchange, route: str) -> None:
-        with self._intake.in_bounds(exchange):
-            await self._serve(exchange, route)
 
     def _permit_page(self, exchange: HttpExchange) -> None:
         """Lets the browser give the response to the page that asks, if its origin is listed (CORS)."""
@@ -184,6 +180,11 @@ class OpenAiApp:
         return path
 
     async def _serve(self, exchange: HttpExchange, route: str) -> None:
+        call, recheck = self._intake.in_bounds(exchange)
+        with call, recheck:
+            await self._handler(exchange, route)(exchange)
+
+    def _handler(self, exchange: HttpExchange, route: str) -> _Handler:
         handlers = self._routes.get(route)
         if handlers is None:
             raise unknown_path(route, self._routes)
@@ -194,17 +195,13 @@ class OpenAiApp:
             methods = (*handlers, "HEAD") if "GET" in handlers else handlers
             allowed = ", ".join(methods)
             if self._parts.origins and method == "OPTIONS":
-                # A browser asks before a page's request.
-                asked = exchange.headers.get("access-control-request-headers", "")
-                await exchange.respond(200, b"", {"allow": allowed} | _preflight(allowed, asked))
-                return
+                return partial(_permit_request, allowed)
             raise HttpError(405, "method", f"use {allowed} for {route}", {"allow": allowed})
         SERVED.set(ServedCall(route, method))
-        headers = exchange.headers
-        otel_context.attach(
-            context_of_carrier(headers.get("traceparent", ""), headers.get("tracestate", ""))
-        )
-        await handler(exchange)
+        if traceparent := exchange.headers.get("traceparent"):
+            tracestate = exchange.headers.get("tracestate", "")
+            otel_context.attach(context_of_carrier(traceparent, tracestate))
+        return handler
 
     async def _list_models(self, exchange: HttpExchange) -> None:
         self._intake.tenant_of(exchange)
@@ -250,13 +247,16 @@ class OpenAiApp:
         await exchange.respond_object({"status": "ready"})
 
 
-def _preflight(methods: str, asked: str) -> dict[str, str]:
-    """The headers that let a page send its headers. Only pages of a permitted origin make use of them."""
-    return {
+async def _permit_request(methods: str, exchange: HttpExchange) -> None:
+    """Answers a browser that asks before a page's request. Only pages of a permitted origin make use of it."""
+    asked = exchange.headers.get("access-control-request-headers", "")
+    headers = {
+        "allow": methods,
         "access-control-allow-methods": methods,
         "access-control-allow-headers": _NO_HEADER_NAMES.sub("", asked),
         "access-control-max-age": "600",
     }
+    await exchange.respond(200, b"", headers)
 
 
 def _model_object(model: inference_pb2.Model, created: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class CompletionFormat(ResponseFormat):
 
     kind = "text_completion"
     chunk_kind = "text_completion"
+    text_field = ('"text": ', "")
     lists_beside_top = True
 
     def __init__(

@@ -27,12 +27,12 @@ from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 
 _NO_ID_CHARACTER = re.compile(r"[^!-~]")
-_SAME_NAMES = (
-    *("temperature", "top_p", "min_p", "max_tokens", "min_tokens", "ignore_eos"),
+_SAME_NAMES = {
+    *("temperature", "top_p", "min_p", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("include_stop_str_in_output", "skip_special_tokens"),
-)
-_SAME_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
+}
+_SAME_LISTS = {"stop_token_ids", "bad_words", "allowed_token_ids"}
 _MODES = {
     "none": tools_pb2.ToolChoice.MODE_NONE,
     "auto": tools_pb2.ToolChoice.MODE_AUTO,
@@ -184,14 +184,13 @@ def _numbered(request_id: str, index: int) -> str:
 
 
 def _set_sampling(sampling: sampling_pb2.SamplingParams, body: GenerationBody) -> None:
-    for name in _SAME_NAMES:
-        value = getattr(body, name)
-        if value is not None:
-            setattr(sampling, name, value)
-    for name in _SAME_LISTS:
-        values = getattr(body, name)
-        if values is not None:
-            getattr(sampling, name).extend(values)
+    given, sampling.min_tokens = body.model_fields_set, body.min_tokens
+    if body.max_tokens is not None:
+        sampling.max_tokens = body.max_tokens
+    for name in _SAME_NAMES & given:
+        setattr(sampling, name, getattr(body, name))
+    for name in _SAME_LISTS & given:
+        getattr(sampling, name).extend(getattr(body, name))
     if body.stop is not None:
         sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop)
     for token, bias in (body.logit_bias or {}).items():

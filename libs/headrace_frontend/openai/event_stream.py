@@ -19,8 +19,11 @@ STREAM_HEADERS: Final = {
 }
 
 
-class EventStream:
-    """Sends an event for each message of each choice. `prompts` share the choices evenly."""
+class EventStream(Outlet):
+    """Sends an event for each message of each choice. `prompts` share the choices evenly.
+
+    It is the outlet of a single choice.
+    """
 
     def __init__(
         self, exchange: HttpExchange, form: AnswerFormat, *, choices: int, prompts: int
@@ -69,10 +72,6 @@ class EventStream:
         if data or not self.exchange.started:
             await self.exchange.write(data, STREAM_HEADERS)
 
-    def outlet(self, index: int) -> Outlet:
-        """Sends messages of choice `index` at once."""
-        return _ChoiceOutlet(index, self)
-
     async def finish(self) -> None:
         """Sends what is left, once all choices have ended."""
         data = self._ending + self.form.last_event(self._usages, self._prompts)
@@ -89,28 +88,19 @@ class EventStream:
         self._begun.add(index)
         return self.form.first_event(index)
 
-
-class _ChoiceOutlet:
-    """Sends choice `index` of an event stream at once. See Outlet."""
-
-    __slots__ = ("_events", "_exchange", "_index")
-
-    def __init__(self, index: int, events: EventStream) -> None:
-        self._index, self._events, self._exchange = index, events, events.exchange
-
     @property
     def writable(self) -> bool:
-        return self._exchange.writable
+        return self.exchange.writable
 
     def write_message(self, message: inference_pb2.GenerateResponse) -> None:
-        data = self._events.event(self._index, message)
-        if data or not self._exchange.started:
-            self._exchange.write_now(data, STREAM_HEADERS)
+        data = self.event(0, message)
+        if data or not self.exchange.started:
+            self.exchange.write_now(data, STREAM_HEADERS)
 
     def write_text(self, text: str) -> bool:
         # A format remembers the texts of its events.
-        data = self._events.form.text_event(self._index, text) if self._exchange.writable else None
-        if data is None:
-            return False
+        data = self.form.text_event(0, text) if self.exchange.writable else None
         # Tokens without text are a part of a character.
-        return self._exchange.write_now(data) if text else self._exchange.writable
+        if data is not None and text:
+            self.exchange.write_now(data)
+        return data is not None

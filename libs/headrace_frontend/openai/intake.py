@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.callers.bounds import CallerBounds
+from headrace_common.callers.bounds import CallerBounds, RequestInput
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Unauthenticated
 from headrace_common.http.exchange import HttpExchange
@@ -135,8 +135,8 @@ async def parsed_json(
 ) -> Result:
     """What `parse` makes of a JSON body within the bounds, in the tenant's turns. Raises InvalidRequest."""
     check = partial(parts.size.check_json, data)
-    cost = await parts.preparer.run(tenant, COUNT_VALUES, len(data), check)
-    return await parts.preparer.run(tenant, PARSE, cost, parse)
+    run = parts.preparer.threads.run
+    return await run(tenant, PARSE, await run(tenant, COUNT_VALUES, len(data), check), parse)
 
 
 class Intake:
@@ -161,17 +161,15 @@ class Intake:
         """The tenant of the request's key. Empty without a known one."""
         return tenant_or_none(self._parts.tenants, exchange.headers.items())
 
-    @contextmanager
-    def in_bounds(self, exchange: HttpExchange) -> Iterator[None]:
-        """Counts a call of the request's caller while the block runs. Ends it when its key is removed."""
+    def in_bounds(
+        self, exchange: HttpExchange
+    ) -> tuple[RequestInput, AbstractContextManager[None]]:
+        """A block that counts a call of the request's caller, and one in it that ends when its key is removed."""
         callers = self._parts.callers
         tenant_now = partial(self.tenant_now, exchange)
         tenant = tenant_now()
-        with (
-            callers.call(caller_name(tenant, exchange.host)),
-            callers.rechecked(tenant_now, tenant),
-        ):
-            yield
+        call = callers.call(caller_name(tenant, exchange.host))
+        return call, callers.rechecked(tenant_now, tenant)
 
     async def read(self, exchange: HttpExchange, kind: type[BodyKind]) -> tuple[str, BodyKind]:
         """The tenant and the body."""

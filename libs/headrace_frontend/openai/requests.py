@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
@@ -76,8 +75,7 @@ _CONSTRAINTS: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Includes:
+class Includes(NamedTuple):
     """What a response has besides its choices."""
 
     usage: bool = False
@@ -259,7 +257,7 @@ class GenerationBody(Body):
         Annotated[float, Field(gt=0, le=REQUEST_TIMEOUT_MAX_S, allow_inf_nan=False)] | None
     ) = None
 
-    @cached_property
+    @property
     def includes(self) -> Includes:
         """What the response has besides its choices."""
         options = self.stream_options or _NO_OPTIONS
@@ -276,6 +274,8 @@ class GenerationBody(Body):
     def keep_s(self) -> float:
         """How long the KV shall stay after the answer, by OpenAI's fields. 0 without them."""
         options, retention = self.prompt_cache_options, self.prompt_cache_retention
+        if options is None and not (retention or self.prompt_cache_key):
+            return 0.0
         ttl = "" if options is None else options.get("ttl", "30m")
         shortest = "5m" if retention or self.prompt_cache_key else ""
         return max(map(ttl_s, (ttl, retention, shortest)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import HeadraceError
@@ -28,13 +28,9 @@ _ALL_CONTENT: Final = AnswerRules()
 CHOICES_ALONE: Final = Includes()
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
 quote = json.encoder.encode_basestring_ascii
-# A text that occurs nowhere else in an event: a request's id and a model's name have no such characters.
-_MARK: Final = "\x00\x01"
-_QUOTED_MARK: Final = quote(_MARK).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
+class ResponseHead(NamedTuple):
     """What every event of a response repeats. `id` is the request's id. `created` is in seconds since 1970."""
 
     id: str
@@ -124,6 +120,8 @@ class ResponseFormat(AnswerFormat):
 
     kind: str
     chunk_kind: str
+    # What stands around the text of an event, in the field of its choice.
+    text_field: tuple[str, str]
     lists_beside_top: bool
     """See TokenNames."""
 
@@ -161,7 +159,7 @@ class ResponseFormat(AnswerFormat):
 
     def include_usage(self) -> None:
         """Ends the stream with the usage, for the promise in it, whether or not the options want it."""
-        self._includes = replace(self._includes, usage=True)
+        self._includes = self._includes._replace(usage=True)
 
     @abstractmethod
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
@@ -239,9 +237,11 @@ class ResponseFormat(AnswerFormat):
             return None
         template = self._templates.get(index)
         if template is None:
-            whole = self._whole_event(index, inference_pb2.GenerateResponse(text=_MARK))
-            head, _, tail = whole.partition(_QUOTED_MARK)
-            template = self._templates[index] = (head, tail)
+            before, after = self.text_field
+            template = self._templates[index] = (
+                f'{self._prefix}{{"index": {index}, {before}'.encode(),
+                f'{after}, "logprobs": null, "finish_reason": null}}{self._suffix}'.encode(),
+            )
         head, tail = template
         return b"%b%b%b" % (head, quote(text).encode(), tail)
 
@@ -300,6 +300,7 @@ class ChatFormat(ResponseFormat):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    text_field = ('"delta": {"content": ', "}")
     lists_beside_top = False
 
     def __init__(

@@ -52,7 +52,6 @@ from headrace_frontend.openai.responses import (
 )
 from headrace_frontend.promises import KEEP_HEADER, ask_to_keep
 from headrace_frontend.request.computations import DECODE, FORMAT_PROMPT, LIST_TOKENS, PARSE
-from headrace_frontend.request.response_stream import Outlet
 
 _AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
 _MAX_TOKENS: Final = ("max_tokens", "max_completion_tokens")
@@ -128,7 +127,7 @@ class _Answering:
                 decode = partial(
                     prepared.codec.decode, prepared.token_ids, skip_special_tokens=False
                 )
-                text = await preparer.run(tenant, DECODE, len(prepared.token_ids), decode)
+                text = await preparer.threads.run(tenant, DECODE, len(prepared.token_ids), decode)
         return prepared.token_ids, text
 
     async def _stream(self, exchange: HttpExchange, generation: Generation) -> None:
@@ -152,7 +151,7 @@ class _Answering:
 
         await self._running(exchange, generation, write)
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices)
-        body = await self._parts.preparer.run(
+        body = await self._parts.preparer.threads.run(
             generation.tenant,
             FORMAT_PROMPT,
             prompt_tokens,
@@ -175,10 +174,8 @@ class _Answering:
         on_lowered = None if refuses else partial(_name_lowered, exchange)
         runs: list[Coroutine[Any, Any, None]] = []
         first_index = 0
+        outlet = events if generation.generates and len(generation.requests) == 1 else None
         for request in generation.requests:
-            outlet: Outlet | None = None
-            if events is not None and generation.generates:
-                outlet = events.outlet(first_index)
             writes = partial(_write_choice, generation, write, first_index)
             runs.append(
                 self._parts.runner.run(
@@ -251,7 +248,7 @@ class TokenizeRoutes:
             "tokens": list(tokens),
             "token_strs": texts,
         }
-        data = await preparer.run(
+        data = await preparer.threads.run(
             tenant, LIST_TOKENS, len(tokens), lambda: json.dumps(answer).encode()
         )
         await exchange.respond(200, data)
@@ -267,7 +264,7 @@ class TokenizeRoutes:
                 size = PARSE.loop_max + 1 if body.prompt is None else len(body.prompt)
                 convert = partial(tokenize_request, body)
                 prepared = await preparer.tokenize(
-                    await preparer.run(tenant, PARSE, size, convert),
+                    await preparer.threads.run(tenant, PARSE, size, convert),
                     tenant,
                     add_generation_prompt=body.add_generation_prompt,
                 )
@@ -310,7 +307,7 @@ class GenerateRoutes(_Answering):
             CompletionBody,
             lambda body: completion_requests(body, request_id_of(exchange, body)),
         )
-        head, model = self._head(body, f"cmpl-{request_id_of(exchange, body)}")
+        head, model = self._head(body, f"cmpl-{requests[0].request_id}")
         form = CompletionFormat(
             head,
             self._parts.codecs[model],
@@ -367,7 +364,7 @@ class GenerateRoutes(_Answering):
         if request.sampling.HasField("structured_outputs"):
             outputs = request.sampling.structured_outputs
             permit = partial(permit_calls, outputs, rules, self._parts.codecs[model])
-            await self._parts.preparer.run(tenant, PARSE, outputs.ByteSize(), permit)
+            await self._parts.preparer.threads.run(tenant, PARSE, outputs.ByteSize(), permit)
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False
@@ -393,7 +390,9 @@ class GenerateRoutes(_Answering):
             if (served := SERVED.get()) is not None:
                 SERVED.set(served._replace(fetch=(begin, clocks_now())))
             convert = partial(chat_request, body, request_id_of(exchange, body))
-            request = await self._parts.preparer.run(tenant, PARSE, PARSE.loop_max + 1, convert)
+            request = await self._parts.preparer.threads.run(
+                tenant, PARSE, PARSE.loop_max + 1, convert
+            )
         complete(request)
         return request
 

@@ -18,8 +18,6 @@ from headrace_frontend.request.chat import plain_text_bytes, text_bytes
 from headrace_frontend.request.computations import (
     DECODE,
     TOKENIZE,
-    Computation,
-    Result,
     TextThreads,
 )
 from headrace_frontend.request.images import has_image
@@ -60,11 +58,12 @@ class RequestPreparer:
     codecs: Mapping[str, TextCodec]
     workers: ModelWorkers
     salt_of: Callable[[str], str]
-    _threads: TextThreads = field(default_factory=TextThreads, init=False)
+    # They run work in the tenants' turns.
+    threads: TextThreads = field(default_factory=TextThreads, init=False)
 
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.close()
+        self.threads.close()
 
     async def prepare(
         self,
@@ -99,12 +98,6 @@ class RequestPreparer:
             prepared = await self._run(request, request_id, tenant, priority)
         return prepared
 
-    async def run(
-        self, tenant: str, kind: Computation, units: int, work: Callable[[], Result]
-    ) -> Result:
-        """Runs work of so many units, in the tenant's turn."""
-        return await self._threads.run(tenant, kind, units, work)
-
     async def tokenize(
         self,
         request: inference_pb2.GenerateRequest,
@@ -119,12 +112,14 @@ class RequestPreparer:
         """Tokens of a text that `tokenize` accepts, without special tokens around it."""
         codec = self.codecs[model]
         size_bytes = len(text.encode())
-        return await self.run(tenant, TOKENIZE, size_bytes, lambda: codec.encode_part(text))
+        return await self.threads.run(tenant, TOKENIZE, size_bytes, lambda: codec.encode_part(text))
 
     async def token_texts(self, model: str, token_ids: Sequence[int], tenant: str) -> list[str]:
         """The tokenizer's own text of each token that `tokenize` returned."""
         codec = self.codecs[model]
-        return await self.run(tenant, DECODE, len(token_ids), lambda: codec.token_texts(token_ids))
+        return await self.threads.run(
+            tenant, DECODE, len(token_ids), lambda: codec.token_texts(token_ids)
+        )
 
     def special_tokens(self, model: str) -> tuple[Sequence[int], Sequence[int]]:
         """The special tokens that a model's tokenizer adds before and after a text."""
@@ -147,7 +142,7 @@ class RequestPreparer:
                 raise InvalidRequest(violations)
             return codec.decode(token_ids)
 
-        return await self.run(tenant, DECODE, len(token_ids), decode)
+        return await self.threads.run(tenant, DECODE, len(token_ids), decode)
 
     def choice(self, model: str) -> ModelChoice:
         """What a client selects by the name of a model or of an adapter. Raises InvalidRequest."""
@@ -183,13 +178,13 @@ class RequestPreparer:
             sent = current_input()
             image_bytes = 0 if sent is None else sent.size
             cost_bytes = text_bytes(request.chat) + image_bytes // _IMAGE_BYTES_PER_TEXT_BYTE
-            return await self.run(
+            return await self.threads.run(
                 tenant, TOKENIZE, max(cost_bytes, TOKENIZE.loop_max + 1), prepare_request
             )
         size_bytes = request.ByteSize()
         if size_bytes <= TOKENIZE.loop_max or self._is_quick(request, size_bytes):
             return prepare_request()
-        return await self.run(tenant, TOKENIZE, size_bytes, prepare_request)
+        return await self.threads.run(tenant, TOKENIZE, size_bytes, prepare_request)
 
     def _is_quick(self, request: inference_pb2.GenerateRequest, size_bytes: int) -> bool:
         """Whether a request has little but a prompt that is encoded fast."""

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from typing import Final, Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.errors import DeadlineExceeded
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.tasks import end_task
 from headrace_common.telemetry.metrics.instruments import BucketCounts
@@ -215,9 +216,15 @@ class ResponseStream:
         self._outlet, self._need_reader = outlet, need_reader
 
     async def write(
-        self, work: Awaitable[None], write: ResponseWriter, outlet: Outlet | None = None
+        self,
+        work: Awaitable[None],
+        write: ResponseWriter,
+        outlet: Outlet | None = None,
+        read_limit_s: float | None = None,
     ) -> None:
         """Writes the response to the client while `work` fills it in this task. Raises its error.
+
+        Raises DeadlineExceeded when the client has not read what it must after `read_limit_s`.
 
         A reader in a task of its own writes the messages. With `outlet`, the response sends itself, and the reader
         starts when the client does not take a message at once.
@@ -226,6 +233,7 @@ class ResponseStream:
         assert producer is not None, "a response is written in a task"
         reading: asyncio.Task[None] | None = None
         producing, failed = True, False
+        end_s = None if read_limit_s is None else time.monotonic() + read_limit_s
 
         def end(task: asyncio.Task[None]) -> None:
             nonlocal failed
@@ -236,7 +244,7 @@ class ResponseStream:
 
         def start_reading() -> None:
             nonlocal reading
-            reading = asyncio.create_task(self._write_all(write))
+            reading = asyncio.create_task(self._write_all(write, end_s))
             reading.add_done_callback(end)
 
         if outlet is None:
@@ -256,7 +264,7 @@ class ResponseStream:
             producing = False
             prompt = self._prompt
             if self._outlet is None or self._last_message is None or (prompt and prompt.pending):
-                await (self._write_all(write) if reading is None else reading)
+                await (self._write_all(write, end_s) if reading is None else reading)
             else:
                 await write(self._build_message())
         finally:
@@ -268,9 +276,16 @@ class ResponseStream:
             if reading is not None:
                 await end_task(reading)
 
-    async def _write_all(self, write: ResponseWriter) -> None:
-        while (message := await self.next_message()) is not None:
-            await write(message)
+    async def _write_all(self, write: ResponseWriter, end_s: float | None) -> None:
+        bound = asyncio.timeout(None if end_s is None else end_s - time.monotonic())
+        try:
+            async with bound:
+                while (message := await self.next_message()) is not None:
+                    await write(message)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise DeadlineExceeded.waiting_for("the client, which does not read") from None
 
     def add_tokens(
         self,

@@ -154,30 +154,30 @@ _ROUTERS_FIELDS: tuple[_Field, ...] = (
 def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]:
     """Remedies by path of the invalid field. Needs no knowledge of the model."""
     violations: dict[str, str] = {}
-    for name, allowed in _RANGES.items():
-        if sampling.HasField(name) and not allowed.contains(value := getattr(sampling, name)):  # type: ignore[arg-type]
+    given = {field.name: value for field, value in sampling.ListFields()}
+    for name, value in given.items():
+        allowed = _RANGES.get(name)
+        if allowed is not None and not allowed.contains(value):
             violations[f"sampling.{name}"] = f"must be {allowed}, not {value:g}"
-    if sampling.seed > SEED_MAX:
+    if given.get("seed", 0) > SEED_MAX:
         violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {sampling.seed}"
-    if not sampling.max_tokens and sampling.HasField("max_tokens"):
+    if given.get("max_tokens") == 0:
         violations["sampling.max_tokens"] = (
             "must be 1 or more; leave it out to use the rest of the context"
         )
     for name in _LOGPROBS:
-        if (count := getattr(sampling, name)) > LOGPROBS_MAX:
+        if (count := given.get(name, 0)) > LOGPROBS_MAX:
             violations[f"sampling.{name}"] = f"must be from 0 to {LOGPROBS_MAX}, not {count}"
-    for name, (count_max, characters_max) in _TEXT_BOUNDS.items():
-        if texts := getattr(sampling, name):
-            violations.update(
-                _text_violations(f"sampling.{name}", texts, count_max, characters_max)
-            )
+    for name, bounds in _TEXT_BOUNDS.items():
+        if name in given:
+            violations.update(_text_violations(f"sampling.{name}", given[name], *bounds))
     if any(_TOKEN_FIELDS(sampling)):
         violations.update(_token_violations(sampling))
-    if sampling.min_tokens > sampling.max_tokens and sampling.HasField("max_tokens"):
+    if "max_tokens" in given and sampling.min_tokens > sampling.max_tokens:
         violations["sampling.min_tokens"] = (
             f"must be at most max_tokens, {sampling.max_tokens}, not {sampling.min_tokens}"
         )
-    if sampling.HasField("structured_outputs"):
+    if "structured_outputs" in given:
         violations.update(structured_outputs_violations(sampling.structured_outputs))
     return violations
 

@@ -79,17 +79,17 @@ def receipt_of(attempts: Iterable[AttemptReceipt]) -> receipt_pb2.Receipt:
     )
 
 
-def receipt_field(receipts: Iterable[receipt_pb2.Receipt]) -> dict[str, Any]:
+def receipt_field(receipts: Sequence[receipt_pb2.Receipt]) -> dict[str, Any]:
     """The sum of the receipts of an answer's choices, as a field of its usage over HTTP, without names of workers.
 
     Nothing where no worker has reported a cost.
     """
+    if not any(device_us(one) + one.operator_device_us for one in receipts):
+        return {}
     total = receipt_pb2.Receipt()
     for one in receipts:
         add_receipt(total, one)
         total.links.extend(one.links)
-    if not device_us(total) + total.operator_device_us:
-        return {}
     return {
         RECEIPT_FIELD: {
             **{name: getattr(total, name) for name in NUMBERS},

@@ -270,6 +270,8 @@ class RequestRecord(RequestSteps):
     def _align(self) -> None:
         tokens = (self.first_token, self.second_token)
         for index, attempt in enumerate(self.attempts):
+            if not attempt.error_us:
+                continue
             first_us, second_us = (one[0] if one and one[1] == index else None for one in tokens)
             attempt.move(*alignment_of(attempt, first_us, second_us))
 
@@ -390,7 +392,7 @@ class RequestRecord(RequestSteps):
             known[schema.ATTRIBUTE_CACHE_CREATION_TOKENS] = missed
             known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
             known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
-            known[schema.ATTRIBUTE_FINISH_REASON] = [finish_reason_name(self.finish_reason)]
+            known[schema.ATTRIBUTE_FINISH_REASON] = [FINISH_REASON_NAMES[self.finish_reason]]
         attributes: Attributes = {
             **{name: value for name, value in known.items() if value is not None},
             **server_attributes(self.served),
@@ -449,9 +451,11 @@ def now_us() -> int:
     return time.monotonic_ns() // 1_000
 
 
-def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
-    """The name of a finish reason in telemetry, such as "length"."""
-    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+# In telemetry, such as "length".
+FINISH_REASON_NAMES: Final = {
+    value: name.removeprefix("FINISH_REASON_").lower()
+    for name, value in sampling_pb2.FinishReason.items()
+}
 
 
 def _clock_attributes(differences: Mapping[str, ClockDifference]) -> Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, current_input
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import DeadlineExceeded, HeadraceError
+from headrace_common.errors import HeadraceError
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.trace_context import SERVED
@@ -23,7 +22,7 @@ from headrace_frontend.answers import Answer, answer_count, request_id_of, run_a
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import Outlet, ResponseStream, ResponseWriter
 from headrace_frontend.running.attempt import AdmittedRequest
-from headrace_frontend.running.record import RequestRecord, finish_reason_name
+from headrace_frontend.running.record import FINISH_REASON_NAMES, RequestRecord
 from headrace_frontend.running.tracer import RequestTracer
 
 READ_GRACE_S: Final = 5.0
@@ -151,7 +150,7 @@ class RequestRunner:
         finally:
             permit.close()
         self.counter.count_answer(
-            end_reason=finish_reason_name(response.finish_reason),
+            end_reason=FINISH_REASON_NAMES[response.finish_reason],
             answer=response,
             arrival_ns=answer.arrival.monotonic_ns,
             priority=priority,
@@ -197,14 +196,8 @@ class RequestRunner:
         record.starts(response)
         if answer.group is not None:
             answer.group.first_started(response)
-        bound = asyncio.timeout(answer.deadline.remaining_s() + READ_GRACE_S)
-        try:
-            async with bound:
-                await response.write(self.dispatch(admitted), answer.write, answer.outlet)
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            raise DeadlineExceeded.waiting_for("the client, which does not read") from None
+        read_limit_s = answer.deadline.remaining_s() + READ_GRACE_S
+        await response.write(self.dispatch(admitted), answer.write, answer.outlet, read_limit_s)
         return response
 
     @asynccontextmanager

@@ -284,7 +284,7 @@ def costs_of_both(
     computed_s = np.where(computing, compute_s + sent_s, np.inf)
     # For each worker, the other one that would compute the prompt first. Its own row where there is no other.
     order = np.argsort(computed_s)[:2]
-    best = np.full(len(table), order[0])
+    best = np.full(len(table.workers), order[0])
     best[order[0]] = order[-1]
     # The answer goes on after the hand-over, whichever worker makes its first token.
     remote_s = computed_s[best] + _handed_over_s(table, missing, step_s, best, table.rows)
@@ -377,12 +377,15 @@ def costs_of_pools(candidates: Candidates, asked: Asked, remote: Flags | None) -
     # Workers of a kind learn different times in the same steps. That must not gather answers.
     now_step_s, added_s = _steps_s(table, table.times.mean_steps, asked.needed_tokens)
     step_s = now_step_s + added_s
-    if remote is not None and remote.all():
+    remote_count = 0 if remote is None else np.count_nonzero(remote)
+    if not remote_count:
+        remote = None
+    if remote is not None and remote_count == len(remote):
         missing_s, prompt_s = _queued_s(candidates, asked)
     else:
         missing_s = _missing_s(table, asked)
         prompt_s = _computed_s(table, asked, missing_s, now_step_s, targets.tpot_s)
-        if remote is not None and remote.any():
+        if remote is not None:
             queued = _queued_s(candidates, asked)
             prompt_s = np.where(remote, queued[1], prompt_s)
             if asked.missing_weight != 1.0:
@@ -418,9 +421,7 @@ def _missing_s(table: LoadTable, asked: Asked) -> Numbers:
     """How long each worker alone computes what it lacks of the prompt."""
     _, prompt, token, attended, *_ = table.times.steps
     missing = asked.missing
-    found_s: Numbers = prompt * asked.lacks
-    found_s += (token + attended * asked.before) * missing
-    return found_s
+    return np.where(asked.lacks, prompt + (token + attended * asked.before) * missing, 0.0)
 
 
 def _computed_s(
@@ -430,11 +431,12 @@ def _computed_s(
 
     Without a bound on their steps, answers leave it all of the time.
     """
-    if tpot_s is None and not table.times.with_prompts:
-        return missing_s
-    answers_s = np.where(table.requests > 0, now_step_s, 0.0)
-    # What answers leave of a worker's time. Those that wait for their prompts will run beside this one.
-    share = 1.0 if tpot_s is None else np.maximum(_SHARE_MIN, 1.0 - answers_s / (_KEPT * tpot_s))
+    answers_s: Numbers | float = 0.0
+    share: Numbers | float = 1.0
+    if tpot_s is not None:
+        answers_s = np.where(table.requests > 0, now_step_s, 0.0)
+        # What they leave of a worker's time. Those that wait for their prompts will run beside this one.
+        share = np.maximum(_SHARE_MIN, 1.0 - answers_s / (_KEPT * tpot_s))
     alone_s = missing_s
     if table.times.with_prompts:
         _, _, token, attended, *_ = table.times.steps
@@ -443,11 +445,11 @@ def _computed_s(
         done_s = np.maximum(0.0, time.monotonic() - head_start_s) * share
         done_s = np.minimum(token * head + attended * head_attended, done_s)
         alone_s = missing_s + (token * tokens + attended * attended_tokens - done_s)
-    # The answers that run now end, and then the prompts have all of the time.
-    ended_s = alone_s + answers_s * asked.targets.answer_tokens
     if tpot_s is not None:
-        alone_s = alone_s / share
-    return np.where(asked.lacks, np.minimum(alone_s, ended_s), 0.0)
+        # The answers that run now end, and then the prompts have all of the time.
+        ended_s = alone_s + answers_s * asked.targets.answer_tokens
+        alone_s = np.minimum(alone_s / share, ended_s)
+    return np.where(asked.lacks, alone_s, 0.0)
 
 
 def _queued_s(candidates: Candidates, asked: Asked) -> tuple[Numbers, Numbers]:

@@ -207,7 +207,7 @@ class KvAware(Placement):
             raise _no_decode_worker(request)
         needed_tokens = max(0, request.prompt_tokens - 1)
         if candidates.cached_tokens is None:
-            missing: Numbers = np.full(len(table), float(needed_tokens))
+            missing: Numbers = np.full(len(table.workers), float(needed_tokens))
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
         table.times.fill(candidates.prefill_times.steps)
@@ -255,7 +255,7 @@ class KvAware(Placement):
     def _draw(self, costs: Numbers, requests: Numbers, fit: Flags, temperature: float) -> int:
         if temperature <= 0:
             among = _masked(costs, fit)
-            rows = (among == among.min()).nonzero()[0]
+            rows = (among == among[among.argmin()]).nonzero()[0]
             if len(rows) > 1:
                 rows = rows[requests[rows] == requests[rows].min()]
             return int(rows[self._random.randrange(len(rows))]) if len(rows) > 1 else int(rows[0])
@@ -319,7 +319,11 @@ def _costs(
     pulling = table.pulling(by_layout)
     enough = asked.missing >= max(1, request.policy.local_prefill_max_tokens)
     forced: bool | Flags = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-    if not request.local_only and pulling.within and table.computes_prompts[usable].all():
+    if (
+        not request.local_only
+        and pulling.within
+        and not np.count_nonzero(usable > table.computes_prompts)
+    ):
         computing = usable & pulling.computing
         if request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_LOCAL:
             computing = np.zeros_like(usable)
@@ -382,8 +386,8 @@ def _shown(
     row: int,
 ) -> tuple[tuple[tuple[str, str, str], tuple[float, ...]], ...]:
     """See Decision."""
-    cheapest: Sequence[int] = range(len(table))
-    if len(table) > EXPLAINED_CANDIDATES:
+    cheapest: Sequence[int] = range(len(table.workers))
+    if len(table.workers) > EXPLAINED_CANDIDATES:
         order = np.argpartition(_masked(costs.cost_s, usable), EXPLAINED_CANDIDATES)
         cheapest = order[:EXPLAINED_CANDIDATES].tolist()
     rows = [row, *(one for one in cheapest if one != row and usable[one])]

@@ -71,7 +71,9 @@ async def test_a_large_body_is_checked_on_a_thread_also_when_it_is_refused(
         found.append(threading.get_ident())
         raise InvalidRequest({"body": "has too many values"})
 
-    parts: Any = SimpleNamespace(preparer=threads, size=SimpleNamespace(check_json=check))
+    parts: Any = SimpleNamespace(
+        preparer=SimpleNamespace(threads=threads), size=SimpleNamespace(check_json=check)
+    )
     for size in (COUNT_VALUES.loop_max, COUNT_VALUES.loop_max + 1):
         with pytest.raises(InvalidRequest):
             await asyncio.wait_for(parsed_json(parts, "t", bytes(size), list), _LIMIT_S)

@@ -128,5 +128,6 @@ class LineServer:
         return exchange
 
     async def _serve(self, exchange: HttpExchange) -> None:
-        with self._intake.in_bounds(exchange):
+        call, recheck = self._intake.in_bounds(exchange)
+        with call, recheck:
             await self._answer(exchange)

@@ -172,7 +172,8 @@ class ResponsesRoutes:
 
         async def run() -> None:
             client.exchange.end_with_client()
-            with self._intake.in_bounds(client.exchange):
+            call, recheck = self._intake.in_bounds(client.exchange)
+            with call, recheck:
                 if (sent := current_input()) is not None:
                     sent.add(sum(request.ByteSize() for request in generation.requests))
                 await self._generate.answer(client.exchange, generation)
@@ -269,14 +270,14 @@ class ResponsesRoutes:
             body.use_input([*earlier, *map(json.loads, turn.items.values())])
             return with_request(exchange, chat_of(body))
 
-        return await self._parts.preparer.run(tenant, PARSE, PARSE.loop_max + 1, convert)
+        return await self._parts.preparer.threads.run(tenant, PARSE, PARSE.loop_max + 1, convert)
 
     async def _items_of(self, tenant: str, entry_id: str) -> list[dict[str, Any]]:
         """All items of an entry. They count as if the client had sent them again: see RequestInput."""
         found = await self._objects.use(tenant, entry_id, "all")
         if (sent := current_input()) is not None:
             sent.add(len(found))
-        items: list[dict[str, Any]] = await self._parts.preparer.run(
+        items: list[dict[str, Any]] = await self._parts.preparer.threads.run(
             tenant, PARSE, PARSE.loop_max + 1, partial(json.loads, found)
         )
         return items

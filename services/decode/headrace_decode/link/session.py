@@ -20,6 +20,7 @@ from headrace_common.limits import (
     LINK_STREAMS_MAX,
     LINK_TOKEN_INTERVAL_MAX_US,
 )
+from headrace_common.process.pacing import GAP_MIN_S, JOIN_S
 from headrace_common.rpc.field_bounds import require_bounds
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_common.rpc.trace_context import context_of_carrier
@@ -33,16 +34,16 @@ class TokenPace:
     def __init__(self, on_due: Callable[[], None]) -> None:
         """`on_due` is called when tokens that have waited may go."""
         self._on_due = on_due
-        self._interval_s = 0.0
+        self.interval_s = 0.0
         self._due_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def set_interval(self, interval_s: float) -> None:
         """Changes the interval, also for tokens that wait now."""
-        if interval_s == self._interval_s:
+        if interval_s == self.interval_s:
             return
-        self._due_s += interval_s - self._interval_s
-        self._interval_s = interval_s
+        self._due_s += interval_s - self.interval_s
+        self.interval_s = interval_s
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -57,7 +58,7 @@ class TokenPace:
         if now_s < self._due_s:
             self._timer = loop.call_at(self._due_s, self._end_wait)
             return False
-        self._due_s = now_s + self._interval_s
+        self._due_s = now_s + self.interval_s
         return True
 
     def close(self) -> None:
@@ -108,8 +109,8 @@ class _Lane:
 class LinkSession:
     """Runs the requests of one router. Sends the events of all requests together, once in a turn of the event loop.
 
-    While a message is written, events gather for the next one. Tokens after the first ones of a request also wait for
-    the interval that the router asks for.
+    While a message is written, events gather for the next one, and for `JOIN_S` where the router is busy. Tokens after
+    the first ones of a request also wait for the interval that the router asks for.
     """
 
     def __init__(self, start: StartAttempt, write: Write, default_deadline_s: float) -> None:
@@ -251,6 +252,9 @@ class LinkSession:
         """Returns or raises `_refusal` once the link is finishing and nothing is left to send."""
         while True:
             await self._wake.wait()
+            if self._pace.interval_s > GAP_MIN_S:
+                # Each message costs a busy router more than all that is in it.
+                await asyncio.sleep(JOIN_S)
             self._wake.clear()
             while not self._stopping and (message := self._next_message()) is not None:
                 await self._write(message)

@@ -90,9 +90,9 @@ class LinkedAnswer(ABC):
         """From now on `add` gets new tokens."""
         self._add = add
 
-    def expire_after(self, seconds: float) -> None:
+    def expire_after(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
         """Fails the request then, unless it has ended."""
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+        self._timer = loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
         self.worker_failed(DeadlineExceeded("the deadline passed"))

@@ -23,7 +23,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
-from headrace_common.process.pacing import LoopLoad
+from headrace_common.process.pacing import JOIN_S, LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
 from headrace_frontend.request.images import PromptImages
@@ -117,8 +117,6 @@ _LOG = logging.getLogger(__name__)
 WINDOW_TOKENS: Final = 512
 """Tokens of one request that the worker may send before the router has used some of them."""
 
-# While the event loop is busy, requests that arrive within this time share a message: each costs a system call.
-_JOIN_S: Final = 0.001
 _Failure = Callable[[], HeadraceError]
 # CANCELLED is not this router's: a link that it cancels itself raises CancelledError.
 _BROKEN: Final = frozenset({grpc.StatusCode.INTERNAL.name, grpc.StatusCode.CANCELLED.name})
@@ -146,6 +144,7 @@ class DecodeLink:
         self._wake = asyncio.Event()
         self._last_stream_id = 0
         self._started_s = time.monotonic()
+        self._loop = asyncio.get_running_loop()
         self._retired = False
         self._failure: _Failure = _closed_here
         self._task = asyncio.create_task(self._run(channel))
@@ -193,7 +192,7 @@ class DecodeLink:
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
         self._answers.add(answer)
-        answer.expire_after(remaining_s)
+        answer.expire_after(remaining_s, self._loop)
 
     def release(self, answer: LinkedAnswer) -> None:
         """The caller uses no more of it. Cancels the request unless it has ended. Repeats are ignored."""
@@ -254,7 +253,7 @@ class DecodeLink:
             while True:
                 await self._wake.wait()
                 if self._load.busy:
-                    await asyncio.sleep(_JOIN_S)
+                    await asyncio.sleep(JOIN_S)
                 self._wake.clear()
                 while (message := self._outgoing.next_message()) is not None:
                     await call.write(message)
@@ -311,7 +310,7 @@ _AGE_MAX_S: Final = 600.0
 
 
 class DecodeLinks:
-    """Opens requests on the current link. `channel` returns the channel to the worker.
+    """Has the current link, on which requests are opened. `channel` returns the channel to the worker.
 
     A request opens the first link, and the next one after a link has broken. gRPC delays the connection after failed
     ones by up to 2 s, and refuses links meanwhile.
@@ -343,21 +342,8 @@ class DecodeLinks:
         """Links that have not ended."""
         return len(self._open)
 
-    def open(
-        self,
-        request: decode_pb2.GenerateRequest,
-        token_ids: inference_pb2.TokenIds,
-        deadline: Deadline,
-        carrier: Mapping[str, str],
-        answer: LinkedAnswer,
-        images: PromptImages = (),
-    ) -> DecodeLink:
-        """As `DecodeLink.open`. The link must release the answer."""
-        link = self._usable()
-        link.open(request, token_ids, deadline, carrier, answer, images)
-        return link
-
-    def _usable(self) -> DecodeLink:
+    def usable(self) -> DecodeLink:
+        """The link for the next request."""
         link = self._current
         if link is not None and not link.ended:
             if link.count < self._streams_max and link.age_s < self._age_max_s:

@@ -104,7 +104,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
             call.bounds.CopyFrom(bounds)
         self._token_ids = request.prepared.all_token_ids(self._given)
         self._links = links
-        self._link = links.open(
+        self._link = links.usable()
+        self._link.open(
             call,
             self._token_ids,
             request.deadline,

@@ -80,10 +80,8 @@ class RequestDispatcher:
             await self._wait_for_worker(request, retries, number)
             record = self._new_record(request.record, number + 1)
             token_ids, generated = request.prefix_ids, response.completion_tokens
-            targets = self._targets(prepared, request.record.arrival_ns)
-            maker = first_token_maker(prepared, self.policy(), generated, number + 1)
-            decision = self._route(
-                prepared, token_ids, record, request.deadline, retries, targets, maker
+            decision, targets, maker = self._route(
+                prepared, token_ids, request.record, record, request.deadline, retries
             )
             if attempt is None:
                 self.check_placed(request, decision)
@@ -156,9 +154,7 @@ class RequestDispatcher:
         retries = RetryState(self._budget, self.migration_wait_s, avoided=avoided)
         token_ids = request.prefix_ids + array("I", request.generated)
         attempt = self._new_record(record, 1)
-        targets = self._targets(request, record.arrival_ns)
-        maker = first_token_maker(request, self.policy(), len(request.generated), 1)
-        return self._route(request, token_ids, attempt, deadline, retries, targets, maker)
+        return self._route(request, token_ids, record, attempt, deadline, retries)[0]
 
     def task_terms(
         self, worker: Worker, token_ids: array[int], cache_salt: str, asked: TaskTerms
@@ -225,18 +221,22 @@ class RequestDispatcher:
         self,
         request: PreparedRequest,
         token_ids: array[int],
-        record: RoutedAttempt,
+        record: RequestRecord,
+        attempt: RoutedAttempt,
         deadline: Deadline,
         retries: RetryState,
-        targets: TokenTargets,
-        maker: FirstTokenMaker,
-    ) -> Decision:
+    ) -> tuple[Decision, TokenTargets, FirstTokenMaker]:
+        """The placement of an attempt, with its targets, and the maker of its first token if the prefill is remote."""
+        policy = self.policy()
+        targets = self._targets(request, policy, record.arrival_ns)
+        generated = len(token_ids) - len(request.token_ids)
+        maker = first_token_maker(request, policy, generated, attempt.number)
         candidates = self._candidates(request, token_ids)
         asked = PlacementRequest(
             model=request.model,
             prompt_tokens=len(token_ids),
             prefill_placement=request.placement,
-            policy=RoutePolicy.from_proto(self.policy()),
+            policy=RoutePolicy.from_proto(policy),
             remaining_s=deadline.remaining_s(),
             failed=retries.excluded,
             suspect=retries.avoided,
@@ -249,23 +249,24 @@ class RequestDispatcher:
         try:
             decision = self.placement.choose(asked, candidates)
         except NoDecodeWorker as error:
-            record.not_routed(error)
+            attempt.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
-        chosen = decision.worker
-        decision = decision.without_distrusted(
-            candidates.prefill.get(fingerprint(chosen.layout), frozenset()),
-            self.workers.distrusted(chosen.ref),
-        )
-        record.routed(decision)
+        if decision.remote:
+            decision = decision.without_distrusted(
+                candidates.prefill.get(fingerprint(decision.worker.layout), frozenset()),
+                self.workers.distrusted(decision.worker.ref),
+            )
+        attempt.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error
-        return decision
+        return decision, targets, maker
 
-    def _targets(self, request: PreparedRequest, arrival_ns: int) -> TokenTargets:
+    def _targets(
+        self, request: PreparedRequest, policy: registry_pb2.Policy, arrival_ns: int
+    ) -> TokenTargets:
         """The request's own targets, else those of the policy."""
-        policy = self.policy()
         ttft_s, tpot_s = request.ttft_target_s, request.tpot_target_s
         if ttft_s is None and policy.HasField("ttft_target"):
             ttft_s = seconds_from_duration(policy.ttft_target)

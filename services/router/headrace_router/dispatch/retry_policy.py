@@ -201,7 +201,7 @@ class RetryState:
     @property
     def excluded(self) -> frozenset[WorkerRef]:
         """Workers that may not be asked now: failed ones, and decode workers that were full just now."""
-        return self.failed.union(self._full_until_s)
+        return self.failed.union(self._full_until_s) if self._full_until_s else self.failed
 
     @property
     def full(self) -> bool:

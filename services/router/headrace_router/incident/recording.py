@@ -145,7 +145,7 @@ class RecordedPlacement(Placement):
             self._draws.last,
             decision,
         )
-        self._events.add(placed, _DECISION_BYTES + _ENTRY_BYTES * len(table), begin_ns)
+        self._events.add(placed, _DECISION_BYTES + _ENTRY_BYTES * len(table.workers), begin_ns)
 
 
 def decision_text(decision: Decision) -> str:
@@ -305,8 +305,8 @@ class RecordedPool(FairPool):
 
     def take(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> bool:
         """See FairPool."""
-        taken = super().take(tenant, amount, priority)
-        self._store("take", tenant, priority, amount, result=taken)
+        taken = FairPool.take(self, tenant, amount, priority)
+        self._events.add(PoolCall(self._number, "take", tenant, priority, amount, 0, taken, ()))
         return taken
 
     def acquire(self, request: CapacityRequest) -> Grant:
@@ -332,7 +332,7 @@ class RecordedPool(FairPool):
 
     def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """See FairPool."""
-        super().release(tenant, amount, priority)
+        FairPool.release(self, tenant, amount, priority)
         self._store("release", tenant, priority, amount)
 
     def resize(self, capacity: int) -> None:
@@ -372,10 +372,7 @@ class RecordedPool(FairPool):
         *,
         result: bool = False,
     ) -> None:
-        granted: tuple[int, ...] = ()
-        if self._granted:
-            granted = tuple(self._granted)
-            self._granted.clear()
+        granted, self._granted = tuple(self._granted), []
         self._events.add(
             PoolCall(self._number, call, tenant, priority, amount, request, result, granted)
         )

@@ -38,6 +38,7 @@ from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
 from headrace_router.prefill_queue.worker_stream import ConnectedWorkers, PrefillWorkerStream
+from headrace_router.workers.table import NO_TIMES
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ class PrefillQueue:
         Of several layouts, the shortest wait. 0 while a worker has room, infinite while the queue is full. A task waits
         until the tokens before it are computed, and at least for the age of the oldest task.
         """
-        expected_tasks = sum(group.tasks.expected for group in self._groups.values())
-        if self.depth + expected_tasks >= self.max_queued_tasks:
+        waiting = (group.tasks for group in self._groups.values())
+        if sum(len(tasks) + tasks.expected for tasks in waiting) >= self.max_queued_tasks:
             return math.inf
         return min(
             (group.wait_s(priority, tenant) for group in self._groups_of(model)), default=0.0
@@ -128,7 +129,7 @@ class PrefillQueue:
         now_s = time.monotonic()
         means = [group.times.mean(now_s, age_max_s) for group in self._groups_of(model)]
         known = [one for one in means if one.steps.knows_prompts]
-        return known[0] if len(known) == 1 else mean_model(known)
+        return mean_model(known) if len(known) > 1 else (*known, NO_TIMES)[0]
 
     def compute_s_per_token(self, model: str) -> float:
         """How long a prefill worker of a served model computes a token of a usual prompt. 0 while unknown."""

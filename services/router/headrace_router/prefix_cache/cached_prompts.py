@@ -194,7 +194,7 @@ class CachedPrompts:
         self, table: LoadTable, token_ids: TokenIds | Sequence[int], cache_salt: str
     ) -> Numbers:
         """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker]."""
-        found: Numbers = np.zeros(len(table))
+        found: Numbers = np.zeros(len(table.workers))
         model = table.workers[0].model if table.workers else ""
         for model_index, held in self._held(model, token_ids, cache_salt):
             workers = model_index.indexed(table)

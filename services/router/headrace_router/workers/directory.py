@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
 
@@ -208,9 +208,9 @@ class WorkerDirectory:
             self._update_load(self._reserved.pop())
         return self._tables.get(model) or LoadTable(())
 
-    async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
+    def wait_for_worker(self, model: str, deadline: Deadline) -> Coroutine[Any, Any, bool]:
         """Waits for a reachable decode worker. Returns whether it had to wait. See WorkerAvailability."""
-        return await self._availability.wait(model, deadline)
+        return self._availability.wait(model, deadline)
 
     def max_model_len(self) -> Mapping[str, int]:
         """By model, the most tokens that every live decode worker of it accepts."""

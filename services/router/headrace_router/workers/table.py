@@ -378,12 +378,12 @@ class LoadTable:
     def serving(self, adapter: Adapter | None) -> Flags:
         """True in the rows of workers that have an adapter; in all rows without one."""
         if adapter is None:
-            return np.ones(len(self), np.bool_)
+            return np.ones(len(self.workers), np.bool_)
         return np.array([worker.serves(adapter) for worker in self.workers], np.bool_)
 
     def flags(self, refs: Collection[WorkerRef]) -> Flags:
         """True in the rows of these workers."""
-        marked: Flags = np.zeros(len(self), np.bool_)
+        marked: Flags = np.zeros(len(self.workers), np.bool_)
         for ref in refs:
             row = self._rows.get(ref)
             if row is not None:

@@ -67,7 +67,9 @@ def opened_on(
 ) -> tuple[DecodeLink, KeptEvents]:
     request, answer = decode_pb2.GenerateRequest(transfer_id=name), KeptEvents()
     token_ids = inference_pb2.TokenIds(ids=[1, 2])
-    return links.open(request, token_ids, Deadline.after(deadline_s), {}, answer), answer
+    link = links.usable()
+    link.open(request, token_ids, Deadline.after(deadline_s), {}, answer)
+    return link, answer
 
 
 async def kind_of(call: tuple[DecodeLink, KeptEvents]) -> str:

@@ -336,7 +336,7 @@ async def test_a_text_after_a_call_is_a_block_of_its_own() -> None:
 async def test_a_text_that_no_client_takes_yet_is_said_once() -> None:
     request, head = Request(), ResponseHead("resp_1", 1, "sim")
     form = ResponsesFormat(head, AnswerRules(), {}, ByteCodec(), {}, AsyncMock(), ())
-    outlet = EventStream(request.exchange, form, choices=1, prompts=1).outlet(0)
+    outlet = EventStream(request.exchange, form, choices=1, prompts=1)
     outlet.write_message(inference_pb2.GenerateResponse(text="a"))
     for paused, text in ((True, "b"), (False, "")):
         request.write_paused = paused

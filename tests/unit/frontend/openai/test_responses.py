@@ -65,7 +65,7 @@ def test_the_event_of_a_text_is_that_of_its_message(text: str, chat: bool, usage
     kind = ChatFormat if chat else CompletionFormat
     form = kind(HEAD, ByteCodec(), includes=Includes(usage=usage))
     for index in (0, 3, 0):
-        assert form.text_event(index, text) == form.event(index, message(text))
+        assert form.text_event(index, text) == form._whole_event(index, message(text))
 
 
 def test_a_text_has_no_event_of_its_own_where_the_answer_is_divided() -> None:

@@ -36,7 +36,7 @@ def test_special_tokens_around_a_text_are_found(before: list[int], after: list[i
 async def test_short_texts_of_a_fast_encoder_need_no_thread() -> None:
     codec, workers = ByteCodec(), Mock(max_model_len=dict, adapters=dict)
     preparer = RequestPreparer({"m": codec}, workers, str)
-    preparer._threads = threads = Mock(run=AsyncMock())
+    preparer.threads = threads = Mock(run=AsyncMock())
     for codec.encodes_fast, size, turns in ((False, 3_000, 1), (True, 3_000, 1), (True, 9_000, 2)):
         await preparer.tokenize(inference_pb2.GenerateRequest(text="x" * size), "t")
         assert threads.run.await_count == turns
