@@ -1,13 +1,20 @@
-"""What each request costs its engine: a share of each of its steps, and the KV that it holds meanwhile."""
+"""What each request costs its engine: a share of each of its steps, and the KV that it holds meanwhile.
+
+The requests of a step share its time as the learned times of their parts. They share equally what a step takes in any
+case, and prompts by their tokens what any prompt takes. While nothing is learned, each token counts the same.
+
+The share of an answer is linear in its context, which grows by a token with each of its steps. So one set of sums over
+the steps serves all answers, and each is booked by what they have grown since it joined.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Final, NamedTuple
 
-from headrace_common.time_model.model import StepTimes
+from headrace_common.time_model.model import Step, StepTimes
 
 
 class StepColumns(NamedTuple):
@@ -28,35 +35,22 @@ class StepColumns(NamedTuple):
             tuple(compress(self.prompt_tokens, kept)),
         )
 
+    def as_step(self, sending: Container[str] = ()) -> Step:
+        """What the time model counts. The KV of requests in `sending` is sent."""
+        if not self.prompt_tokens:
+            return Step(running=len(self.request_ids), context_tokens=sum(self.context_tokens))
+        prompts = self.only([tokens > 0 for tokens in self.prompt_tokens])
+        parts = list(zip(*prompts, strict=True))
+        return Step(
+            sum(prompts.prompt_tokens),
+            sum(tokens * (context + tokens / 2) for _, context, tokens in parts),
+            len(self.request_ids) - len(parts),
+            sum(self.context_tokens) - sum(prompts.context_tokens),
+            sum(tokens for name, _, tokens in parts if name in sending),
+        )
+
 
 NO_REQUESTS: Final = StepColumns()
-
-
-def shares(step: StepColumns, times: StepTimes, duration_s: float) -> list[float]:
-    """The seconds of each request of a step, which add up to its duration.
-
-    They are as the learned times of their parts. Requests share equally what a step takes in any case, and prompts by
-    their tokens what any prompt takes. Each token counts the same while nothing is learned.
-    """
-    count = len(step.request_ids)
-    fixed_s = times.fixed_s / max(1, count)
-    answer_s, context_s = fixed_s + times.s_per_answer, times.s_per_context_token
-    prompts = step.prompt_tokens
-    if prompts:
-        token_s = times.prompt_s / max(1, sum(prompts)) + times.s_per_prompt_token
-        attended_s = times.s_per_attended_token
-        weights = [
-            fixed_s + tokens * (token_s + attended_s * (context + tokens / 2))
-            if tokens
-            else answer_s + context_s * context
-            for tokens, context in zip(prompts, step.context_tokens, strict=True)
-        ]
-    else:
-        weights = [answer_s + context_s * context for context in step.context_tokens]
-    if not (total_s := sum(weights)):
-        weights = [max(1.0, tokens) for tokens in prompts] or [1.0] * count
-        total_s = sum(weights)
-    return [duration_s * (weight / total_s) for weight in weights]
 
 
 @dataclass(slots=True)
@@ -73,7 +67,7 @@ class RequestCost:
     """Those of prompts."""
 
     def generated(self, share_s: float, kv_token_s: float) -> None:
-        """A step has generated a token of it."""
+        """Steps have generated tokens of it."""
         self.decode_s += share_s
         self.kv_token_s += kv_token_s
 
@@ -97,12 +91,37 @@ class EngineTime:
     billed_s: float = 0.0
 
 
+class _Sums(NamedTuple):
+    """Over the steps with answers: of an answer in each of them, which has no context in the first one.
+
+    With `context` tokens there, its share is `share_s` and `context` times `per_context_s`. Likewise `kv_token_s` with
+    `step_s`.
+    """
+
+    steps: int = 0
+    share_s: float = 0.0
+    per_context_s: float = 0.0
+    kv_token_s: float = 0.0
+    step_s: float = 0.0
+
+
 class CostLedger:
     """The costs of an engine's requests. One thread calls all methods, and any thread may read `time`."""
 
     def __init__(self) -> None:
         self._costs: dict[str, RequestCost] = {}
-        self.time = EngineTime()
+        self._sums = _Sums()
+        self._joined: dict[str, tuple[int, _Sums]] = {}
+        """Of each answer, what its context would be in the first step, which may be below 0, and the sums before it."""
+        self._context_tokens = 0
+        """Of all these answers, in their next step."""
+        self._idle_s = self._computing_s = self._billed_s = 0.0
+
+    @property
+    def time(self) -> EngineTime:
+        """The seconds until the last step."""
+        billed_s = self._billed_s
+        return EngineTime(self._idle_s, self._computing_s, billed_s)
 
     def request_added(self, request_id: str) -> None:
         """The engine has this request, until it is billed or dropped."""
@@ -110,35 +129,94 @@ class CostLedger:
 
     def idled(self, seconds: float) -> None:
         """The engine has computed no request for so long."""
-        self.time = replace(self.time, idle_s=self.time.idle_s + seconds)
+        self._idle_s += seconds
 
     def step_took(self, step: StepColumns, times: StepTimes, duration_s: float) -> None:
         """A step has computed these requests. Those that have ended meanwhile have no share."""
-        self.time = replace(self.time, computing_s=self.time.computing_s + duration_s)
-        known = self._costs
-        try:
-            costs = [known[one] for one in step.request_ids]
-        except KeyError:
-            step = step.only([one in known for one in step.request_ids])
-            costs = [known[one] for one in step.request_ids]
-        parts = zip(costs, shares(step, times, duration_s), step.context_tokens, strict=True)
-        if not step.prompt_tokens:
-            for cost, share_s, context in parts:
-                cost.generated(share_s, context * duration_s)
-            return
-        for (cost, share_s, context), tokens in zip(parts, step.prompt_tokens, strict=True):
-            if tokens:
-                cost.computed(share_s, (context + tokens) * duration_s, tokens)
-            else:
-                cost.generated(share_s, context * duration_s)
+        self._computing_s += duration_s
+        prompts: list[tuple[RequestCost, int, int]] = []
+        if step.prompt_tokens:
+            for name, context, tokens in zip(*step, strict=True):
+                if tokens and (cost := self._costs.get(name)) is not None:
+                    prompts.append((cost, context, tokens))
+            step = step.only([not tokens for tokens in step.prompt_tokens])
+        answers = self._follow(step.request_ids, step.context_tokens) if step.request_ids else 0
+        fixed_s = times.fixed_s / max(1, answers + len(prompts))
+        answer_s, context_s = fixed_s + times.s_per_answer, times.s_per_context_token
+        weights: list[float] = []
+        if prompts:
+            token_s = (
+                times.prompt_s / sum(tokens for *_, tokens in prompts) + times.s_per_prompt_token
+            )
+            attended_s = times.s_per_attended_token
+            weights = [
+                fixed_s + tokens * (token_s + attended_s * (context + tokens / 2))
+                for _, context, tokens in prompts
+            ]
+        context_tokens = self._context_tokens if answers else 0
+        total_s = sum(weights) + answers * answer_s + context_tokens * context_s
+        if not total_s:
+            answer_s, context_s, weights = 1.0, 0.0, [float(tokens) for *_, tokens in prompts]
+            total_s = sum(weights) + answers
+        scale = duration_s / total_s if total_s else 0.0
+        for (cost, context, tokens), weight in zip(prompts, weights, strict=True):
+            cost.computed(scale * weight, (context + tokens) * duration_s, tokens)
+        if answers:
+            steps, share_s, per_context_s, kv_token_s, step_s = self._sums
+            self._sums = _Sums(
+                steps + 1,
+                share_s + scale * (answer_s + context_s * steps),
+                per_context_s + scale * context_s,
+                kv_token_s + duration_s * steps,
+                step_s + duration_s,
+            )
+            self._context_tokens += answers
+
+    def _follow(self, request_ids: Sequence[str], context_tokens: Sequence[int]) -> int:
+        """From now on these answers share the sums, with so many tokens before the next one. Returns how many exist."""
+        joined, names = self._joined, set(request_ids)
+        if joined.keys() != names:
+            for name in joined.keys() - names:
+                self._leave(name)
+            for name, context in zip(request_ids, context_tokens, strict=True):
+                if name not in joined and name in self._costs:
+                    self._join(name, context)
+        # Drafts let the context of an answer grow by several tokens, and never by none.
+        if self._context_tokens != sum(context_tokens):
+            for name, context in zip(request_ids, context_tokens, strict=True):
+                if name in joined and joined[name][0] + self._sums.steps != context:
+                    self._leave(name)
+                    self._join(name, context)
+        return len(joined)
+
+    def _join(self, request_id: str, context: int) -> None:
+        if not self._joined:
+            # Sums of few steps are exact.
+            self._sums = _Sums()
+        self._joined[request_id] = context - self._sums.steps, self._sums
+        self._context_tokens += context
+
+    def _leave(self, request_id: str) -> None:
+        """Books what the sums have of an answer."""
+        context, before = self._joined.pop(request_id)
+        now = self._sums
+        self._context_tokens -= context + now.steps
+        self._costs[request_id].generated(
+            now.share_s - before.share_s + context * (now.per_context_s - before.per_context_s),
+            now.kv_token_s - before.kv_token_s + context * (now.step_s - before.step_s),
+        )
 
     def bill(self, request_id: str) -> RequestCost:
         """A request has ended, and gets its receipt. Empty the second time."""
-        cost = self._costs.pop(request_id, None) or RequestCost()
-        billed_s = self.time.billed_s + cost.prefill_s + cost.decode_s
-        self.time = replace(self.time, billed_s=billed_s)
+        cost = self._end(request_id) or RequestCost()
+        self._billed_s += cost.prefill_s + cost.decode_s
         return cost
 
     def drop(self, request_id: str) -> None:
         """A request has ended without a receipt."""
-        self._costs.pop(request_id, None)
+        self._end(request_id)
+
+    def _end(self, request_id: str) -> RequestCost | None:
+        if request_id in self._joined:
+            self._leave(request_id)
+        return self._costs.pop(request_id, None)

@@ -275,7 +275,7 @@ class Answer(Sequence):
         return work.transferable_tokens - (1 if self.awaits_first_token else 0)
 
     def step_started(self) -> None:
-        super().step_started()
+        self._steps += 1
         if not self._first_step_ns:
             self._first_step_ns = time.monotonic_ns()
 
