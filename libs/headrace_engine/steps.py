@@ -141,8 +141,8 @@ class StepMeter:
     Each measured time serves the time model, and the bound beyond which the engine counts as stalled.
     """
 
-    def __init__(self, clock: Callable[[], float] = _monotonic_s) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
         self._learner = StepLearner()
         self._history = StepHistory()
         # Steps that have not ended, with their start. With pipeline stages there are several.
@@ -152,7 +152,7 @@ class StepMeter:
         self._latest = 0, 0, Step()
         self.costs = CostLedger()
         # Until when all time is in the ledger.
-        self._booked_s = clock()
+        self._booked_s = self._clock()
         self._is_booked = False
 
     @property
