@@ -66,14 +66,10 @@ class RequestCost:
     computed_tokens: int = 0
     """Those of prompts."""
 
-    def generated(self, share_s: float, kv_token_s: float) -> None:
-        """Steps have generated tokens of it."""
-        self.decode_s += share_s
-        self.kv_token_s += kv_token_s
-
-    def computed(self, share_s: float, kv_token_s: float, tokens: int) -> None:
-        """A step has computed tokens of its prompt."""
-        self.prefill_s += share_s
+    def add(self, prefill_s: float, decode_s: float, kv_token_s: float, tokens: int) -> None:
+        """Steps have computed so many tokens of its prompt, or generated some."""
+        self.prefill_s += prefill_s
+        self.decode_s += decode_s
         self.kv_token_s += kv_token_s
         self.computed_tokens += tokens
 
@@ -160,7 +156,7 @@ class CostLedger:
             total_s = sum(weights) + answers
         scale = duration_s / total_s if total_s else 0.0
         for (cost, context, tokens), weight in zip(prompts, weights, strict=True):
-            cost.computed(scale * weight, (context + tokens) * duration_s, tokens)
+            cost.add(scale * weight, 0.0, (context + tokens) * duration_s, tokens)
         if answers:
             steps, share_s, per_context_s, kv_token_s, step_s = self._sums
             self._sums = _Sums(
@@ -201,10 +197,11 @@ class CostLedger:
         context, before = self._joined.pop(request_id)
         now = self._sums
         self._context_tokens -= context + now.steps
-        self._costs[request_id].generated(
-            now.share_s - before.share_s + context * (now.per_context_s - before.per_context_s),
-            now.kv_token_s - before.kv_token_s + context * (now.step_s - before.step_s),
+        decode_s = (
+            now.share_s - before.share_s + context * (now.per_context_s - before.per_context_s)
         )
+        kv_token_s = now.kv_token_s - before.kv_token_s + context * (now.step_s - before.step_s)
+        self._costs[request_id].add(0.0, decode_s, kv_token_s, 0)
 
     def bill(self, request_id: str) -> RequestCost:
         """A request has ended, and gets its receipt. Empty the second time."""

@@ -119,11 +119,13 @@ class StepHistory:
         longest = self._longest.get(kind)
         if longest is None:
             self._longest[kind] = _Longest(now_s, [duration_s])
-        elif duration_s > longest.current[-1] or now_s > longest.since_s + _PERIOD_S:
+        elif (
+            duration_s > longest.current[-1]
+            or now_s - longest.since_s > _PERIOD_S
+            or not longest.current[1:]
+        ):
             bound_s = max(_LEARNED_MIN_S, _LEARNED_FACTOR * longest.expected_s)
             longest.record(min(duration_s, bound_s), now_s)
-        elif len(longest.current) == 1:
-            longest.record(duration_s, now_s)
 
     def expected_s(self, step: Step) -> float | None:
         """See EngineSteps."""
@@ -222,7 +224,7 @@ class StepMeter:
         if begin_s > booked_s:
             self.costs.idled(begin_s - booked_s)
         if columns.request_ids:
-            self.costs.step_took(columns, self._learner.parts, now_s - begin_s)
+            self.costs.step_took(columns, self._learner.times, now_s - begin_s)
 
     def idle(self) -> None:
         """The last request has ended."""

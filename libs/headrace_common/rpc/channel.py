@@ -155,27 +155,20 @@ class _CheckedCall:
             yield self._checked(response)
 
     async def read(self) -> Any:
-        response = await self._call.read()
-        # As `_checked`: a link reads a message for each step.
-        if response is not grpc.aio.EOF and (excess := self._find_excess(response)):
-            self._fail(excess)
-        return response
+        return self._checked(await self._call.read())
 
     def _checked(self, response: Any) -> Any:
-        if excess := self._find_excess(response):
-            self._fail(excess)
+        if response is not grpc.aio.EOF and (excess := self._find_excess(response)):
+            self._call.cancel()
+            raise rpc_error_of(ProtocolViolation(excess))
         return response
 
     def _find_first(self, response: Any) -> str:
         """All responses of a call are of one kind."""
-        if not isinstance(response, Message):
-            return ""
-        self._find_excess = check_of(type(response))
-        return self._find_excess(response)
-
-    def _fail(self, excess: str) -> None:
-        self._call.cancel()
-        raise rpc_error_of(ProtocolViolation(excess))
+        if isinstance(response, Message):
+            self._find_excess = check_of(type(response))
+            return self._find_excess(response)
+        return ""
 
 
 class _CountedChannel:

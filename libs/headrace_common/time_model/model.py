@@ -189,8 +189,8 @@ class StepLearner:
     """Learns from the steps of one engine, in at most some 0.2 % of their time. One thread owns it."""
 
     def __init__(self) -> None:
-        self.parts = NO_STEPS
-        """What it has learned, without its errors."""
+        self.times = NO_STEPS
+        """What it has learned. Other threads may read it."""
         self._fit = OnlineFit(7, kind_count=3, known_count=_STEPS_MIN)
         self._skipped_s = 0.0
 
@@ -221,13 +221,7 @@ class StepLearner:
         fixed, token, prior, sent, prompt, answer, context = self._fit.coefficients
         prompts, answers, both = self._fit.counts
         parts = fixed, prompt, token, prior, answer, context
-        self.parts = StepTimes(*parts, prompts + both, answers + both, s_per_sent_token=sent)
-
-    @property
-    def times(self) -> StepTimes:
-        """What it has learned. Other threads may read it."""
-        errors = self._fit.error()
-        return replace(self.parts, error_p50=errors.p50, error_p90=errors.p90)
+        self.times = StepTimes(*parts, prompts + both, answers + both, *self._fit.error(), sent)
 
 
 _handover_fit = partial(OnlineFit, 2, known_count=_HANDOVERS_MIN)

@@ -27,30 +27,6 @@ _NAME = "a request of Link"
 StartAttempt = Callable[[decode_pb2.GenerateRequest, Deadline], Awaitable[DecodeAttempt]]
 
 
-class _Lane:
-    """One request from its open to its end. `attempt` is set once it is admitted."""
-
-    def __init__(self, outgoing: OutgoingStream) -> None:
-        self.outgoing = outgoing
-        self.stream_id = outgoing.stream_id
-        self.attempt: DecodeAttempt | None = None
-        self.starting: asyncio.Task[None] | None = None
-        """Runs until the engine has the request."""
-
-    def start(self, starting: asyncio.Task[None]) -> None:
-        self.starting = starting
-
-    def admitted(self, attempt: DecodeAttempt) -> None:
-        self.attempt = attempt
-
-    def end(self) -> None:
-        """Gives back what the request holds."""
-        if self.starting is not None:
-            self.starting.cancel()
-        if self.attempt is not None:
-            self.attempt.end()
-
-
 class LinkSession:
     """Runs the requests of one router."""
 
@@ -58,8 +34,10 @@ class LinkSession:
         """`default_deadline_s` is the deadline of requests that have none."""
         self._start = start
         self._default_deadline_s = default_deadline_s
-        self._lanes: dict[int, _Lane] = {}
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        """Of each request, what runs until the engine has it."""
+        self._attempts: dict[int, DecodeAttempt] = {}
+        """Those that have not ended, once they are admitted."""
         self._last_stream_id = 0
         self._writer = LinkWriter(write)
         self._outgoing = self._writer.outgoing
@@ -125,29 +103,31 @@ class LinkSession:
             raise ProtocolViolation(
                 "the router opens requests that were refused, and reads no refusal"
             )
-        lane = self._lanes[stream_id] = _Lane(self._outgoing.open(stream_id, opened.credit_tokens))
+        outgoing = self._outgoing.open(stream_id, opened.credit_tokens)
         if not opened.credit_tokens:
-            self._end_lane(lane, InvalidRequest({"credit_tokens": "must be 1 or more"}))
+            self._end(outgoing, InvalidRequest({"credit_tokens": "must be 1 or more"}))
         elif full:
-            self._end_lane(lane, _link_full())
+            self._end(outgoing, _link_full())
         else:
-            starting = asyncio.create_task(self._run(lane, opened))
-            self._starting.add(starting)
-            starting.add_done_callback(self._starting.discard)
-            lane.start(starting)
+            starting = asyncio.create_task(self._run(outgoing, opened))
+            self._starting[stream_id] = starting
+            starting.add_done_callback(lambda _: self._starting.pop(stream_id, None))
 
-    async def _run(self, lane: _Lane, opened: decode_pb2.LinkOpen) -> None:
+    async def _run(self, outgoing: OutgoingStream, opened: decode_pb2.LinkOpen) -> None:
         """Admits a request and starts it."""
         try:
             require_bounds(opened)
             otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
             attempt = await self._start(opened.request, self._deadline_of(opened))
-            lane.admitted(attempt)
-            attempt.report_cost(partial(self._outgoing.add_receipt, lane.stream_id))
-            on_end = partial(self._end_lane, lane)
-            attempt.start(lane.outgoing, on_end, early=opened.request.early_admission)
+            self._attempts[outgoing.stream_id] = attempt
+            attempt.start(
+                outgoing,
+                partial(self._end, outgoing),
+                partial(self._outgoing.add_receipt, outgoing.stream_id),
+                early=opened.request.early_admission,
+            )
         except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-            self._end_lane(lane, error)
+            self._end(outgoing, error)
 
     def _deadline_of(self, opened: decode_pb2.LinkOpen) -> Deadline:
         if not opened.HasField("timeout"):
@@ -156,22 +136,25 @@ class LinkSession:
 
     def _cancel(self, stream_id: int) -> None:
         self._outgoing.drop(stream_id)
-        lane = self._lanes.pop(stream_id, None)
-        if lane is not None:
-            lane.end()
+        if (starting := self._starting.get(stream_id)) is not None:
+            starting.cancel()
+        self._give_back(stream_id)
 
-    def _end_lane(self, lane: _Lane, error: Exception | None = None) -> None:
-        """The request has ended: with `error`, or with what `lane.outgoing` has."""
+    def _end(self, outgoing: OutgoingStream, error: Exception | None = None) -> None:
+        """The request has ended: with `error`, or with what `outgoing` has."""
         if error is not None:
-            lane.outgoing.fail(status_of(reported_error(error, _NAME)).SerializeToString())
-        self._lanes.pop(lane.stream_id, None)
-        if lane.attempt is not None:
-            lane.attempt.end()
+            outgoing.fail(status_of(reported_error(error, _NAME)).SerializeToString())
+        self._give_back(outgoing.stream_id)
+
+    def _give_back(self, stream_id: int) -> None:
+        if (attempt := self._attempts.pop(stream_id, None)) is not None:
+            attempt.end()
 
     def _end_all(self) -> None:
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.end()
+        for starting in self._starting.values():
+            starting.cancel()
+        for stream_id in tuple(self._attempts):
+            self._give_back(stream_id)
 
 
 class LinkSessions:
