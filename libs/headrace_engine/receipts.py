@@ -11,42 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Final, NamedTuple
 
 from headrace_common.time_model.model import Step, StepTimes
 
 
 class StepColumns(NamedTuple):
-    """The requests of a step, and the tokens of each before it.
-
-    `prompt_tokens` are those that it computes of each prompt, 0 for an answer. Empty: all are answers.
-    """
+    """The answers of a step, with the tokens of each before it, and its prompts."""
 
     request_ids: Sequence[str] = ()
     context_tokens: Sequence[int] = ()
-    prompt_tokens: Sequence[int] = ()
-
-    def only(self, kept: Sequence[bool]) -> StepColumns:
-        """Those requests alone."""
-        return StepColumns(
-            tuple(compress(self.request_ids, kept)),
-            tuple(compress(self.context_tokens, kept)),
-            tuple(compress(self.prompt_tokens, kept)),
-        )
+    prompts: Sequence[tuple[str, int, int]] = ()
+    """Of each, its tokens before the step, and those that are computed in it."""
 
     def as_step(self, sending: Container[str] = ()) -> Step:
         """What the time model counts. The KV of requests in `sending` is sent."""
-        if not self.prompt_tokens:
-            return Step(running=len(self.request_ids), context_tokens=sum(self.context_tokens))
-        prompts = self.only([tokens > 0 for tokens in self.prompt_tokens])
-        parts = list(zip(*prompts, strict=True))
+        prompts = self.prompts
         return Step(
-            sum(prompts.prompt_tokens),
-            sum(tokens * (context + tokens / 2) for _, context, tokens in parts),
-            len(self.request_ids) - len(parts),
-            sum(self.context_tokens) - sum(prompts.context_tokens),
-            sum(tokens for name, _, tokens in parts if name in sending),
+            sum(tokens for *_, tokens in prompts),
+            sum(tokens * (context + tokens / 2) for _, context, tokens in prompts),
+            len(self.request_ids),
+            sum(self.context_tokens),
+            sum(tokens for name, _, tokens in prompts if name in sending),
         )
 
 
@@ -102,7 +88,7 @@ class _Sums(NamedTuple):
 
 
 class CostLedger:
-    """The costs of an engine's requests. One thread calls all methods, and any thread may read `time`."""
+    """The costs of an engine's requests. One thread calls all methods, and any thread may read the seconds."""
 
     def __init__(self) -> None:
         self._costs: dict[str, RequestCost] = {}
@@ -111,13 +97,8 @@ class CostLedger:
         """Of each answer, what its context would be in the first step, which may be below 0, and the sums before it."""
         self._context_tokens = 0
         """Of all these answers, in their next step."""
-        self._idle_s = self._computing_s = self._billed_s = 0.0
-
-    @property
-    def time(self) -> EngineTime:
-        """The seconds until the last step."""
-        billed_s = self._billed_s
-        return EngineTime(self._idle_s, self._computing_s, billed_s)
+        self.idle_s = self.computing_s = self.billed_s = 0.0
+        """See EngineTime."""
 
     def request_added(self, request_id: str) -> None:
         """The engine has this request, until it is billed or dropped."""
@@ -125,17 +106,15 @@ class CostLedger:
 
     def idled(self, seconds: float) -> None:
         """The engine has computed no request for so long."""
-        self._idle_s += seconds
+        self.idle_s += seconds
 
     def step_took(self, step: StepColumns, times: StepTimes, duration_s: float) -> None:
         """A step has computed these requests. Those that have ended meanwhile have no share."""
-        self._computing_s += duration_s
-        prompts: list[tuple[RequestCost, int, int]] = []
-        if step.prompt_tokens:
-            for name, context, tokens in zip(*step, strict=True):
-                if tokens and (cost := self._costs.get(name)) is not None:
-                    prompts.append((cost, context, tokens))
-            step = step.only([not tokens for tokens in step.prompt_tokens])
+        self.computing_s += duration_s
+        costs = self._costs
+        prompts = [
+            (costs[one], before, count) for one, before, count in step.prompts if one in costs
+        ]
         answers = self._follow(step.request_ids, step.context_tokens) if step.request_ids else 0
         fixed_s = times.fixed_s / max(1, answers + len(prompts))
         answer_s, context_s = fixed_s + times.s_per_answer, times.s_per_context_token
@@ -171,17 +150,16 @@ class CostLedger:
     def _follow(self, request_ids: Sequence[str], context_tokens: Sequence[int]) -> int:
         """From now on these answers share the sums, with so many tokens before the next one. Returns how many exist."""
         joined, names = self._joined, set(request_ids)
-        if joined.keys() != names:
+        # Drafts let the context of an answer grow by several tokens, and never by none.
+        if joined.keys() != names or self._context_tokens != sum(context_tokens):
             for name in joined.keys() - names:
                 self._leave(name)
             for name, context in zip(request_ids, context_tokens, strict=True):
-                if name not in joined and name in self._costs:
-                    self._join(name, context)
-        # Drafts let the context of an answer grow by several tokens, and never by none.
-        if self._context_tokens != sum(context_tokens):
-            for name, context in zip(request_ids, context_tokens, strict=True):
-                if name in joined and joined[name][0] + self._sums.steps != context:
+                if name in joined:
+                    if joined[name][0] + self._sums.steps == context:
+                        continue
                     self._leave(name)
+                if name in self._costs:
                     self._join(name, context)
         return len(joined)
 
@@ -206,7 +184,7 @@ class CostLedger:
     def bill(self, request_id: str) -> RequestCost:
         """A request has ended, and gets its receipt. Empty the second time."""
         cost = self._end(request_id) or RequestCost()
-        self._billed_s += cost.prefill_s + cost.decode_s
+        self.billed_s += cost.prefill_s + cost.decode_s
         return cost
 
     def drop(self, request_id: str) -> None:

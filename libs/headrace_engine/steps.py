@@ -220,10 +220,10 @@ class StepMeter:
         _, start_s, columns = self._planned[0]
         now_s, booked_s = self._clock(), self._booked_s
         self._booked_s = now_s
-        begin_s = max(start_s, booked_s) if columns.request_ids else now_s
+        begin_s = max(start_s, booked_s) if any(columns) else now_s
         if begin_s > booked_s:
             self.costs.idled(begin_s - booked_s)
-        if columns.request_ids:
+        if any(columns):
             self.costs.step_took(columns, self._learner.times, now_s - begin_s)
 
     def idle(self) -> None:
@@ -232,9 +232,9 @@ class StepMeter:
 
     def _time_now(self) -> EngineTime:
         """What the time was spent on until now, without the steps that are planned."""
-        time, since_s = self.costs.time, self._booked_s
+        costs, since_s = self.costs, self._booked_s
         waits_s = 0.0 if self._planned else max(0.0, self._clock() - since_s)
-        return replace(time, idle_s=time.idle_s + waits_s)
+        return EngineTime(costs.idle_s + waits_s, costs.computing_s, costs.billed_s)
 
 
 class StepWatch:

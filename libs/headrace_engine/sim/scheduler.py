@@ -203,7 +203,7 @@ class Scheduler:
     def _measure(self, chunks: Items[Chunk]) -> bool:
         """A step begins. Whether it has prompts of others, which are sent."""
         columns, sending = columns_of(chunks), set[str]()
-        if columns.prompt_tokens:
+        if columns.prompts:
             sequences = (chunk.sequence for chunk in chunks)
             sending = {one.transfer_id for one in sequences if isinstance(one, Prompt)}
         self.meter.planned(columns.as_step(sending), len(chunks), columns=columns)
@@ -325,5 +325,6 @@ class Scheduler:
         """It may be that a request waits for nothing more. Its cached KV is sent if it has nothing to compute."""
         if not isinstance(sequence, Prompt) or not sequence.is_ready:
             return
-        if sequence.block_ids_by_group and (sequence.work.cached_only or not sequence.pending):
+        is_computed = sequence.computed == len(sequence.tokens)
+        if sequence.block_ids_by_group and (sequence.work.cached_only or is_computed):
             self._cached.append(sequence)

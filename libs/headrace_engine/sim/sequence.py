@@ -89,11 +89,6 @@ class Sequence:
         self._planned = False
 
     @property
-    def pending(self) -> int:
-        """Tokens that still need their KV computed."""
-        return len(self.tokens) - self.computed
-
-    @property
     def is_ready(self) -> bool:
         """Whether a step may compute it: it has not ended or failed, and waits for no KV."""
         return not self.ended and not self.waits

@@ -86,11 +86,13 @@ def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) 
 def columns_of(chunks: Items[Chunk]) -> StepColumns:
     """The requests of a step."""
     return StepColumns(
-        [chunk.sequence.transfer_id for chunk in chunks],
-        [chunk.start for chunk in chunks],
-        ()
-        if chunks[-1].is_decode
-        else [0 if chunk.is_decode else chunk.end - chunk.start for chunk in chunks],
+        [chunk.sequence.transfer_id for chunk in chunks if chunk.is_decode],
+        [chunk.start for chunk in chunks if chunk.is_decode],
+        [
+            (one.transfer_id, start, end - start)
+            for one, start, end, decodes in chunks
+            if not decodes
+        ],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple
 
 import pytest
@@ -13,6 +14,7 @@ from headrace_engine.receipts import CostLedger, RequestCost, StepColumns
 from headrace_engine.steps import StepMeter
 
 _seconds = st.floats(0, 1e-2)
+_tokens = st.integers(0, 8_192)
 _times = st.builds(
     StepTimes,
     fixed_s=_seconds,
@@ -26,24 +28,30 @@ _times = st.builds(
 
 @st.composite
 def _steps(draw: st.DrawFn) -> StepColumns:
-    count = draw(st.integers(1, 40))
-    tokens = st.lists(st.integers(0, 8_192), min_size=count, max_size=count)
-    prompts = draw(tokens) if draw(st.booleans()) else ()
-    return StepColumns([str(one) for one in range(count)], draw(tokens), prompts)
+    counts = draw(st.lists(st.tuples(_tokens, st.just(0) | _tokens), min_size=1, max_size=40))
+    return _columns(dict(enumerate(counts)))
 
 
-def shares(step: StepColumns, times: StepTimes, duration_s: float) -> list[RequestCost]:
+def _columns(parts: Mapping[int, tuple[int, int]]) -> StepColumns:
+    """A step of requests with their context, and the tokens of their prompts."""
+    answers = {str(one): context for one, (context, tokens) in parts.items() if not tokens}
+    prompts = [(str(one), *part) for one, part in parts.items() if part[1]]
+    return StepColumns([*answers], [*answers.values()], prompts)
+
+
+def _costs(step: StepColumns, times: StepTimes, duration_s: float) -> dict[str, RequestCost]:
     """What a step costs each of its requests."""
-    ledger = CostLedger()
-    for name in step.request_ids:
+    ledger, names = CostLedger(), [*step.request_ids, *(name for name, *_ in step.prompts)]
+    for name in names:
         ledger.request_added(name)
     ledger.step_took(step, times, duration_s)
-    return [ledger.bill(name) for name in step.request_ids]
+    return {name: ledger.bill(name) for name in names}
 
 
 @given(_steps(), _times | st.just(NO_STEPS), st.floats(0, 100))
 def test_shares_add_up_to_the_step(step: StepColumns, times: StepTimes, duration_s: float) -> None:
-    found = [one.prefill_s + one.decode_s for one in shares(step, times, duration_s)]
+    costs = _costs(step, times, duration_s).values()
+    found = [one.prefill_s + one.decode_s for one in costs]
     assert min(found) >= 0
     assert sum(found) == pytest.approx(duration_s)
 
@@ -51,9 +59,9 @@ def test_shares_add_up_to_the_step(step: StepColumns, times: StepTimes, duration
 def test_shares_are_as_the_learned_times() -> None:
     times = StepTimes(fixed_s=2.0, s_per_prompt_token=0.5, s_per_answer=1.0)
     # A prompt of 12 tokens and an answer, of 1 + 6 and 1 + 1 seconds.
-    prompt, answer = shares(StepColumns("pa", (0, 50), (12, 0)), times, 18.0)
-    assert prompt == RequestCost(14.0, 0.0, 12 * 18.0, 12)
-    assert answer == RequestCost(0.0, 4.0, 50 * 18.0)
+    costs = _costs(StepColumns("a", (50,), [("p", 0, 12)]), times, 18.0)
+    assert costs["p"] == RequestCost(14.0, 0.0, 12 * 18.0, 12)
+    assert costs["a"] == RequestCost(0.0, 4.0, 50 * 18.0)
 
 
 _Parts = st.dictionaries(
@@ -76,17 +84,14 @@ def test_many_steps_cost_a_request_what_each_of_them_does(
     for number in contexts:
         ledger.request_added(str(number))
     for parts, times, duration_s, ended in log:
-        prompts = [tokens for _, tokens in parts.values()]
-        names, tokens = [str(one) for one in parts], [contexts[one] for one in parts]
-        step = StepColumns(names, tokens, prompts if any(prompts) else ())
         if ended in paid:
             ledger.drop(str(ended))
             del paid[ended]
-        ledger.step_took(step, times, duration_s)
-        alive = [one for one in parts if one in paid]
-        costs = shares(step.only([one in paid for one in parts]), times, duration_s)
-        for one, cost in zip(alive, costs, strict=True):
-            paid[one].append(cost)
+        counts = {one: (contexts[one], tokens) for one, (_, tokens) in parts.items()}
+        ledger.step_took(_columns(counts), times, duration_s)
+        alive = {one: part for one, part in counts.items() if one in paid}
+        for name, cost in _costs(_columns(alive), times, duration_s).items():
+            paid[int(name)].append(cost)
         for one, (growth, computed) in parts.items():
             contexts[one] += computed or growth
     for number, several in paid.items():

@@ -97,8 +97,15 @@ def columns_of(output: SchedulerOutput) -> StepColumns:
     added, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if output.total_num_scheduled_tokens == len(added):
         return StepColumns(request_ids, contexts)
-    counts = (added[one] - len(drafts.get(one, ())) for one in request_ids)
-    return StepColumns(request_ids, contexts, [count if count > 1 else 0 for count in counts])
+    parts = [
+        (one, context, added[one] - len(drafts.get(one, ())))
+        for one, context in zip(request_ids, contexts, strict=True)
+    ]
+    return StepColumns(
+        [one for one, _, count in parts if count <= 1],
+        [context for _, context, count in parts if count <= 1],
+        [part for part in parts if part[2] > 1],
+    )
 
 
 async def report_changes(

@@ -68,14 +68,14 @@ def test_prompts_of_others_are_sent() -> None:
 def test_drafts_make_no_prompt_of_an_answer() -> None:
     found = output(cached={"a": (300, 4)}, drafts={"a": [1, 2, 3]})
     assert columns_of(found).as_step() == Step(running=1, context_tokens=300)
-    assert columns_of(found) == StepColumns(["a"], [300], [0])
+    assert columns_of(found) == StepColumns(["a"], [300], [])
 
 
 def test_a_step_has_a_column_for_what_it_computes_of_each_request() -> None:
     answers = output({"a": (99, 1)}, {"b": (10, 1), "c": (20, 1)})
     assert columns_of(answers) == StepColumns(["b", "c", "a"], [10, 20, 99])
     both = output({"a": (0, 100)}, {"b": (300, 1)})
-    assert columns_of(both) == StepColumns(["b", "a"], [300, 0], [0, 100])
+    assert columns_of(both) == StepColumns(["b"], [300], [("a", 0, 100)])
 
 
 def test_only_a_request_that_ends_by_a_step_gets_a_receipt() -> None:
