@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from opentelemetry import context as otel_context
@@ -20,7 +19,6 @@ from headrace_common.rpc.trace_context import context_of_carrier
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.link.outgoing import LinkWriter, OutgoingStream, Write
 
-_FLUSH_S = 2.0
 _LAST_WRITE_S = 0.5
 _NAME = "a request of Link"
 
@@ -155,39 +153,6 @@ class LinkSession:
             starting.cancel()
         for stream_id in tuple(self._attempts):
             self._give_back(stream_id)
-
-
-class LinkSessions:
-    """The links of a worker."""
-
-    def __init__(self) -> None:
-        self._sessions: set[LinkSession] = set()
-        self._none_left = asyncio.Event()
-
-    @contextmanager
-    def listed(self, session: LinkSession) -> Iterator[None]:
-        """In this context, `end` ends the session."""
-        self._sessions.add(session)
-        try:
-            yield
-        finally:
-            self._sessions.discard(session)
-            if not self._sessions:
-                self._none_left.set()
-
-    async def end(self, refusal: Callable[[], HeadraceError]) -> None:
-        """Ends every link with an error of its own, and waits briefly for what they have to send."""
-        self._none_left.clear()
-        for session in self._sessions:
-            session.end(refusal())
-        if not self._sessions:
-            return
-        try:
-            async with asyncio.timeout(_FLUSH_S):
-                await self._none_left.wait()
-        except TimeoutError:
-            # A router does not read. The server ends the link next.
-            return
 
 
 def _link_full() -> QueueFull:
