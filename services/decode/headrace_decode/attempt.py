@@ -265,7 +265,7 @@ class DecodeAttempt:
         self.timestamps.first_generated(
             sampled=sampled, from_kv=self._from_kv, step_start_ns=tokens.step_start_ns
         )
-        return self.timestamps.to_proto() if self._from_kv or not before else None
+        return self.timestamps.steps if self._from_kv or not before else None
 
     def _require_kv(self) -> None:
         """Raises InternalError when the engine has used an incomplete KV cache (I3)."""

@@ -105,7 +105,8 @@ class LinkSession:
         if not opened.credit_tokens:
             self._end(outgoing, InvalidRequest({"credit_tokens": "must be 1 or more"}))
         elif full:
-            self._end(outgoing, _link_full())
+            what = f"the link has {LINK_STREAMS_MAX} requests in progress"
+            self._end(outgoing, QueueFull(what, metadata={"streams": str(LINK_STREAMS_MAX)}))
         else:
             starting = asyncio.create_task(self._run(outgoing, opened))
             self._starting[stream_id] = starting
@@ -153,10 +154,3 @@ class LinkSession:
             starting.cancel()
         for stream_id in tuple(self._attempts):
             self._give_back(stream_id)
-
-
-def _link_full() -> QueueFull:
-    return QueueFull(
-        f"the link has {LINK_STREAMS_MAX} requests in progress",
-        metadata={"streams": str(LINK_STREAMS_MAX)},
-    )

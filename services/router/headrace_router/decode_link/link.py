@@ -147,7 +147,7 @@ class DecodeLink:
         self._outgoing = OutgoingRequests(LINK_MESSAGE_BYTES_MAX)
         self._wake = asyncio.Event()
         self._last_stream_id = 0
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
         self._retired = False
         self._failure: _Failure = _closed_here
         self._task = asyncio.create_task(self._run(channel))
@@ -157,11 +157,6 @@ class DecodeLink:
     def count(self) -> int:
         """Requests in progress."""
         return self._answers.count
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since its start."""
-        return time.monotonic() - self._started_s
 
     def open(
         self,
@@ -354,7 +349,8 @@ class DecodeLinks:
     def _usable(self) -> DecodeLink:
         link = self._current
         if link is not None and not link.ended:
-            if link.count < self._streams_max and link.age_s < self._age_max_s:
+            age_s = time.monotonic() - link.started_s
+            if link.count < self._streams_max and age_s < self._age_max_s:
                 return link
             link.retire()
         link = self._current = DecodeLink(self._channel(), self._open.discard, self._load)
