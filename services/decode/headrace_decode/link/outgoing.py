@@ -332,7 +332,7 @@ class Outgoing:
             message.response.receipts.add(stream_id=stream_id, receipt=receipt)
             message.use(receipt.ByteSize())
         response = message.complete(columns)
-        if self._queue or columns:
+        if self._queue or message.room_bytes <= 0:
             self._on_sendable()
         return response
 
@@ -416,7 +416,7 @@ class LinkWriter:
     async def run(self) -> None:
         """Sends until it is stopped, or nothing is left of the last requests. Raises the refusal of `finish` then."""
         outgoing, wake = self.outgoing, self._wake
-        while not self._stopping and not (self._finishing and not outgoing.count):
+        while not self._stopping and (wake.is_set() or outgoing.count or not self._finishing):
             await wake.wait()
             wake.clear()
             holds_tokens = outgoing.has_waiting and not self.pace.try_release()
