@@ -179,7 +179,8 @@ class CostLedger:
             now.share_s - before.share_s + context * (now.per_context_s - before.per_context_s)
         )
         kv_token_s = now.kv_token_s - before.kv_token_s + context * (now.step_s - before.step_s)
-        self._costs[request_id].add(0.0, decode_s, kv_token_s, 0)
+        # Rounding may leave less than nothing.
+        self._costs[request_id].add(0.0, max(0.0, decode_s), max(0.0, kv_token_s), 0)
 
     def bill(self, request_id: str) -> RequestCost:
         """A request has ended, and gets its receipt. Empty the second time."""
