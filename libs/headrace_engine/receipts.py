@@ -133,15 +133,16 @@ class CostLedger:
         if not total_s:
             answer_s, context_s, weights = 1.0, 0.0, [float(tokens) for *_, tokens in prompts]
             total_s = sum(weights) + answers
-        scale = duration_s / total_s if total_s else 0.0
         for (cost, context, tokens), weight in zip(prompts, weights, strict=True):
-            cost.add(scale * weight, 0.0, (context + tokens) * duration_s, tokens)
+            cost.add(duration_s * (weight / total_s), 0.0, (context + tokens) * duration_s, tokens)
         if answers:
             steps, share_s, per_context_s, kv_token_s, step_s = self._sums
+            answer_share_s = duration_s * (answer_s / total_s)
+            context_share_s = duration_s * (context_s / total_s)
             self._sums = _Sums(
                 steps + 1,
-                share_s + scale * (answer_s + context_s * steps),
-                per_context_s + scale * context_s,
+                share_s + answer_share_s + context_share_s * steps,
+                per_context_s + context_share_s,
                 kv_token_s + duration_s * steps,
                 step_s + duration_s,
             )
