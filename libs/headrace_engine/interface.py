@@ -14,7 +14,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.receipts import EngineTime, RequestCost
+from headrace_engine.receipts import RequestCost
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.steps import StepWatch
 from headrace_kv.hidden_state import HiddenFormat
@@ -450,11 +450,6 @@ class Engine(ABC):
     def step_times(self) -> StepTimes:
         """What it has learned of the time of its steps."""
         return NO_STEPS
-
-    @property
-    def engine_time(self) -> EngineTime:
-        """What the time of one of its devices was spent on until now."""
-        return self.steps.engine_time
 
     @property
     def promises(self) -> PromiseCounts:

@@ -43,7 +43,7 @@ class EngineSteps:
     tokens: int = 0
     expected_s: float | None = None
     time: EngineTime = field(default=EngineTime(), compare=False)
-    """Until the latest step began, or the engine had nothing more to do."""
+    """Without the steps that have not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class RunningClock:
 
 @dataclass(slots=True)
 class _Longest:
-    """The two longest steps of the current period, and of the one before it."""
+    """The two longest steps of the current period, at least one, and of the one before it."""
 
     since_s: float
-    current: list[float] = field(default_factory=list)
+    current: list[float]
     previous: list[float] = field(default_factory=list)
 
     def record(self, duration_s: float, now_s: float) -> None:
@@ -108,17 +108,24 @@ class _Longest:
 
 
 class StepHistory:
-    """The longest recent steps of each kind."""
+    """The longest recent steps of each kind. One thread records, and any thread may read."""
 
     def __init__(self) -> None:
         self._longest: dict[_Kind, _Longest] = {}
 
     def record(self, step: Step, duration_s: float, now_s: float) -> None:
         """A step has ended. Its time counts at most as twice the bound that applied to it, about."""
-        expected_s = self.expected_s(step)
-        if expected_s is not None:
-            duration_s = min(duration_s, max(_LEARNED_MIN_S, _LEARNED_FACTOR * expected_s))
-        self._longest.setdefault(_kind(step), _Longest(now_s)).record(duration_s, now_s)
+        kind = _kind(step)
+        longest = self._longest.get(kind)
+        if longest is None:
+            self._longest[kind] = _Longest(now_s, [duration_s])
+        elif (
+            duration_s > longest.current[-1]
+            or now_s - longest.since_s > _PERIOD_S
+            or not longest.current[1:]
+        ):
+            bound_s = max(_LEARNED_MIN_S, _LEARNED_FACTOR * longest.expected_s)
+            longest.record(min(duration_s, bound_s), now_s)
 
     def expected_s(self, step: Step) -> float | None:
         """See EngineSteps."""
@@ -127,7 +134,7 @@ class StepHistory:
 
 
 def _kind(step: Step) -> _Kind:
-    return step.tokens.bit_length(), step.prompt_tokens > 0
+    return (step.prompt_tokens + step.running).bit_length(), step.prompt_tokens > 0
 
 
 class StepMeter:
@@ -136,17 +143,18 @@ class StepMeter:
     Each measured time serves the time model, and the bound beyond which the engine counts as stalled.
     """
 
-    def __init__(self, clock: Callable[[], float] = _monotonic_s) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
         self._learner = StepLearner()
         self._history = StepHistory()
         # Steps that have not ended, with their start. With pipeline stages there are several.
         self._planned: deque[tuple[Step, float, StepColumns, bool]] = deque()
         self._end_s = 0.0
-        self.steps = EngineSteps()
+        # The count of steps, and of the latest one its requests and what it computes. See EngineSteps.
+        self._latest = 0, 0, Step()
         self.costs = CostLedger()
         # Until when all time is in the ledger.
-        self._booked_s = clock()
+        self._booked_s = self._clock()
         self._is_booked = False
 
     @property
@@ -154,10 +162,18 @@ class StepMeter:
         """What it has learned."""
         return self._learner.times
 
+    @property
+    def steps(self) -> EngineSteps:
+        """The steps until now."""
+        count, requests, step = self._latest
+        expected_s = self._history.expected_s(step) if requests else None
+        return EngineSteps(count, requests, step.tokens, expected_s, self._time_now())
+
     def request_added(self) -> None:
         """The engine has a request. From now on it should step."""
-        if not self.steps.requests:
-            self._show(1, Step())
+        count, requests, _ = self._latest
+        if not requests:
+            self._latest = count + 1, 1, Step()
 
     def planned(
         self,
@@ -179,7 +195,7 @@ class StepMeter:
             self._booked_s = start_s
         self._planned.append((step, start_s, columns, waits))
         if requests:
-            self._show(requests, step)
+            self._latest = self._latest[0] + 1, requests, step
         else:
             self.idle()
 
@@ -187,7 +203,8 @@ class StepMeter:
         """The oldest planned step has ended, and its results are handled."""
         if not self._planned:
             return
-        self.book()
+        if not self._is_booked:
+            self.book()
         self._is_booked = False
         step, start_s, _, waited = self._planned.popleft()
         end_s = self._clock()
@@ -206,42 +223,39 @@ class StepMeter:
         _, start_s, columns, _ = self._planned[0]
         now_s, booked_s = self._clock(), self._booked_s
         self._booked_s = now_s
-        begin_s = max(start_s, booked_s) if columns.request_ids else now_s
-        self.costs.idled(begin_s - booked_s)
-        if columns.request_ids:
-            self.costs.step_took(columns, self.times, now_s - begin_s)
+        begin_s = max(start_s, booked_s) if any(columns) else now_s
+        if begin_s > booked_s:
+            self.costs.idled(begin_s - booked_s)
+        if any(columns):
+            self.costs.step_took(columns, self._learner.times, now_s - begin_s)
 
     def idle(self) -> None:
         """The last request has ended."""
-        self.steps = EngineSteps(self.steps.count, time=self.time_now())
+        self._latest = self._latest[0], 0, Step()
 
-    def _show(self, requests: int, step: Step) -> None:
-        expected_s = self._history.expected_s(step)
-        count, time = self.steps.count + 1, self.time_now()
-        self.steps = EngineSteps(count, requests, step.tokens, expected_s, time)
-
-    def time_now(self) -> EngineTime:
-        """What the time was spent on until now, without the steps that are planned. Any thread may call it."""
-        time, since_s = self.costs.time, self._booked_s
+    def _time_now(self) -> EngineTime:
+        """What the time was spent on until now, without the steps that are planned."""
+        costs, since_s = self.costs, self._booked_s
         waits_s = 0.0 if self._planned else max(0.0, self._clock() - since_s)
-        return replace(time, idle_s=time.idle_s + waits_s)
+        return EngineTime(costs.idle_s + waits_s, costs.computing_s, costs.billed_s)
 
 
 class StepWatch:
     """Whether an engine is stalled, from the reports of its steps. One event loop owns it.
 
-    `reports_regularly`: the engine's own process sends reports, at least one a second.
+    `read` returns the steps of an engine in this process, which are read when they are asked for. Without it, the
+    engine's own process sends reports, at least one a second.
     """
 
     def __init__(
         self,
         step_stall_s: float = STEP_STALL_S,
         *,
-        reports_regularly: bool = False,
+        read: Callable[[], EngineSteps] | None = None,
         clock: Callable[[], float] = _monotonic_s,
     ) -> None:
         self._step_stall_s = step_stall_s
-        self._reports_regularly = reports_regularly
+        self._read = read
         self._clock, self._whole_clock = RunningClock(clock), clock
         self._steps = EngineSteps()
         self._timed_s = clock()
@@ -257,6 +271,8 @@ class StepWatch:
     @property
     def engine_time(self) -> EngineTime:
         """What the time of one of its devices was spent on until now. Of a running step that is not known."""
+        if self._read is not None:
+            return self._read().time
         time = self._steps.time
         if self._steps.requests:
             return time
@@ -264,9 +280,11 @@ class StepWatch:
 
     def stall(self) -> Stall | None:
         """None while the engine steps, or has nothing to do."""
+        if self._read is not None:
+            self.report(self._read())
         steps, now_s = self._steps, self._clock.now_s()
         silent = not steps.requests
-        if silent and not self._reports_regularly:
+        if silent and self._read is not None:
             return None
         age_s = now_s - (self._reported_s if silent else self._since_s)
         bound_s = self._bound_s()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,7 @@ class ByteCodec(TextCodec):
         return array("I", self.encode(text, tokens_max))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        content = b"".join(
-            bytes((token_id,)) if token_id < _BYTE_COUNT else _word(token_id - _BYTE_COUNT)
-            for token_id in token_ids
-        )
-        return content.decode(errors="replace")
+        return b"".join(map(_token_bytes, token_ids)).decode(errors="replace")
 
 
 def _line(message: ChatMessage) -> str:
@@ -77,8 +74,11 @@ def _line(message: ChatMessage) -> str:
     return f"{message.role}: {message.reasoning}{message.content}{''.join(calls)}"
 
 
-def _word(number: int) -> bytes:
-    first, second = divmod(number, len(_SYLLABLES))
+@lru_cache(_VOCABULARY_SIZE)
+def _token_bytes(token_id: int) -> bytes:
+    if token_id < _BYTE_COUNT:
+        return bytes((token_id,))
+    first, second = divmod(token_id - _BYTE_COUNT, len(_SYLLABLES))
     return f" {_SYLLABLES[first % len(_SYLLABLES)]}{_SYLLABLES[second]}".encode("ascii")
 
 

@@ -21,7 +21,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.attempts import Attempts
-from headrace_decode.link.session import LinkSession
+from headrace_decode.link.outgoing import Outgoing
 from headrace_kv.send.stream import HandoffStream, StreamItem
 from headrace_prefill.pull import PullSession
 from tests.chaos.tiers import put
@@ -69,7 +69,7 @@ class Lies:
     # A decode worker to routers.
 
     def _answer_wrong(self) -> None:
-        start, next_message = Attempts.start, LinkSession._next_message
+        start, next_message = Attempts.start, Outgoing.next_message
 
         async def started(
             attempts: Attempts, request: decode_pb2.GenerateRequest, deadline: Deadline
@@ -77,14 +77,16 @@ class Lies:
             self._got(request.request_id)
             return await start(attempts, request, deadline)
 
-        def spoiled(session: LinkSession) -> decode_pb2.LinkResponse | None:
-            message = next_message(session)
+        def spoiled(
+            outgoing: Outgoing, *, holds_tokens: bool = False
+        ) -> decode_pb2.LinkResponse | None:
+            message = next_message(outgoing, holds_tokens=holds_tokens)
             if message is not None:
                 self._spoil(message)
             return message
 
         put(Attempts, "start", started)
-        put(LinkSession, "_next_message", spoiled)
+        put(Outgoing, "next_message", spoiled)
 
     def _spoil(self, message: decode_pb2.LinkResponse) -> None:
         columns = message.tokens

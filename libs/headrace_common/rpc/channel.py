@@ -25,7 +25,7 @@ from headrace_common.access.table import ROLES, Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.errors import ConfigError, ProtocolViolation
 from headrace_common.reloading import ReloadedFiles
-from headrace_common.rpc.field_bounds import find_excess
+from headrace_common.rpc.field_bounds import check_of
 from headrace_common.rpc.status import rpc_error_of
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class _CheckedCall:
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self._find_excess: Callable[[Any], str] = self._find_first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
@@ -157,10 +158,17 @@ class _CheckedCall:
         return self._checked(await self._call.read())
 
     def _checked(self, response: Any) -> Any:
-        if isinstance(response, Message) and (excess := find_excess(response)):
+        if response is not grpc.aio.EOF and (excess := self._find_excess(response)):
             self._call.cancel()
             raise rpc_error_of(ProtocolViolation(excess))
         return response
+
+    def _find_first(self, response: Any) -> str:
+        """All responses of a call are of one kind."""
+        if isinstance(response, Message):
+            self._find_excess = check_of(type(response))
+            return self._find_excess(response)
+        return ""
 
 
 class _CountedChannel:

@@ -27,12 +27,17 @@ _scope: dict[str, Any] = {}
 _checks: dict[type[Message], Callable[[Any], str]] = {}
 
 
+def check_of(kind: type[Message]) -> Callable[[Any], str]:
+    """What returns which field of a message of this kind is beyond its bound, "" for none."""
+    check = _checks.get(kind)
+    if check is None:
+        check = _checks[kind] = _check_of(kind.DESCRIPTOR)
+    return check
+
+
 def find_excess(message: Message) -> str:
     """Which field is beyond its bound, "" for none."""
-    check = _checks.get(type(message))
-    if check is None:
-        check = _checks[type(message)] = _check_of(message.DESCRIPTOR)
-    return check(message)
+    return check_of(type(message))(message)
 
 
 def require_bounds(message: Message) -> None:

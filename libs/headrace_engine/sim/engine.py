@@ -52,7 +52,7 @@ from headrace_engine.sim.ranks import Ranks, layer_groups
 from headrace_engine.sim.scheduler import Scheduler
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence
 from headrace_engine.sim.stepper import SimClock, Stepper
-from headrace_engine.steps import StepWatch
+from headrace_engine.steps import EngineSteps, StepWatch
 from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.messages import SendReport
 from headrace_kv.prefix.events import Tier
@@ -114,7 +114,7 @@ class SimEngine(Engine):
         self.hidden_format = HIDDEN_FORMAT
         self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
-        self.steps = StepWatch(config.step_stall_s)
+        self.steps = StepWatch(config.step_stall_s, read=self._read_steps)
         self.tier_loads = LoadTimes()
         self._transports: list[TransportUse] = []
         self._senders: list[RankSender] = []
@@ -167,7 +167,6 @@ class SimEngine(Engine):
             self._ranks,
             self._stepper,
             self._clock,
-            self.steps.report,
         )
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
@@ -374,6 +373,9 @@ class SimEngine(Engine):
     @property
     def step_times(self) -> StepTimes:
         return NO_STEPS if self._scheduler is None else self._scheduler.meter.times
+
+    def _read_steps(self) -> EngineSteps:
+        return EngineSteps() if self._scheduler is None else self._scheduler.meter.steps
 
     def usage(self) -> EngineUsage:
         requests = self._requests

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -24,8 +23,8 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.ranks import Ranks
 from headrace_engine.sim.sequence import Answer, Prompt, Sequence, Wait
-from headrace_engine.sim.stepper import SimClock, Stepper, columns_of, plan_step, step_of
-from headrace_engine.steps import EngineSteps, StepMeter
+from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, columns_of, plan_step
+from headrace_engine.steps import StepMeter
 from headrace_kv.messages import Reservation
 
 _logger = logging.getLogger(__name__)
@@ -36,9 +35,9 @@ _WAITING_MIN = 64
 class Scheduler:
     """Owns the requests of one engine: which wait, which run, and when their blocks are freed.
 
-    `run` is the step loop. All methods are called on its event loop. `on_steps` is called when a step begins, and when
-    nothing is left to compute. `planner` gets the events of transfers, each followed by `wake`. What it plans is
-    done at once, in steps that compute nothing, unless a request's tokens are computed.
+    `run` is the step loop. All methods are called on its event loop. `planner` gets the events of transfers, each
+    followed by `wake`. What it plans is done at once, in steps that compute nothing, unless a request's tokens are
+    computed.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Scheduler:
         ranks: Ranks,
         stepper: Stepper,
         clock: SimClock,
-        on_steps: Callable[[EngineSteps], None],
     ) -> None:
         self._shape = shape
         self._pools = pools
@@ -71,7 +69,6 @@ class Scheduler:
         self._closing = self._stopped = False
         self.meter = StepMeter()
         """Measures the steps."""
-        self._on_steps = on_steps
 
     @property
     def running_count(self) -> int:
@@ -143,7 +140,6 @@ class Scheduler:
                 if not await self._step():
                     self._work.clear()
                     self.meter.idle()
-                    self._on_steps(self.meter.steps)
                     await self._clock.wait(self._work)
             except Exception:
                 _logger.exception("a step of the sim engine failed")
@@ -179,9 +175,7 @@ class Scheduler:
         if not chunks:
             return False
         waits = self.planner.partial.receives != {}
-        self.meter.planned(step_of(chunks), len(chunks), columns=columns_of(chunks), waits=waits)
-        self._on_steps(self.meter.steps)
-        sends = any(isinstance(chunk.sequence, Prompt) for chunk in chunks)
+        sends = self._measure(chunks, waits=waits)
         plan = None
         if sends or waits or self._has_tiers:
             plan = self._begin([chunk.sequence.part_of_step(chunk.end) for chunk in chunks])
@@ -208,6 +202,15 @@ class Scheduler:
         self._work.set()
         self._running.rotate(-1)
         return True
+
+    def _measure(self, chunks: Items[Chunk], *, waits: bool) -> bool:
+        """A step begins. Whether it has prompts of others, which are sent. `waits`: see StepMeter."""
+        columns, sending = columns_of(chunks), set[str]()
+        if columns.prompts:
+            sequences = (chunk.sequence for chunk in chunks)
+            sending = {one.transfer_id for one in sequences if isinstance(one, Prompt)}
+        self.meter.planned(columns.as_step(sending), len(chunks), columns=columns, waits=waits)
+        return bool(sending)
 
     def _settle(self) -> None:
         """Handles what has changed of transfers, and sends cached KV."""
@@ -336,5 +339,6 @@ class Scheduler:
         """It may be that a request waits for nothing more. Its cached KV is sent if it has nothing to compute."""
         if not isinstance(sequence, Prompt) or not sequence.is_ready:
             return
-        if sequence.block_ids_by_group and (sequence.work.cached_only or not sequence.pending):
+        is_computed = sequence.computed == len(sequence.tokens)
+        if sequence.block_ids_by_group and (sequence.work.cached_only or is_computed):
             self._cached.append(sequence)

@@ -91,11 +91,6 @@ class Sequence:
         self._planned = False
 
     @property
-    def pending(self) -> int:
-        """Tokens that still need their KV computed."""
-        return len(self.tokens) - self.computed
-
-    @property
     def is_ready(self) -> bool:
         """Whether a step may compute it: it has not ended or failed, and waits for no KV."""
         return not self.ended and not self.waits
@@ -289,7 +284,7 @@ class Answer(Sequence):
         return work.transferable_tokens - (1 if self.awaits_first_token else 0)
 
     def step_started(self) -> None:
-        super().step_started()
+        self._steps += 1
         if not self._first_step_ns:
             self._first_step_ns = time.monotonic_ns()
 

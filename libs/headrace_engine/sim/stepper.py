@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_common.time_model.model import Step
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
 from headrace_engine.receipts import StepColumns
 from headrace_engine.sim.cache.memory import SimMemory
@@ -48,20 +47,19 @@ class SimClock:
 
 
 class Chunk(NamedTuple):
-    """Positions [start, end) of one sequence."""
+    """Positions [start, end) of one sequence.
+
+    `is_decode`: it is the last known token of a decode request, and so gives a new token.
+    """
 
     sequence: Sequence
     start: int
     end: int
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it is the last known token of a decode request, and so gives a new token."""
-        return isinstance(self.sequence, Answer) and self.end - self.start == 1
+    is_decode: bool = False
 
 
 def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) -> list[Chunk]:
-    """One token of each sequence that generates; prompts share the rest of the budget.
+    """One token of each sequence that generates; prompts share the rest of the budget, and come after these.
 
     `sequences` are in order of preference. Prompts get equal shares of whole blocks, but for a
     prompt's last chunk. At least one block is computed.
@@ -69,9 +67,11 @@ def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) 
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []
     for sequence in sequences:
-        if sequence.pending == 1 and isinstance(sequence, Answer):
-            chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
-        elif sequence.pending:
+        computed = sequence.computed
+        pending = len(sequence.tokens) - computed
+        if pending == 1 and isinstance(sequence, Answer):
+            chunks.append(Chunk(sequence, computed, computed + 1, True))
+        elif pending:
             prompts.append(sequence)
     budget = max(block_tokens, token_budget - len(chunks))
     while prompts and budget >= block_tokens:
@@ -83,28 +83,16 @@ def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) 
     return chunks
 
 
-def step_of(chunks: Items[Chunk]) -> Step:
-    """The chunks of a step, as the time model counts them."""
-    prompt_tokens, attended_tokens, running, context_tokens, sent_tokens = 0, 0.0, 0, 0, 0
-    for chunk in chunks:
-        if chunk.is_decode:
-            running += 1
-            context_tokens += chunk.start
-        else:
-            count = chunk.end - chunk.start
-            prompt_tokens += count
-            attended_tokens += count * (chunk.start + count / 2)
-            if isinstance(chunk.sequence, Prompt):
-                sent_tokens += count
-    return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
-
-
 def columns_of(chunks: Items[Chunk]) -> StepColumns:
     """The requests of a step."""
     return StepColumns(
-        [chunk.sequence.transfer_id for chunk in chunks],
-        [chunk.start for chunk in chunks],
-        [0 if chunk.is_decode else chunk.end - chunk.start for chunk in chunks],
+        [chunk.sequence.transfer_id for chunk in chunks if chunk.is_decode],
+        [chunk.start for chunk in chunks if chunk.is_decode],
+        [
+            (one.transfer_id, start, end - start)
+            for one, start, end, decodes in chunks
+            if not decodes
+        ],
     )
 
 
@@ -207,7 +195,7 @@ class Stepper:
         sequence.chunk_computed(chunk.end)
         if not sequence.is_partial:
             self.pools.register(sequence, chunk.start, chunk.end)
-        if sequence.pending or sequence.ended:
+        if len(sequence.tokens) > chunk.end or sequence.ended:
             return
         if isinstance(sequence, Prompt):
             self.end_prefill(sequence)
@@ -258,10 +246,8 @@ class Stepper:
 
 def step_layer_s(chunks: Items[Chunk], settings: SimSettings) -> float:
     """Seconds that one layer of a step with these chunks takes."""
-    step_s = 0.0
-    if settings.prefill_s_per_token:
+    step_s = settings.decode_step_s if chunks[0].is_decode else 0.0
+    if settings.prefill_s_per_token and not chunks[-1].is_decode:
         prompt_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.is_decode)
-        step_s = prompt_tokens * settings.prefill_s_per_token
-    if settings.decode_step_s and any(chunk.is_decode for chunk in chunks):
-        step_s += settings.decode_step_s
+        step_s += prompt_tokens * settings.prefill_s_per_token
     return step_s / settings.layer_count + settings.layer_s

@@ -120,7 +120,7 @@ class VllmEngine(Engine):
         self._fetching: dict[str, PrefillRequest] = {}
         self.tier_loads = LoadTimes()
         self.load = EngineLoad()
-        self.steps = StepWatch(config.step_stall_s, reports_regularly=True)
+        self.steps = StepWatch(config.step_stall_s)
 
     async def start(self) -> None:
         with interruptible():

@@ -65,7 +65,9 @@ class HostedWorker(Generic[_Config_co]):
 
     def device_time(self) -> time_model_pb2.DeviceTime:
         """What the time of its devices was spent on."""
-        return device_time_to_proto(self.engine.engine_time, len(self.engine.descriptor.ranks))
+        return device_time_to_proto(
+            self.engine.steps.engine_time, len(self.engine.descriptor.ranks)
+        )
 
 
 class WorkerHost:

@@ -55,6 +55,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 OnEnd: TypeAlias = Callable[[Exception | None], None]
+OnCost: TypeAlias = Callable[[receipt_pb2.Receipt], None]
 
 
 class AttemptSink(Protocol):
@@ -108,9 +109,7 @@ class DecodeAttempt:
     """Called once. It must call `close`."""
     signer: TicketKey | None = None
     """See HandoffTickets."""
-    _on_cost: Callable[[receipt_pb2.Receipt], None] = field(
-        default=lambda receipt: None, init=False
-    )
+    _on_cost: OnCost | None = field(default=None, init=False)
     error: HeadraceError | None = field(
         default_factory=lambda: Cancelled("the caller cancelled or disconnected"), init=False
     )
@@ -145,13 +144,21 @@ class DecodeAttempt:
         """The tokens that its caller has got."""
         return 0 if self._task is None else self._sink.token_count
 
-    def start(self, sink: AttemptSink, on_end: OnEnd, *, early: bool = False) -> None:
+    def start(
+        self,
+        sink: AttemptSink,
+        on_end: OnEnd,
+        on_cost: OnCost | None = None,
+        *,
+        early: bool = False,
+    ) -> None:
         """Starts the engine's request. `sink` gets the reservation, tokens and the end, each at once.
 
-        `on_end` is called once, with the error if any. The deadline counts as an error. With `early`, prefill may
-        begin, and open the transfer, before the blocks are reserved.
+        `on_end` is called once, with the error if any. The deadline counts as an error. `on_cost` gets the receipt if
+        the attempt is ended before the engine has ended it. With `early`, prefill may begin, and open the transfer,
+        before the blocks are reserved.
         """
-        self._sink, self._report = sink, on_end
+        self._sink, self._report, self._on_cost = sink, on_end, on_cost
         self.add_tokens = self._add_early_tokens
         name = self.work.transfer_id
         if not self.work.remote_kv:
@@ -168,13 +175,9 @@ class DecodeAttempt:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.deadline.remaining_s(), self._fail, late)
 
-    def report_cost(self, on_cost: Callable[[receipt_pb2.Receipt], None]) -> None:
-        """`on_cost` gets the receipt if the attempt is ended before the engine has ended it."""
-        self._on_cost = on_cost
-
     def put(self, event: DecodeEvent) -> None:
         """See AnswerSink."""
-        if isinstance(event, RequestCost):
+        if isinstance(event, RequestCost) and self._on_cost is not None:
             self._on_cost(receipt_to_proto(event, self.engine.descriptor, self.cached_tokens))
         if self._over:
             return
@@ -267,7 +270,7 @@ class DecodeAttempt:
         self.timestamps.first_generated(
             sampled=sampled, from_kv=self._from_kv, step_start_ns=tokens.step_start_ns
         )
-        return self.timestamps.to_proto() if self._from_kv or not before else None
+        return self.timestamps.steps if self._from_kv or not before else None
 
     def _require_kv(self) -> None:
         """Raises InternalError when the engine has used an incomplete KV cache (I3)."""

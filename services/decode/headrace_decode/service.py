@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import grpc.aio
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_decode.attempts import Attempts
-from headrace_decode.link.session import LinkSession, LinkSessions
+from headrace_decode.link.session import LinkSession
+
+_FLUSH_S = 2.0
 
 
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
@@ -20,7 +23,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self.attempts = attempts
         """The attempts of this worker."""
         self._default_deadline_s = default_deadline_s
-        self._links = LinkSessions()
+        self._links: dict[LinkSession, asyncio.Task[None]] = {}
 
     async def Link(  # type: ignore[override]
         self,
@@ -29,8 +32,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         """See decode.proto."""
         session = LinkSession(self.attempts.start, context.write, self._default_deadline_s)
-        with self._links.listed(session):
-            await session.run(request_iterator)
+        running = self._links[session] = asyncio.ensure_future(session.run(request_iterator))
+        try:
+            await running
+        finally:
+            del self._links[session]
 
     async def SetFirstToken(
         self,
@@ -59,4 +65,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         At the deadline, attempts end with Draining, so that their routers continue on other workers.
         """
         await self.attempts.finish_drain(deadline)
-        await self._links.end(self.attempts.refusal)
+        for link in self._links:
+            link.end(self.attempts.refusal())
+        if self._links:
+            # A router may not read. The server ends its link next.
+            await asyncio.wait(self._links.values(), timeout=_FLUSH_S)

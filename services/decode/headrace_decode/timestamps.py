@@ -66,12 +66,6 @@ class RequestTimestamps:
         """The attempt is over."""
         self.end_us = self._after_us()
 
-    def to_proto(self) -> decode_pb2.AttemptTimes:
-        """The times of this attempt until now."""
-        until_now = decode_pb2.AttemptTimes()
-        until_now.CopyFrom(self.steps)
-        return until_now
-
     def _after_us(self, monotonic_ns: int = 0) -> int:
         """From the start to that time, or to now."""
         return max(1, ((monotonic_ns or time.monotonic_ns()) - self.start.monotonic_ns) // 1_000)

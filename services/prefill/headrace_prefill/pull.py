@@ -7,7 +7,6 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc.aio
@@ -36,12 +35,8 @@ MAX_INTERVAL_S = 2.0
 _TIMES_INTERVAL_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """A message to the router; `written` is set once gRPC has taken it."""
-
-    message: prefill_pb2.PullRequest
-    written: asyncio.Event
+_Report: TypeAlias = tuple[prefill_pb2.PullRequest, asyncio.Event]
+"""A message to the router, and what is set once gRPC has taken it."""
 
 
 class PullSession:
@@ -209,11 +204,11 @@ class PullSession:
 
     def _send(self, message: prefill_pb2.PullRequest) -> asyncio.Event:
         """Queues a message. The event is set once gRPC has taken it."""
-        report = _Report(message, asyncio.Event())
+        written = asyncio.Event()
         self._unsent += 1
         self._sent_s = asyncio.get_running_loop().time()
-        self._outgoing.put_nowait(report)
-        return report.written
+        self._outgoing.put_nowait((message, written))
+        return written
 
     async def _requests(self) -> AsyncIterator[prefill_pb2.PullRequest]:
         yield self._hello
@@ -221,10 +216,10 @@ class PullSession:
             reports = [await self._outgoing.get()]
             while not self._outgoing.empty() and len(reports) < BATCH_MAX:
                 reports.append(self._outgoing.get_nowait())
-            yield _combined([report.message for report in reports])
+            yield _combined([message for message, _ in reports])
             # gRPC requests the next message once this one is written.
-            for report in reports:
-                report.written.set()
+            for _, written in reports:
+                written.set()
             self._unsent -= len(reports)
             self._update_idle()
 

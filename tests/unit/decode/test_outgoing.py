@@ -114,3 +114,21 @@ def test_a_receipt_follows_the_last_event_of_its_request() -> None:
         sizes.append(message.ByteSize())
     assert len(sizes) > 4
     assert max(sizes) < 1_200
+
+
+def test_what_is_left_of_a_full_message_is_sendable() -> None:
+    calls: list[bool] = []
+    outgoing = Outgoing(1, lambda: calls.append(True))
+    receipt = receipt_pb2.Receipt(decode_device_us=1)
+    for stream_id in (1, 2):
+        stream = outgoing.open(stream_id, 9)
+        stream.add_tokens([5])
+        stream.fail(b"status")
+        outgoing.add_receipt(stream_id, receipt)
+    sent = []
+    # One event in each message: two of tokens with their end, and two receipts.
+    while calls:
+        calls.clear()
+        if (message := outgoing.next_message()) is not None:
+            sent.append((len(message.failures), len(message.receipts)))
+    assert sent == [(1, 0), (1, 0), (0, 1), (0, 1)]

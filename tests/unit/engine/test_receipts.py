@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import astuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.time_model.model import NO_STEPS, Step, StepTimes
-from headrace_engine.receipts import StepColumns, shares
+from headrace_engine.receipts import CostLedger, RequestCost, StepColumns
 from headrace_engine.steps import StepMeter
 
 _seconds = st.floats(0, 1e-2)
+_tokens = st.integers(0, 8_192)
 _times = st.builds(
     StepTimes,
     fixed_s=_seconds,
@@ -24,16 +28,30 @@ _times = st.builds(
 
 @st.composite
 def _steps(draw: st.DrawFn) -> StepColumns:
-    count = draw(st.integers(1, 40))
-    tokens = st.lists(st.integers(0, 8_192), min_size=count, max_size=count)
-    prompts = draw(tokens) if draw(st.booleans()) else ()
-    return StepColumns([str(one) for one in range(count)], draw(tokens), prompts)
+    counts = draw(st.lists(st.tuples(_tokens, st.just(0) | _tokens), min_size=1, max_size=40))
+    return _columns(dict(enumerate(counts)))
+
+
+def _columns(parts: Mapping[int, tuple[int, int]]) -> StepColumns:
+    """A step of requests with their context, and the tokens of their prompts."""
+    answers = {str(one): context for one, (context, tokens) in parts.items() if not tokens}
+    prompts = [(str(one), *part) for one, part in parts.items() if part[1]]
+    return StepColumns([*answers], [*answers.values()], prompts)
+
+
+def _costs(step: StepColumns, times: StepTimes, duration_s: float) -> dict[str, RequestCost]:
+    """What a step costs each of its requests."""
+    ledger, names = CostLedger(), [*step.request_ids, *(name for name, *_ in step.prompts)]
+    for name in names:
+        ledger.request_added(name)
+    ledger.step_took(step, times, duration_s)
+    return {name: ledger.bill(name) for name in names}
 
 
 @given(_steps(), _times | st.just(NO_STEPS), st.floats(0, 100))
 def test_shares_add_up_to_the_step(step: StepColumns, times: StepTimes, duration_s: float) -> None:
-    found = shares(step, times, duration_s)
-    assert len(found) == len(step.request_ids)
+    costs = _costs(step, times, duration_s).values()
+    found = [one.prefill_s + one.decode_s for one in costs]
     assert min(found) >= 0
     assert sum(found) == pytest.approx(duration_s)
 
@@ -41,7 +59,44 @@ def test_shares_add_up_to_the_step(step: StepColumns, times: StepTimes, duration
 def test_shares_are_as_the_learned_times() -> None:
     times = StepTimes(fixed_s=2.0, s_per_prompt_token=0.5, s_per_answer=1.0)
     # A prompt of 12 tokens and an answer, of 1 + 6 and 1 + 1 seconds.
-    assert shares(StepColumns("pa", (0, 50), (12, 0)), times, 18.0) == [14.0, 4.0]
+    costs = _costs(StepColumns("a", (50,), [("p", 0, 12)]), times, 18.0)
+    assert costs["p"] == RequestCost(14.0, 0.0, 12 * 18.0, 12)
+    assert costs["a"] == RequestCost(0.0, 4.0, 50 * 18.0)
+
+
+_Parts = st.dictionaries(
+    st.integers(0, 7), st.tuples(st.sampled_from((1, 1, 1, 3)), st.just(0) | st.integers(0, 90))
+)
+"""Of some requests, what their context grows by and, of prompts, how many tokens of them a step computes."""
+
+
+@given(
+    st.lists(
+        st.tuples(_Parts, _times | st.just(NO_STEPS), _seconds, st.integers(0, 40)), max_size=30
+    )
+)
+def test_many_steps_cost_a_request_what_each_of_them_does(
+    log: list[tuple[dict[int, tuple[int, int]], StepTimes, float, int]],
+) -> None:
+    """Requests sit out steps, get tokens of drafts, turn from prompts to answers, and end before a step does."""
+    ledger, contexts = CostLedger(), dict.fromkeys(range(8), 10)
+    paid: dict[int, list[RequestCost]] = {number: [] for number in contexts}
+    for number in contexts:
+        ledger.request_added(str(number))
+    for parts, times, duration_s, ended in log:
+        if ended in paid:
+            ledger.drop(str(ended))
+            del paid[ended]
+        counts = {one: (contexts[one], tokens) for one, (_, tokens) in parts.items()}
+        ledger.step_took(_columns(counts), times, duration_s)
+        alive = {one: part for one, part in counts.items() if one in paid}
+        for name, cost in _costs(_columns(alive), times, duration_s).items():
+            paid[int(name)].append(cost)
+        for one, (growth, computed) in parts.items():
+            contexts[one] += computed or growth
+    for number, several in paid.items():
+        summed = [sum(column) for column in zip(*map(astuple, several), strict=True)] or [0.0] * 4
+        assert astuple(ledger.bill(str(number))) == pytest.approx(tuple(summed), abs=1e-9)
 
 
 class Time:

@@ -38,7 +38,8 @@ class Engine:
     def __init__(self, *, reports_regularly: bool = False) -> None:
         self.time = Time()
         self.meter = StepMeter(self.time)
-        self.watch = StepWatch(STALL_S, reports_regularly=reports_regularly, clock=self.time)
+        read = None if reports_regularly else lambda: self.meter.steps
+        self.watch = StepWatch(STALL_S, read=read, clock=self.time)
 
     def plan(self, requests: int, tokens: int) -> None:
         """A step begins: the one before it has ended."""

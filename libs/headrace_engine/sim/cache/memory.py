@@ -127,6 +127,8 @@ class SimMemory:
             for rank, (placed, arena) in enumerate(zip(self._placed, self._arenas, strict=True))
         )
         self._readings = tuple(_readings(self._held))
+        # Those of each reading, for as many blocks as a request had until now.
+        self._weights = [np.empty((0, 0, 0, 0, 0), np.uint64)] * len(self._readings)
         # The keys are the layers that a step writes at once: one or all.
         self._by_layers: dict[range, tuple[HeldCache, ...]] = {}
         self._verifies = shape.settings.verify
@@ -225,42 +227,36 @@ class SimMemory:
 
         Equals the model's closed form exactly when every byte is right and copies of a head agree.
         """
-        selections = [
-            self._selection(group, block_ids, token_count)
-            for group, block_ids in enumerate(block_ids_by_group)
-        ]
         first_copies: dict[int, int] = {}
         total = 0
-        for group, view, part_weights, head_names in self._readings:
-            blocks, weights = selections[group]
-            sums = np.einsum("lbhtw,bt->lhw", view[:, blocks], weights)
-            sums *= part_weights
-            by_head = sums.sum(axis=(0, 2), dtype=np.uint64).tolist()
-            for head, value in zip(head_names, by_head, strict=True):
+        for index, (group, view, part_weights, head_names) in enumerate(self._readings):
+            block_ids, whole, rest = block_ids_by_group[group], 1, 0
+            if self.groups[group].kind != STATE:
+                whole, rest = divmod(token_count, self.groups[group].block_tokens)
+            weights = self._weights[index]
+            if weights.shape[1] <= whole:
+                weights = self._weights[index] = self._weights_of(group, part_weights, 2 * whole)
+            blocks = _selected(block_ids[:whole])
+            sums = np.einsum("lbhtw,lbhtw->h", view[:, blocks], weights[:, :whole])
+            if rest:
+                last = view[:, block_ids[whole], :, :rest]
+                sums += np.einsum("lhtw,lhtw->h", last, weights[:, whole, :, :rest])
+            for head, value in zip(head_names, sums.tolist(), strict=True):
                 first = first_copies.setdefault(head, value)
                 # An equal copy adds 0, so that the digest does not depend on the number of ranks.
                 if value != first:
                     total += mix_int(value - first)
         return (total + sum(first_copies.values())) & WORD_MASK
 
-    def _selection(
-        self, index: int, block_ids: Sequence[int], token_count: int
-    ) -> tuple[slice | list[int], U64Array]:
-        """The blocks that hold the tokens, and each token's weight. Shape [blocks, tokens]."""
+    def _weights_of(self, index: int, part_weights: U64Array, block_count: int) -> U64Array:
+        """The weights of a part's words in blocks of one request. Shape [layers, blocks, heads, tokens, words]."""
         group = self.groups[index]
         if group.kind == STATE:
-            page = block_ids[0]
-            return slice(page, page + 1), np.ones((1, 1), np.uint64)
+            return part_weights[:, None, :, None, :]
         size = group.block_tokens
-        used = list(block_ids[: -(-token_count // size)])
-        capacity = len(used) * size
-        weights = self._model.position_weights(capacity).copy()
-        weights[token_count:] = 0
-        contiguous = used[-1] - used[0] == len(used) - 1 and used == list(
-            range(used[0], used[-1] + 1)
-        )
-        selected = slice(used[0], used[-1] + 1) if contiguous else used
-        return selected, weights.reshape(len(used), size)
+        by_token = self._model.position_weights((block_count + 1) * size).reshape(-1, size)
+        weights: U64Array = by_token[:, None, :, None] * part_weights[:, None, :, None, :]
+        return weights
 
     def fill_guard(self, group: int, block_ids: Sequence[int]) -> None:
         """Overwrites freed blocks of a group with the guard word."""
@@ -282,6 +278,13 @@ class SimMemory:
             parts = (held.within(layers) for rank in self._held for held in rank)
             found = self._by_layers[layers] = tuple(part for part in parts if part is not None)
         return found
+
+
+def _selected(block_ids: Sequence[int]) -> slice | list[int]:
+    """These blocks: a view of them where they are contiguous."""
+    first, count = block_ids[0] if block_ids else 0, len(block_ids)
+    used = list(block_ids)
+    return slice(first, first + count) if used == list(range(first, first + count)) else used
 
 
 _Reading = tuple[int, WordArray, U64Array, range]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from headrace_common.time_model.model import Step, StepTimes
+from headrace_common.time_model.model import StepTimes
 from headrace_engine.receipts import RequestCost, StepColumns
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_engine.vllm.link.messages import EngineLoad
@@ -49,13 +48,13 @@ class LoadMeter:
     ) -> None:
         """A step is planned. One of its requests may have been preempted before.
 
-        `sending`: see step_of. `waits`: see StepMeter.
+        `sending`: see as_step. `waits`: see StepMeter.
         """
         self._running.difference_update(output.preempted_req_ids or ())
         self._running.update(output.num_scheduled_tokens)
         continues = bool(output.scheduled_cached_reqs.req_ids)
-        step, columns = step_of(output, sending), columns_of(output)
-        known = len(self._known)
+        columns = columns_of(output)
+        step, known = columns.as_step(sending), len(self._known)
         self._meter.planned(step, known, continues=continues, columns=columns, waits=waits)
 
     def step_ended(self) -> None:
@@ -80,7 +79,7 @@ class LoadMeter:
     @property
     def steps(self) -> EngineSteps:
         """The steps until now."""
-        return replace(self._meter.steps, time=self._meter.time_now())
+        return self._meter.steps
 
     @property
     def step_times(self) -> StepTimes:
@@ -95,44 +94,23 @@ class LoadMeter:
         return EngineLoad(running, waiting, used, total, self.step_times, self._count_promises())
 
 
-def step_of(output: SchedulerOutput, sending: Container[str] = ()) -> Step:
-    """A request with one token beside its drafts counts as an answer. The KV of requests in `sending` is sent."""
-    cached, new, tokens = (
-        output.scheduled_cached_reqs,
-        output.scheduled_new_reqs,
-        output.num_scheduled_tokens,
-    )
-    context_tokens = sum(cached.num_computed_tokens)
-    context_tokens += sum(request.num_computed_tokens for request in new)
-    if output.total_num_scheduled_tokens == len(tokens):
-        return Step(running=len(tokens), context_tokens=context_tokens)
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed.update((request.req_id, request.num_computed_tokens) for request in new)
-    drafts = output.scheduled_spec_decode_tokens
-    prompt_tokens, attended_tokens, running, sent_tokens = 0, 0.0, 0, 0
-    for request_id, added in tokens.items():
-        if added - len(drafts.get(request_id, ())) <= 1:
-            running += 1
-            continue
-        before = computed[request_id]
-        prompt_tokens += added
-        attended_tokens += added * (before + added / 2)
-        context_tokens -= before
-        if request_id in sending:
-            sent_tokens += added
-    return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
-
-
 def columns_of(output: SchedulerOutput) -> StepColumns:
-    """The requests of a step, with prompts as in step_of."""
+    """The requests of a step. One with one token beside its drafts counts as an answer."""
     cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
     request_ids = [*cached.req_ids, *(request.req_id for request in new)]
     contexts = [*cached.num_computed_tokens, *(request.num_computed_tokens for request in new)]
     added, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if output.total_num_scheduled_tokens == len(added):
         return StepColumns(request_ids, contexts)
-    counts = (added[one] - len(drafts.get(one, ())) for one in request_ids)
-    return StepColumns(request_ids, contexts, [count if count > 1 else 0 for count in counts])
+    parts = [
+        (one, context, added[one] - len(drafts.get(one, ())))
+        for one, context in zip(request_ids, contexts, strict=True)
+    ]
+    return StepColumns(
+        [one for one, _, count in parts if count <= 1],
+        [context for _, context, count in parts if count <= 1],
+        [part for part in parts if part[2] > 1],
+    )
 
 
 async def report_changes(

@@ -364,7 +364,7 @@ class Batches:
         async with aclosing(self._pieces(entry)) as found:
             async for piece in found:
                 work = partial(check.check, piece)
-                await preparer.run(entry.tenant, PARSE, PARSE.loop_max + 1, work)
+                await preparer.threads.run(entry.tenant, PARSE, PARSE.loop_max + 1, work)
                 if len(check.errors) >= ERRORS_MAX:
                     break
         return check

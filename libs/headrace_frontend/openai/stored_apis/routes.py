@@ -108,7 +108,7 @@ class _Turn:
         if self.entry is not None and not self.body.background:
             size = len(self.entry.value) + _TOKEN_BYTES * response["usage"]["output_tokens"]
             work = partial(stored_json, response)
-            made = await self.preparer.run(self.tenant, PARSE, size // _JSON_BYTES, work)
+            made = await self.preparer.threads.run(self.tenant, PARSE, size // _JSON_BYTES, work)
             self.entry.set_json(*made)
             self.entry.close()
             self.objects.put(self.tenant, self.entry)

@@ -142,8 +142,7 @@ class OwnAttempt(RunningAttempt):
         )
         request.record.attempts.append(record)
         try:
-            running.report_cost(record.decoded)
-            running.start(self, self._engine_ended)
+            running.start(self, self._engine_ended, record.decoded)
             return await self.ended
         except BaseException:
             # After the end, the router's response is on its way.

@@ -1,13 +1,19 @@
-"""What a worker has not sent yet on one link, joined into few messages. Pure."""
+"""What a worker has not sent yet on one link, joined into few messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import receipt_pb2, sampling_pb2
+from headrace_common.errors import HeadraceError
+from headrace_common.limits import LINK_MESSAGE_BYTES_MAX
+from headrace_common.process.pacing import GAP_MIN_S, JOIN_S
 from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_engine.proto import logprobs_to_proto
 
@@ -39,8 +45,8 @@ class _Message:
         self.room_bytes -= _ENTRY_BYTES + count * _TOKEN_BYTES
         return count
 
-    def take_columns(self, columns: dict[int, list[int]]) -> None:
-        """Moves the tokens of requests, all of them at once where there is room. The last thing that is added."""
+    def complete(self, columns: dict[int, list[int]]) -> decode_pb2.LinkResponse:
+        """The message, to which the tokens in `columns` move as far as there is room."""
         counts = list(map(len, columns.values()))
         if len(counts) * _ENTRY_BYTES + sum(counts) * _TOKEN_BYTES <= self.room_bytes:
             self._stream_ids += columns
@@ -54,13 +60,11 @@ class _Message:
             count = self.add_tokens(stream_id, token_ids, len(token_ids))
             if count < len(token_ids):
                 columns[stream_id] = token_ids[count:]
-
-    def complete(self) -> decode_pb2.LinkResponse:
         if self._stream_ids:
-            columns = self.response.tokens
-            columns.stream_ids.extend(self._stream_ids)
-            columns.token_counts.extend(self._counts)
-            columns.token_ids.extend(self._token_ids)
+            tokens = self.response.tokens
+            tokens.stream_ids.extend(self._stream_ids)
+            tokens.token_counts.extend(self._counts)
+            tokens.token_ids.extend(self._token_ids)
         return self.response
 
     def use(self, event_bytes: int) -> None:
@@ -78,7 +82,9 @@ class OutgoingStream:
     columns: dict[int, list[int]]
     """Tokens by stream that credit allows and that may wait. Their stream has nothing else to send."""
     on_change: Callable[[OutgoingStream], None]
-    """Called when it may have events to send, and for the first one in `columns`."""
+    """Called when it may have events to send."""
+    on_columns: Callable[[], None]
+    """Called for the first tokens in `columns`."""
     sent_end: bool = field(default=False, init=False)
     is_listed: bool = field(default=False, init=False)
     """Whether `Outgoing` knows that it has something to send."""
@@ -122,7 +128,7 @@ class OutgoingStream:
             waiting += token_ids
             return
         if not columns:
-            self.on_change(self)
+            self.on_columns()
         columns[self.stream_id] = [*token_ids]
 
     def add_first(self, tokens: DecodeTokens, times: decode_pb2.AttemptTimes | None) -> None:
@@ -244,7 +250,7 @@ class OutgoingStream:
 
 
 class Outgoing:
-    """The unsent events of all requests of one link.
+    """The unsent events of all requests of one link. Pure.
 
     A request without credit delays no other. Its tokens are kept: an engine yields at most `max_tokens` of them.
     """
@@ -273,7 +279,9 @@ class Outgoing:
 
     def open(self, stream_id: int, credit_tokens: int) -> OutgoingStream:
         """Adds a request."""
-        stream = OutgoingStream(stream_id, credit_tokens, self._columns, self._enqueue)
+        stream = OutgoingStream(
+            stream_id, credit_tokens, self._columns, self._enqueue, self._on_sendable
+        )
         self._streams[stream_id] = stream
         return stream
 
@@ -288,6 +296,7 @@ class Outgoing:
             stream.close()
         self._queue.pop(stream_id, None)
         self._waiting.pop(stream_id, None)
+        self._on_sendable()
 
     def add_receipt(self, stream_id: int, receipt: receipt_pb2.Receipt) -> None:
         """A request has this receipt after its last event. One of no cost is not sent."""
@@ -298,7 +307,7 @@ class Outgoing:
     def next_message(self, *, holds_tokens: bool = False) -> decode_pb2.LinkResponse | None:
         """The next message: each request once, and as many events as fit. None when nothing may be sent.
 
-        `holds_tokens` leaves tokens that may wait for a later message.
+        `on_sendable` is called for what is left. `holds_tokens` leaves tokens that may wait for a later message.
         """
         if not holds_tokens:
             self._queue |= self._waiting
@@ -323,8 +332,10 @@ class Outgoing:
             receipt = self._receipts.pop(stream_id)
             message.response.receipts.add(stream_id=stream_id, receipt=receipt)
             message.use(receipt.ByteSize())
-        message.take_columns(columns)
-        return message.complete()
+        response = message.complete(columns)
+        if self._queue or message.room_bytes <= 0:
+            self._on_sendable()
+        return response
 
     def _enqueue(self, stream: OutgoingStream) -> None:
         self._on_sendable()
@@ -337,3 +348,95 @@ class Outgoing:
         else:
             self._waiting.pop(stream_id, None)
             self._queue[stream_id] = stream
+
+
+class TokenPace:
+    """Lets tokens go at most once in the interval that the router asks for."""
+
+    def __init__(self, on_due: Callable[[], None]) -> None:
+        """`on_due` is called when tokens that have waited may go."""
+        self._on_due = on_due
+        self.interval_s = 0.0
+        self._due_s = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set_interval(self, interval_s: float) -> None:
+        """Changes the interval, also for tokens that wait now."""
+        if interval_s == self.interval_s:
+            return
+        self._due_s += interval_s - self.interval_s
+        self.interval_s = interval_s
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._on_due()
+
+    def try_release(self) -> bool:
+        """Whether the tokens that wait may go now. If not, `on_due` will be called."""
+        if self._timer is not None:
+            return False
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        if now_s < self._due_s:
+            self._timer = loop.call_at(self._due_s, self._end_wait)
+            return False
+        self._due_s = now_s + self.interval_s
+        return True
+
+    def close(self) -> None:
+        """Calls `on_due` no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_wait(self) -> None:
+        self._timer = None
+        # The timer may be early by less than the resolution of the loop's clock.
+        self._due_s = -math.inf
+        self._on_due()
+
+
+Write: TypeAlias = Callable[[decode_pb2.LinkResponse], Awaitable[Any]]
+
+
+class LinkWriter:
+    """Sends the events of all requests of a link together, once in a turn of the event loop.
+
+    While a message is written, events gather for the next one, and for `JOIN_S` where the router is busy. Tokens after
+    the first ones of a request also wait for the interval that the router asks for.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._wake = asyncio.Event()
+        self.outgoing = Outgoing(LINK_MESSAGE_BYTES_MAX, self._wake.set)
+        self.pace = TokenPace(self._wake.set)
+        self._finishing = self._stopping = False
+        self._refusal: HeadraceError | None = None
+
+    async def run(self) -> None:
+        """Sends until it is stopped, or nothing is left of the last requests. Raises the refusal of `finish` then."""
+        outgoing, wake = self.outgoing, self._wake
+        while not self._stopping and (wake.is_set() or outgoing.count or not self._finishing):
+            await wake.wait()
+            if self.pace.interval_s > GAP_MIN_S:
+                # Each message costs a busy router more than all that is in it.
+                await asyncio.sleep(JOIN_S)
+            wake.clear()
+            holds_tokens = outgoing.has_waiting and not self.pace.try_release()
+            message = outgoing.next_message(holds_tokens=holds_tokens)
+            if message is not None and not self._stopping:
+                await self._write(message)
+        if self._refusal is not None and not self._stopping:
+            raise self._refusal
+
+    def finish(self, refusal: HeadraceError | None = None) -> None:
+        """The requests that are left are the last."""
+        self._finishing, self._refusal = True, refusal or self._refusal
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Begins no other message."""
+        self._stopping = True
+        self.pace.close()
+        self._wake.set()

@@ -229,7 +229,8 @@ class LinkedAnswers:
             if answer is not None:
                 answer.add_prompt_logprobs(one.tokens.prompt_logprobs)
                 answer.add_tokens(one.tokens.token_ids, one.tokens.logprobs)
-        self._receive_ends(response)
+        if response.finished or response.failures or response.receipts:
+            self._receive_ends(response)
 
     def _receive_ends(self, response: decode_pb2.LinkResponse) -> None:
         answers = self._answers

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -139,11 +140,12 @@ class DecodeLink:
         self.ended = False
         self._on_end = on_end
         self._load = load
+        self._gap_s = 0.0
         self._answers = LinkedAnswers()
         self._outgoing = OutgoingRequests(LINK_MESSAGE_BYTES_MAX)
         self._wake = asyncio.Event()
         self._last_stream_id = 0
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._retired = False
         self._failure: _Failure = _closed_here
@@ -154,11 +156,6 @@ class DecodeLink:
     def count(self) -> int:
         """Requests in progress."""
         return self._answers.count
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since its start."""
-        return time.monotonic() - self._started_s
 
     def open(
         self,
@@ -188,7 +185,7 @@ class DecodeLink:
             token_ids,
             images,
         )
-        self._outgoing.set_token_interval(self._token_interval_us)
+        self._adapt_interval()
         self._wake.set()
         answer.opened(stream_id, WINDOW_TOKENS, self._grant)
         self._answers.add(answer)
@@ -221,10 +218,6 @@ class DecodeLink:
         if self._retired and not self._answers.count:
             self._task.cancel()
 
-    @property
-    def _token_interval_us(self) -> int:
-        return round(1e6 * self._load.gap_s)
-
     def _grant(self, stream_id: int, credit_tokens: int) -> None:
         if stream_id in self._answers:
             self._outgoing.grant(stream_id, credit_tokens)
@@ -234,10 +227,31 @@ class DecodeLink:
         call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Link()
         writer = asyncio.create_task(self._send(call))
         try:
-            self._failure = await self._receive_all(call)
+            while (response := await call.read()) is not grpc.aio.EOF:
+                self._answers.receive(response)
+                if self._load.gap_s != self._gap_s and self._adapt_interval():
+                    self._wake.set()
+                if self._retired:
+                    self._close_if_unused()
+            self._failure = lambda: WorkerGone("it ended its link too early")
+        except grpc.aio.AioRpcError as error:
+            self._failure = partial(_failure_of, error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # The writer was the first to find the link broken.
+            self._failure = lambda: WorkerGone("its link broke", metadata=_CANCELLED)
+        except ProtocolViolation as error:
+            self._failure = partial(ProtocolViolation, error.detail)
         finally:
             writer.cancel()
             call.cancel()
+
+    def _adapt_interval(self) -> bool:
+        """See OutgoingRequests.set_token_interval."""
+        self._gap_s = self._load.gap_s
+        return self._outgoing.set_token_interval(round(1e6 * self._gap_s))
 
     def _finish(self, task: asyncio.Task[None]) -> None:
         bug = None if task.cancelled() else task.exception()
@@ -262,31 +276,6 @@ class DecodeLink:
             return
         finally:
             call.cancel()
-
-    async def _receive_all(self, call: Any) -> _Failure:
-        """Returns when the link has ended: what makes the error of each request that is left."""
-        while True:
-            try:
-                response = await call.read()
-                if response is grpc.aio.EOF:
-                    return lambda: WorkerGone("it ended its link too early")
-                self._answers.receive(response)
-                if self._outgoing.set_token_interval(self._token_interval_us):
-                    self._wake.set()
-                if self._retired:
-                    self._close_if_unused()
-            except grpc.aio.AioRpcError as error:
-                broken = error
-                return lambda: _failure_of(broken)
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                # The writer was the first to find the link broken.
-                return lambda: WorkerGone("its link broke", metadata=_CANCELLED)
-            except ProtocolViolation as error:
-                detail = error.detail
-                return lambda: ProtocolViolation(detail)
 
 
 def _failure_of(error: grpc.aio.AioRpcError) -> HeadraceError:
@@ -346,7 +335,8 @@ class DecodeLinks:
         """The link for the next request."""
         link = self._current
         if link is not None and not link.ended:
-            if link.count < self._streams_max and link.age_s < self._age_max_s:
+            age_s = time.monotonic() - link.started_s
+            if link.count < self._streams_max and age_s < self._age_max_s:
                 return link
             link.retire()
         link = self._current = DecodeLink(self._channel(), self._open.discard, self._load)

@@ -151,7 +151,7 @@ def test_one_worker_changes_the_mean_of_others_by_a_bounded_factor(
 def test_short_steps_are_not_all_learned() -> None:
     learner = StepLearner()
     for _ in range(1_050):
-        learner.observe(Step(running=1, context_tokens=10), 1e-4)
+        learner.observe(Step(running=1, context_tokens=10), 1e-3)
     # All of the first 50, then one of 20.
     assert learner.times.answer_steps == 100
 

@@ -16,7 +16,6 @@ from headrace_engine.vllm.scheduler.load import (
     StepStarts,
     columns_of,
     report_changes,
-    step_of,
 )
 from headrace_kv.prefix.events import Tier
 from headrace_kv.tiers.promises import PromiseCounts
@@ -47,35 +46,36 @@ def output(
 
 
 def test_answers_count_with_their_context() -> None:
-    step = step_of(output({"a": (99, 1)}, {"b": (10, 1), "c": (20, 1)}))
+    step = columns_of(output({"a": (99, 1)}, {"b": (10, 1), "c": (20, 1)})).as_step()
     assert step == Step(running=3, context_tokens=129)
 
 
 def test_a_part_of_a_prompt_attends_to_what_is_before_it() -> None:
-    assert step_of(output(cached={"a": (512, 256)})) == Step(256, 256 * (512 + 128))
+    parts = columns_of(output(cached={"a": (512, 256)}))
+    assert parts.as_step() == Step(256, 256 * (512 + 128))
 
 
 def test_prompts_and_answers_share_a_step() -> None:
-    step = step_of(output({"a": (0, 100)}, {"b": (300, 1)}))
+    step = columns_of(output({"a": (0, 100)}, {"b": (300, 1)})).as_step()
     assert step == Step(100, 100 * 50, 1, 300)
 
 
 def test_prompts_of_others_are_sent() -> None:
-    step = step_of(output({"a": (0, 100), "b": (0, 60)}), sending={"b"})
+    step = columns_of(output({"a": (0, 100), "b": (0, 60)})).as_step({"b"})
     assert (step.prompt_tokens, step.sent_tokens) == (160, 60)
 
 
 def test_drafts_make_no_prompt_of_an_answer() -> None:
     found = output(cached={"a": (300, 4)}, drafts={"a": [1, 2, 3]})
-    assert step_of(found) == Step(running=1, context_tokens=300)
-    assert columns_of(found) == StepColumns(["a"], [300], [0])
+    assert columns_of(found).as_step() == Step(running=1, context_tokens=300)
+    assert columns_of(found) == StepColumns(["a"], [300], [])
 
 
 def test_a_step_has_a_column_for_what_it_computes_of_each_request() -> None:
     answers = output({"a": (99, 1)}, {"b": (10, 1), "c": (20, 1)})
     assert columns_of(answers) == StepColumns(["b", "c", "a"], [10, 20, 99])
     both = output({"a": (0, 100)}, {"b": (300, 1)})
-    assert columns_of(both) == StepColumns(["b", "a"], [300, 0], [0, 100])
+    assert columns_of(both) == StepColumns(["b"], [300], [("a", 0, 100)])
 
 
 def test_only_a_request_that_ends_by_a_step_gets_a_receipt() -> None:
