@@ -81,18 +81,25 @@ class RunningAttempt:
     ignored.
     """
 
-    def __init__(self, request: AdmittedRequest, decode_worker: WorkerRef, *, remote: bool) -> None:
-        """`remote`: whether a prefill worker computes the prompt."""
+    def __init__(
+        self,
+        request: AdmittedRequest,
+        decode_worker: WorkerRef,
+        *,
+        remote: bool,
+        leads: bool = True,
+    ) -> None:
+        """`remote`: whether a prefill worker computes the prompt. `leads`: whether `lead` is called now."""
         self.decode_worker = decode_worker
         self.ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self.response = request.response
         self._prepared = request.prepared
-        self._given = request.response.generated
+        self.given = request.response.generated
         self._records = request.record.attempts
         self._call = decode_request(
             request.prepared,
             new_transfer_id(),
-            self._given,
+            self.given,
             incarnation=decode_worker.incarnation,
             remote_prefill=remote,
         )
@@ -100,7 +107,12 @@ class RunningAttempt:
         self._reserved: decode_pb2.Reserved | None = None
         self._generates = False
         """Whether the decode worker has computed a token from the KV cache."""
-        request.response.attempt_started(decode_worker, self._stopped, self._drained)
+        if leads:
+            self.lead()
+
+    def lead(self) -> None:
+        """From now on the response gets its tokens from this attempt."""
+        self.response.attempt_started(self.decode_worker, self._stopped, self._drained)
 
     def add_batch(
         self,

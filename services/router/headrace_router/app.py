@@ -31,6 +31,7 @@ from headrace_kv.layout import WorkerRef
 from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.dispatch.moves import Moves
 from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal import EarlyRefusal
 from headrace_router.incident.recording import CHECKPOINT_S, Recorder
@@ -99,6 +100,7 @@ class Router:
             load,
             lambda: policy().worker_roles,
             recorder.table,
+            lambda worker: self.moves.worker_leaves(worker),
         )
         self.prefixes = PrefixCacheDirectory(
             self._open_channel,
@@ -155,6 +157,7 @@ class Router:
             clocks=self._clocks,
             check_placed=refusal.check_placed,
         )
+        self.moves = Moves(self._dispatcher, _task_signer(ticket_key), self.metrics.count_move)
         self.runner = self.parts.run_by(self._new_runner(refusal, load))
         adapters = AdapterChanges(list_members, self._open_channel, codecs, self.workers.table)
         self.services = self._new_services(adapters)
@@ -270,6 +273,7 @@ class Router:
             parts=self.parts,
             prefixes=self.prefixes,
             dispatcher=self._dispatcher,
+            moves=self.moves,
             tracer=self._tracer,
             endpoints={
                 "registry_endpoint": config.registry,

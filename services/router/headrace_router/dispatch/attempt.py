@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -15,6 +15,7 @@ import grpc.aio
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import bounds_pb2, sampling_pb2
 from headrace_common.errors import (
+    Cancelled,
     DeadlineExceeded,
     HeadraceError,
     NotFound,
@@ -28,8 +29,7 @@ from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.answer import LinkedAnswer
-from headrace_router.decode_link.link import DecodeLinks
+from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
 from headrace_router.dispatch.messages import (
     BY_DECODE,
     BY_PREFILL,
@@ -43,6 +43,7 @@ from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing.attempt_record import RoutedAttempt
+from headrace_router.workers.connection import LoadReservation
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,20 +61,29 @@ class Attempt(RunningAttempt, LinkedAnswer):
         record: RoutedAttempt,
         *,
         decision: Decision,
-        links: DecodeLinks,
+        load: LoadReservation,
         terms: TaskTerms | None,
         ticket_key_id: bytes,
         first_token: Policy = BY_DECODE,
         bounds: bounds_pb2.TokenBounds | None = None,
         on_computed: Callable[[], None] = lambda: None,
+        take_over: Callable[[], None] | None = None,
     ) -> None:
         """`record` gets the steps.
 
-        `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, None without one.
+        `load` is reserved on the decode worker of `decision`. `terms` are those of the prefill task, None without one.
         `ticket_key_id` is that of the key that signs the handoff tickets. `on_computed` is called once or more when the
-        prompt is computed, or is not to be computed.
+        prompt is computed, or is not to be computed. `take_over` is called before the first token, and may raise. Until
+        then another attempt leads.
         """
-        super().__init__(request, decision.worker.ref, remote=decision.remote)
+        leads = take_over is None
+        super().__init__(request, decision.worker.ref, remote=decision.remote, leads=leads)
+        self.request = request
+        self.worker, self.transfer_id = decision.worker, self._call.transfer_id
+        self._take_over = take_over
+        self.successor: Attempt | None = None
+        """The attempt that the answer has moved to."""
+        self._held: list[tuple[Sequence[int], Logprobs, Logprobs]] | None = None
         self._record = record
         self._queue = queue
         self._deadline = request.deadline
@@ -94,16 +104,16 @@ class Attempt(RunningAttempt, LinkedAnswer):
         span_context = child_context(request.record.context)
         TRACE_NAMES.add(call.transfer_id, span_context)
         self._carrier = carrier_of(span_context)
-        record.started(span_context, call.transfer_id, generated_tokens=len(self._given))
+        record.started(span_context, call.transfer_id, generated_tokens=len(self.given))
         if first_token != BY_DECODE:
             call.first_token = first_token
         call.ticket_key_id = ticket_key_id
         call.early_admission = begins_early(call, decision)
         if bounds is not None:
             call.bounds.CopyFrom(bounds)
-        self._token_ids = request.prepared.all_token_ids(self._given)
-        self._links = links
-        self._link = links.open(
+        self._token_ids = request.prepared.all_token_ids(self.given)
+        self.load = load
+        self._link = load.links.open(
             call,
             self._token_ids,
             request.deadline,
@@ -123,8 +133,13 @@ class Attempt(RunningAttempt, LinkedAnswer):
         return self._queued.worker if self._queued is not None else None
 
     def close(self) -> None:
-        """Ends the requests to both workers, unless they have ended."""
+        """Ends the requests to both workers, unless they have ended. Those of its successor, once it has one."""
+        if self.successor is not None:
+            self.successor.close()
+            return
         self._count_no_more()
+        self._on_computed()
+        self.load.release()
         self._link.release(self)
         if self._calling is not None:
             self._calling.cancel()
@@ -134,6 +149,48 @@ class Attempt(RunningAttempt, LinkedAnswer):
         succeeded = ended.done() and not ended.cancelled() and ended.exception() is None
         if queued is not None and (self._decode_waits or not succeeded):
             queued.cancel()
+
+    @property
+    def generates(self) -> bool:
+        """Whether the decode worker generates from the KV cache now."""
+        return self._generates and not self.ended.done()
+
+    def hold(self) -> None:
+        """The response gets no more tokens, until `let_go`. At most the window of a link is held."""
+        self._held = []
+        self.forward(self._hold)
+
+    def _hold(self, token_ids: Sequence[int], logprobs: Logprobs, prompt: Logprobs) -> bool:
+        if self._held is not None:
+            self._held.append((token_ids, logprobs, prompt))
+        return False
+
+    def let_go(self) -> None:
+        """The response gets the held tokens, and all others again."""
+        held, self._held = self._held, None
+        if held is None or self.ended.done():
+            return
+        self.forward(self.response.add_tokens)
+        for batch in held:
+            self.response.add_tokens(*batch)
+        if not self.response.full:
+            self.return_credit()
+
+    def move_to(self, successor: Attempt) -> None:
+        """The successor generates from the tokens that the response has. The held ones are dropped.
+
+        Raises Cancelled once the attempt has ended.
+        """
+        if self.ended.done():
+            raise Cancelled("the answer has ended where it was")
+        self._held = None
+        self._end(self.outcome_of(sampling_pb2.FINISH_REASON_UNSPECIFIED))
+        self.close()
+        self.successor = successor
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        self.let_go()
+        super().finish(finished)
 
     def failure(self, error: HeadraceError) -> FailedAttempt:
         """The value that describes this attempt after it has failed with `error`."""
@@ -156,6 +213,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self.fail(self._explained(error))
 
     def fail(self, error: Exception) -> None:
+        self.let_go()
         if isinstance(error, HeadraceError) and not self.ended.done():
             self._record.failed(error)
         super().fail(error)
@@ -254,7 +312,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if self.ended.done():
             return
         self._decode_waits = False
-        stub = decode_pb2_grpc.DecodeServiceStub(self._links.channel)
+        stub = decode_pb2_grpc.DecodeServiceStub(self.load.links.channel)
         request = decode_pb2.SetFirstTokenRequest(
             transfer_id=self._call.transfer_id,
             incarnation=self.decode_worker.incarnation,
@@ -286,6 +344,9 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _begin(self, count: int) -> None:
         self._require_reservation()
+        if self._take_over is not None:
+            self._take_over()
+            self.lead()
         by = self._first_token_by
         if by == BY_PREFILL and self._queued is not None and self._calling is None:
             raise ProtocolViolation(f"{self.decode_worker} did not wait for its first token")

@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 from headrace.registry.v1 import registry_pb2
@@ -30,6 +31,7 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
 from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
+from headrace_router.workers.connection import LoadReservation
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Numbers, Worker
 from headrace_router.workers.under_way import PromptUnderWay
@@ -62,6 +64,8 @@ class RequestDispatcher:
     clocks: WorkerClocks
     check_placed: Callable[[AdmittedRequest, Decision], None] = lambda request, decision: None
     """May raise an error by the first placement of a request."""
+    running: dict[int, Attempt] = field(default_factory=dict, init=False)
+    """The attempts that lead, by the identity of their request."""
     _failures: CauseLog = field(default_factory=lambda: CauseLog(_LOG), init=False)
     _lengths: AnswerLengths = field(default_factory=AnswerLengths, init=False)
 
@@ -109,7 +113,7 @@ class RequestDispatcher:
                     request,
                     record,
                     decision=decision,
-                    links=load_reservation.links,
+                    load=load_reservation,
                     terms=terms,
                     ticket_key_id=self.ticket_key_id,
                     first_token=maker if decision.remote else BY_DECODE,
@@ -321,8 +325,17 @@ class RequestDispatcher:
 
         Raises the attempt's error otherwise.
         """
+        self.running[id(request)] = attempt
         try:
-            return await attempt.ended
+            first = outcome = await attempt.ended
+            while attempt.successor is not None:
+                attempt = attempt.successor
+                outcome = await attempt.ended
+            if outcome is not first:
+                # The client pays for the prompt as it was computed first.
+                cached, sent = first.cached_tokens, first.transferred_tokens
+                outcome = replace(outcome, cached_tokens=cached, transferred_tokens=sent)
+            return outcome
         except HeadraceError as error:
             line = ("attempt %d of %s: %s", number, request.prepared.request_id, error.detail)
             # DecodeFull is frequent under load.
@@ -350,3 +363,53 @@ class RequestDispatcher:
             return None
         finally:
             attempt.close()
+            del self.running[id(request)]
+
+    def place_beside(self, attempt: Attempt, worker_id: str = "") -> Decision:
+        """Another decode worker for the rest of an answer, the named one if one is named.
+
+        Raises NoDecodeWorker, or DecodeFull when none has a place.
+        """
+        request, own = attempt.request, attempt.decode_worker
+        workers = self.workers.table(request.prepared.model).workers
+        others = {one.ref for one in workers if worker_id not in ("", one.ref.worker_id)}
+        retries = RetryState(0, self.migration_wait_s)
+        retries.prefill_excluded, retries.failed = True, frozenset({own, *others})
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
+        decision = self._route(
+            request.prepared,
+            request.prefix_ids,
+            record,
+            request.deadline,
+            retries,
+            self._targets(request.prepared, request.record.arrival_ns),
+            BY_DECODE,
+        )
+        if unfit := decision.candidates[0].unfit:
+            raise DecodeFull(f"{decision.worker.ref.worker_id} takes no answer: it is {unfit}")
+        return decision
+
+    def continue_on(
+        self,
+        attempt: Attempt,
+        decision: Decision,
+        load: LoadReservation,
+        take_over: Callable[[RoutedAttempt], None],
+    ) -> Attempt:
+        """An attempt that leads once it has a token, if `take_over` does not raise."""
+        request = attempt.request
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
+        record.number = len(request.record.attempts) + 1
+        record.routed(decision)
+        targets = self._targets(request.prepared, request.record.arrival_ns)
+        return Attempt(
+            self.queue,
+            request,
+            record,
+            decision=decision,
+            load=load,
+            terms=None,
+            ticket_key_id=self.ticket_key_id,
+            bounds=targets.bounds(started=True),
+            take_over=partial(take_over, record),
+        )

@@ -265,10 +265,16 @@ class WorkerConnection:
         self._set_status(None)
         self._update_due()
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the worker drains, and its answers are to move."""
+        status = self._status
+        draining = worker_pb2.WatchStatusResponse.STATE_DRAINING
+        return status is not None and status.state == draining and not status.keeps_answers
+
     def retire(self) -> None:
-        """The worker has left the registry. Requests on it may still end."""
+        """The worker has left the registry. Requests on it may still end, and its status says whether they move."""
         self._retired = True
-        self._watch.cancel()
         self._watch_silence.cancel()
         self._close_if_unused()
 
@@ -332,6 +338,8 @@ class WorkerConnection:
                 if self._status is not None:
                     _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
             self._set_status(None)
+            if self._retired:
+                return
             if not self.has_reported:
                 await self._close_channel()
             await asyncio.sleep(self._retry.failed_s())

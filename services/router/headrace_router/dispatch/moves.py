@@ -1,0 +1,387 @@
+"""Moves running answers to other decode workers, with their KV: see docs/architecture/moves.md."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import grpc.aio
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
+from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import (
+    Conflict,
+    DeadlineExceeded,
+    DecodeFull,
+    HeadraceError,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+)
+from headrace_common.identity import new_transfer_id
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.rpc.token_ids import token_ids_message
+from headrace_common.rpc.trace_context import carrier_of
+from headrace_common.tasks import BackgroundTasks
+from headrace_frontend.request.validation import decode_request
+from headrace_kv.compatibility import layout_hash
+from headrace_kv.layout import STATE, WorkerRef
+from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
+from headrace_router.dispatch.attempt import Attempt
+from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.placement import Decision
+from headrace_router.prefill_queue.task import SignTask
+from headrace_router.tracing.attempt_record import Move, RoutedAttempt
+from headrace_router.workers.connection import LoadReservation
+
+_LOG = logging.getLogger(__name__)
+
+OF_WORKER_MAX: Final = 4
+"""Moves at once from a worker, and to one."""
+OF_ROUTER_MAX: Final = 16
+WARM_S: Final = 30.0
+"""The longest time for the KV. The source generates meanwhile."""
+SWITCH_S: Final = 2.0
+"""The longest time in which tokens of the source are held."""
+_PAUSE_S: Final = 1.0
+"""After a move that has failed, before the next one of the same answer."""
+_POLL_S: Final = 0.05
+
+CountMove: TypeAlias = Callable[[str, str], None]
+"""Counts a move by its outcome, "moved" or an error's reason, and by what has asked for it."""
+
+
+class _Warmed(LinkedAnswer):
+    """A request on the target for the KV of its prompt. Its first token is not used."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.vocabulary_size = vocabulary_size
+        self.reserved: asyncio.Future[decode_pb2.Reserved] = loop.create_future()
+        self.ended: asyncio.Future[HeadraceError | None] = loop.create_future()
+        """Done when the target has the KV, or with its error."""
+
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        if not self.reserved.done():
+            self.reserved.set_result(reserved)
+
+    def add_batch(self, token_ids: Any, logprobs: Logprobs, prompt_logprobs: Logprobs) -> bool:
+        self._end(None)
+        return True
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        self._end(None)
+
+    def worker_failed(self, error: HeadraceError) -> None:
+        self._end(error)
+
+    def fail(self, error: Exception) -> None:
+        self._end(error if isinstance(error, HeadraceError) else HeadraceError(str(error)))
+
+    def _end(self, error: HeadraceError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+@dataclass(eq=False, slots=True)
+class Moves:
+    """Moves answers, a bounded number at once. The router owns each answer throughout, and the client sees one stream.
+
+    One event loop owns it. `sign` makes the ticket with which the source sends.
+    """
+
+    dispatcher: RequestDispatcher
+    sign: SignTask
+    count: CountMove
+    _moving: set[int] = field(default_factory=set, init=False)
+    """Identities of requests."""
+    _workers: Counter[WorkerRef] = field(default_factory=Counter, init=False)
+    _leaving: set[WorkerRef] = field(default_factory=set, init=False)
+    _retry_s: dict[int, float] = field(default_factory=dict, init=False)
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+
+    async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
+        """Moves the answer of an attempt that leads to the named worker, or to the cheapest.
+
+        Raises HeadraceError if it stays where it is: nothing has changed then.
+        """
+        outcome = "moved"
+        try:
+            return await self._move(attempt, worker_id)
+        except HeadraceError as error:
+            outcome = error.reason
+            raise
+        finally:
+            self.count(outcome, asker)
+
+    async def move_request(self, request_id: str, worker_id: str) -> list[Move]:
+        """As `move`, for all answers to the request with this id."""
+        found = [
+            attempt
+            for attempt in self.dispatcher.running.values()
+            if request_id in _names(attempt.request.prepared.request_id)
+        ]
+        if not found:
+            raise NotFound(
+                f"no answer to request {request_id} runs on this router",
+                metadata={"request_id": request_id},
+            )
+        return [await self.move(attempt, "operator", worker_id) for attempt in found]
+
+    def worker_leaves(self, worker: WorkerRef) -> None:
+        """Moves all answers from a worker, in the background. Repeats are ignored while that runs."""
+        if worker not in self._leaving:
+            self._leaving.add(worker)
+            self._tasks.start(self._empty(worker))
+
+    async def _empty(self, worker: WorkerRef) -> None:
+        try:
+            while left := self._on(worker):
+                now_s = time.monotonic()
+                for attempt in left:
+                    known = id(attempt.request)
+                    due = now_s >= self._retry_s.get(known, 0.0) and known not in self._moving
+                    if attempt.generates and due and not self._full(worker):
+                        self._retry_s[known] = math.inf
+                        self._tasks.start(self._leave(attempt))
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._leaving.discard(worker)
+
+    def _on(self, worker: WorkerRef) -> list[Attempt]:
+        running = self.dispatcher.running
+        self._retry_s = {one: at for one, at in self._retry_s.items() if one in running}
+        return [one for one in running.values() if one.decode_worker == worker]
+
+    async def _leave(self, attempt: Attempt) -> None:
+        """Never tries an answer again that cannot be moved."""
+        retry_s = 0.0
+        try:
+            await self.move(attempt, "drain")
+        except HeadraceError as error:
+            name = attempt.request.prepared.request_id
+            _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
+            cannot = isinstance(error, InvalidRequest)
+            retry_s = math.inf if cannot else time.monotonic() + _PAUSE_S
+        self._retry_s[id(attempt.request)] = retry_s
+
+    def _full(self, worker: WorkerRef) -> bool:
+        return self._workers[worker] >= OF_WORKER_MAX or len(self._moving) >= OF_ROUTER_MAX
+
+    @contextmanager
+    def _counted(self, attempt: Attempt, target: WorkerRef) -> Iterator[None]:
+        source, name = attempt.decode_worker, id(attempt.request)
+        if name in self._moving:
+            raise Conflict("the answer moves already")
+        for worker in (source, target):
+            if self._full(worker):
+                what = f"{self._workers[worker]} of {len(self._moving)} moves are from or to {worker}"
+                raise QueueFull(what, metadata={"queue": "moves", "maxsize": str(OF_WORKER_MAX)})
+        self._moving.add(name)
+        self._workers.update((source, target))
+        try:
+            yield
+        finally:
+            self._moving.discard(name)
+            self._workers.subtract((source, target))
+            self._workers += Counter()
+
+    async def _move(self, attempt: Attempt, worker_id: str) -> Move:
+        request, start_ns = attempt.request, time.monotonic_ns()
+        if not attempt.generates:
+            raise Conflict("the answer is not generated at this moment")
+        dispatcher = self.dispatcher
+        decision = dispatcher.place_beside(attempt, worker_id)
+        worker = decision.worker
+        _require_movable(attempt, decision)
+        with self._counted(attempt, worker.ref):
+            load = dispatcher.workers.reserve_load(worker.ref, len(request.prefix_ids))
+            if load is None:
+                raise NotFound(f"{worker.ref} has left", metadata={"worker_id": str(worker.ref)})
+            move = Move(attempt.decode_worker.worker_id, worker.ref.worker_id, start_ns)
+            try:
+                await self._warm(attempt, decision, load, move)
+                await self._switch(attempt, decision, load, move)
+            except BaseException:
+                load.release()
+                raise
+            return move
+
+    async def _warm(
+        self, attempt: Attempt, decision: Decision, load: LoadReservation, move: Move
+    ) -> None:
+        """The target gets the KV of the whole blocks that the source has. It computes them itself if that cannot send.
+
+        Returns with fewer when the answer's blocks end within an image.
+        """
+        request, worker = attempt.request, decision.worker
+        prepared, generated = request.prepared, request.response.generated
+        token_ids = prepared.token_ids + array("I", generated)
+        end = len(token_ids) - 1
+        end -= end % attempt.worker.layout.block_tokens
+        if any(end < one.start_token + one.token_count for one in prepared.images) or not end:
+            return
+        for remote in (True, False):
+            call = decode_request(
+                prepared,
+                new_transfer_id(),
+                incarnation=worker.ref.incarnation,
+                remote_prefill=remote,
+            )
+            # Admitted with the growth of the answer, so that this has room too.
+            left = prepared.sampling.max_tokens - len(generated)
+            call.sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.0, max_tokens=left))
+            call.ticket_key_id = self.dispatcher.ticket_key_id
+            call.ClearField("stop_token_ids")
+            call.ClearField("keep")
+            warmed = _Warmed(attempt.vocabulary_size)
+            link = load.links.open(
+                call,
+                token_ids_message(token_ids[: end + 1]),
+                request.deadline,
+                carrier_of(request.record.context),
+                warmed,
+                prepared.images,
+            )
+            try:
+                async with asyncio.timeout(min(WARM_S, request.deadline.remaining_s())):
+                    if await self._warmed_by(attempt, decision, call, warmed, move, generated):
+                        return
+            except TimeoutError:
+                raise DeadlineExceeded("the KV did not arrive at the target in time") from None
+            finally:
+                link.release(warmed)
+
+    async def _warmed_by(
+        self,
+        attempt: Attempt,
+        decision: Decision,
+        call: decode_pb2.GenerateRequest,
+        warmed: _Warmed,
+        move: Move,
+        generated: tuple[int, ...],
+    ) -> bool:
+        """Whether the target has the KV. False when the source cannot send it."""
+        await _first_of(attempt.ended, warmed.reserved, warmed.ended)
+        asking: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        reserved = warmed.reserved.result() if warmed.reserved.done() else decode_pb2.Reserved()
+        start, end = reserved.start_token, reserved.end_token
+        if start < end and not attempt.ended.done():
+            asking = asyncio.ensure_future(
+                self._send(attempt, decision, call, start, end, generated)
+            )
+        try:
+            await _first_of(attempt.ended, warmed.ended, asking)
+            if asking.done():
+                move.payload_bytes = asking.result().payload_bytes
+                await _first_of(attempt.ended, warmed.ended)
+        except grpc.aio.AioRpcError as error:
+            what = error_from_rpc(error).detail
+            _LOG.info("%s does not send KV: %s", attempt.decode_worker, what)
+            return False
+        finally:
+            asking.cancel()
+        _require_running(attempt)
+        if (failure := warmed.ended.result()) is not None:
+            raise failure
+        return True
+
+    def _send(
+        self,
+        attempt: Attempt,
+        decision: Decision,
+        call: decode_pb2.GenerateRequest,
+        start: int,
+        end: int,
+        generated: tuple[int, ...],
+    ) -> Any:
+        """Has the source send [start, end) to the target."""
+        worker = decision.worker
+        task = prefill_pb2.PrefillTask(
+            transfer_id=call.transfer_id,
+            decode_worker_id=worker.ref.worker_id,
+            decode_incarnation=worker.ref.incarnation,
+        )
+        asked = prefix_pb2.SendPrefixRequest(
+            transfer_id=attempt.transfer_id,
+            worker_id=worker.ref.worker_id,
+            incarnation=worker.ref.incarnation,
+            ticket=self.sign(task, attempt.decode_worker, layout_hash(worker.layout)),
+            start_token=start,
+            end_token=end,
+            target_transfer_id=call.transfer_id,
+            target_endpoint=worker.endpoint,
+            generated_token_ids=generated[len(attempt.given) :],
+        )
+        return prefix_pb2_grpc.PrefixServiceStub(attempt.load.links.channel).SendPrefix(
+            asked, timeout=WARM_S
+        )
+
+    async def _switch(
+        self, attempt: Attempt, decision: Decision, load: LoadReservation, move: Move
+    ) -> None:
+        """The target continues after the tokens that the client has, and the source's are held until it does."""
+        _require_running(attempt)
+        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        request = attempt.request
+
+        def take_over(record: RoutedAttempt) -> None:
+            """The commit."""
+            attempt.move_to(target)
+            record.moved, move.end_ns = move, time.monotonic_ns()
+            move.gap_ns = move.end_ns - attempt.response.last_token_ns
+            request.record.attempts.append(record)
+            self.dispatcher.running[id(request)] = target
+            begun.set_result(None)
+
+        attempt.hold()
+        target = self.dispatcher.continue_on(attempt, decision, load, take_over)
+        try:
+            await asyncio.wait(
+                {begun, target.ended, attempt.ended},
+                timeout=SWITCH_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            if not begun.done():
+                attempt.let_go()
+                target.close()
+        if begun.done():
+            return
+        _require_running(attempt)
+        if target.ended.done() and (error := target.ended.exception()) is not None:
+            raise error
+        raise DeadlineExceeded(f"{decision.worker.ref} had no token in {SWITCH_S:g} s")
+
+
+async def _first_of(*events: asyncio.Future[Any]) -> None:
+    await asyncio.wait(set(events), return_when=asyncio.FIRST_COMPLETED)
+
+
+def _require_running(attempt: Attempt) -> None:
+    """Raises Conflict once the answer has ended."""
+    if attempt.ended.done() or attempt.response.ended_by:
+        raise Conflict("the answer has ended where it was")
+
+
+def _require_movable(attempt: Attempt, decision: Decision) -> None:
+    """Raises InvalidRequest for what would be computed again as a whole."""
+    if any(group.kind == STATE for group in decision.worker.layout.groups):
+        raise InvalidRequest(
+            {"request_id": "has states, and the source has that of its last token only"}
+        )
+
+
+def _names(request_id: str) -> tuple[str, str]:
+    """The id of a request, and that of the choice of several that it is one of."""
+    return request_id, request_id.rpartition("-")[0]
