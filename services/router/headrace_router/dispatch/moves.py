@@ -347,11 +347,7 @@ class Moves:
         attempt.hold()
         target = self.dispatcher.continue_on(attempt, decision, load, take_over)
         try:
-            await asyncio.wait(
-                {begun, target.ended, attempt.ended},
-                timeout=SWITCH_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await _first_of(begun, target.ended, attempt.ended, timeout_s=SWITCH_S)
         finally:
             if not begun.done():
                 attempt.let_go()
@@ -364,8 +360,8 @@ class Moves:
         raise DeadlineExceeded(f"{decision.worker.ref} had no token in {SWITCH_S:g} s")
 
 
-async def _first_of(*events: asyncio.Future[Any]) -> None:
-    await asyncio.wait(set(events), return_when=asyncio.FIRST_COMPLETED)
+async def _first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(set(events), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _require_running(attempt: Attempt) -> None:
