@@ -9,7 +9,6 @@ import time
 from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeAlias
 
 from headrace.registry.v1 import registry_pb2
@@ -30,7 +29,7 @@ from headrace_router.placement import Decision, Placement, PlacementRequest, Rou
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
-from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
+from headrace_router.tracing.attempt_record import Move, RoutedAttempt, WorkerClocks
 from headrace_router.workers.connection import LoadReservation
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Numbers, Worker
@@ -371,38 +370,50 @@ class RequestDispatcher:
         Raises NoDecodeWorker, or DecodeFull when none has a place.
         """
         request, own = attempt.request, attempt.decode_worker
-        workers = self.workers.table(request.prepared.model).workers
-        others = {one.ref for one in workers if worker_id not in ("", one.ref.worker_id)}
-        retries = RetryState(0, self.migration_wait_s)
-        retries.prefill_excluded, retries.failed = True, frozenset({own, *others})
-        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
-        decision = self._route(
-            request.prepared,
-            request.prefix_ids,
-            record,
-            request.deadline,
-            retries,
-            self._targets(request.prepared, request.record.arrival_ns),
-            BY_DECODE,
+        prepared = request.prepared
+        workers = self.workers.table(prepared.model).workers
+        others = (one.ref for one in workers if worker_id not in ("", one.ref.worker_id))
+        asked = PlacementRequest(
+            model=prepared.model,
+            prompt_tokens=len(request.prefix_ids),
+            prefill_placement=prepared.placement,
+            policy=RoutePolicy.from_proto(self.policy()),
+            remaining_s=request.deadline.remaining_s(),
+            failed=frozenset((own, *others)),
+            local_only=True,
+            adapter=prepared.adapter,
+            targets=self._targets(prepared, request.record.arrival_ns),
         )
+        decision = self.placement.choose(asked, self._candidates(prepared, request.prefix_ids))
         if unfit := decision.candidates[0].unfit:
             raise DecodeFull(f"{decision.worker.ref.worker_id} takes no answer: it is {unfit}")
         return decision
 
     def continue_on(
         self,
-        attempt: Attempt,
+        source: Attempt,
         decision: Decision,
         load: LoadReservation,
-        take_over: Callable[[RoutedAttempt], None],
+        on_moved: Callable[[int], Move],
     ) -> Attempt:
-        """An attempt that leads once it has a token, if `take_over` does not raise."""
-        request = attempt.request
-        record = RoutedAttempt(now_us(), worker_clocks=self.clocks)
-        record.number = len(request.record.attempts) + 1
+        """An attempt that leads in place of `source` once it has a token, unless that has ended.
+
+        `on_moved` gets the nanoseconds without a token for the client, and returns the move.
+        """
+        request = source.request
+        record = RoutedAttempt(
+            now_us(), worker_clocks=self.clocks, number=len(request.record.attempts) + 1
+        )
         record.routed(decision)
+
+        def take_over() -> None:
+            source.move_to(target)
+            record.begins_by(on_moved(time.monotonic_ns() - request.response.last_token_ns))
+            request.record.attempts.append(record)
+            self.running[id(request)] = target
+
         targets = self._targets(request.prepared, request.record.arrival_ns)
-        return Attempt(
+        target = Attempt(
             self.queue,
             request,
             record,
@@ -411,5 +422,6 @@ class RequestDispatcher:
             terms=None,
             ticket_key_id=self.ticket_key_id,
             bounds=targets.bounds(started=True),
-            take_over=partial(take_over, record),
+            take_over=take_over,
         )
+        return target

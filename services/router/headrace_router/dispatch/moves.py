@@ -41,7 +41,7 @@ from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
-from headrace_router.tracing.attempt_record import Move, RoutedAttempt
+from headrace_router.tracing.attempt_record import Move
 from headrace_router.workers.connection import LoadReservation
 
 _LOG = logging.getLogger(__name__)
@@ -208,21 +208,17 @@ class Moves:
             load = dispatcher.workers.reserve_load(worker.ref, len(request.prefix_ids))
             if load is None:
                 raise NotFound(f"{worker.ref} has left", metadata={"worker_id": str(worker.ref)})
-            move = Move(attempt.decode_worker.worker_id, worker.ref.worker_id, start_ns)
             try:
-                await self._warm(attempt, decision, load, move)
-                await self._switch(attempt, decision, load, move)
+                payload_bytes = await self._warm(attempt, decision, load)
+                return await self._switch(attempt, decision, load, start_ns, payload_bytes)
             except BaseException:
                 load.release()
                 raise
-            return move
 
-    async def _warm(
-        self, attempt: Attempt, decision: Decision, load: LoadReservation, move: Move
-    ) -> None:
+    async def _warm(self, attempt: Attempt, decision: Decision, load: LoadReservation) -> int:
         """The target gets the KV of the whole blocks that the source has. It computes them itself if that cannot send.
 
-        Returns with fewer when the answer's blocks end within an image.
+        Returns the bytes that the source has sent.
         """
         request, worker = attempt.request, decision.worker
         prepared, generated = request.prepared, request.response.generated
@@ -230,7 +226,7 @@ class Moves:
         end = len(token_ids) - 1
         end -= end % attempt.worker.layout.block_tokens
         if any(end < one.start_token + one.token_count for one in prepared.images) or not end:
-            return
+            return 0
         for remote in (True, False):
             call = decode_request(
                 prepared,
@@ -255,12 +251,14 @@ class Moves:
             )
             try:
                 async with asyncio.timeout(min(WARM_S, request.deadline.remaining_s())):
-                    if await self._warmed_by(attempt, decision, call, warmed, move, generated):
-                        return
+                    sent = await self._warmed_by(attempt, decision, call, warmed, generated)
+                if sent is not None:
+                    return sent
             except TimeoutError:
                 raise DeadlineExceeded("the KV did not arrive at the target in time") from None
             finally:
                 link.release(warmed)
+        return 0
 
     async def _warmed_by(
         self,
@@ -268,10 +266,10 @@ class Moves:
         decision: Decision,
         call: decode_pb2.GenerateRequest,
         warmed: _Warmed,
-        move: Move,
         generated: tuple[int, ...],
-    ) -> bool:
-        """Whether the target has the KV. False when the source cannot send it."""
+    ) -> int | None:
+        """The bytes that the source has sent, once the target has the KV. None when it does not send."""
+        payload_bytes = 0
         await _first_of(attempt.ended, warmed.reserved, warmed.ended)
         asking: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         reserved = warmed.reserved.result() if warmed.reserved.done() else decode_pb2.Reserved()
@@ -283,18 +281,18 @@ class Moves:
         try:
             await _first_of(attempt.ended, warmed.ended, asking)
             if asking.done():
-                move.payload_bytes = asking.result().payload_bytes
+                payload_bytes = asking.result().payload_bytes
                 await _first_of(attempt.ended, warmed.ended)
         except grpc.aio.AioRpcError as error:
             what = error_from_rpc(error).detail
             _LOG.info("%s does not send KV: %s", attempt.decode_worker, what)
-            return False
+            return None
         finally:
             asking.cancel()
         _require_running(attempt)
         if (failure := warmed.ended.result()) is not None:
             raise failure
-        return True
+        return payload_bytes
 
     def _send(
         self,
@@ -328,36 +326,37 @@ class Moves:
         )
 
     async def _switch(
-        self, attempt: Attempt, decision: Decision, load: LoadReservation, move: Move
-    ) -> None:
+        self,
+        attempt: Attempt,
+        decision: Decision,
+        load: LoadReservation,
+        start_ns: int,
+        payload_bytes: int,
+    ) -> Move:
         """The target continues after the tokens that the client has, and the source's are held until it does."""
         _require_running(attempt)
-        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        request = attempt.request
+        moved: asyncio.Future[Move] = asyncio.get_running_loop().create_future()
+        source, worker = attempt.decode_worker.worker_id, decision.worker.ref.worker_id
 
-        def take_over(record: RoutedAttempt) -> None:
-            """The commit."""
-            attempt.move_to(target)
-            record.moved, move.end_ns = move, time.monotonic_ns()
-            move.gap_ns = move.end_ns - attempt.response.last_token_ns
-            request.record.attempts.append(record)
-            self.dispatcher.running[id(request)] = target
-            begun.set_result(None)
+        def on_moved(gap_ns: int) -> Move:
+            move = Move(source, worker, payload_bytes, start_ns, time.monotonic_ns(), gap_ns)
+            moved.set_result(move)
+            return move
 
         attempt.hold()
-        target = self.dispatcher.continue_on(attempt, decision, load, take_over)
+        target = self.dispatcher.continue_on(attempt, decision, load, on_moved)
         try:
-            await _first_of(begun, target.ended, attempt.ended, timeout_s=SWITCH_S)
+            await _first_of(moved, target.ended, attempt.ended, timeout_s=SWITCH_S)
         finally:
-            if not begun.done():
+            if not moved.done():
                 attempt.let_go()
                 target.close()
-        if begun.done():
-            return
+        if moved.done():
+            return moved.result()
         _require_running(attempt)
         if target.ended.done() and (error := target.ended.exception()) is not None:
             raise error
-        raise DeadlineExceeded(f"{decision.worker.ref} had no token in {SWITCH_S:g} s")
+        raise DeadlineExceeded(f"{worker} had no token in {SWITCH_S:g} s")
 
 
 async def _first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:

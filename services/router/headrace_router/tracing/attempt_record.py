@@ -59,17 +59,18 @@ class Regret(NamedTuple):
     gained_s: float
 
 
-@dataclass(slots=True)
-class Move:
-    """A move of a running answer. Times are by the monotonic clock."""
+class Move(NamedTuple):
+    """A move of a running answer: its workers, the bytes of KV from the source, and when by the monotonic clock.
+
+    `gap_ns` is the time without a token for the client.
+    """
 
     source: str
     target: str
+    payload_bytes: int
     start_ns: int
-    payload_bytes: int = 0
-    gap_ns: int = 0
-    """The time without a token for the client."""
-    end_ns: int = 0
+    end_ns: int
+    gap_ns: int
 
 
 @dataclass(eq=False, slots=True)
@@ -85,13 +86,12 @@ class RoutedAttempt(AttemptRecord):
     route_error: str = ""
     transfer_id: str = ""
     number: int = 0
-    moved: Move | None = None
-    """The move that it began with."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
+    _move: Move | None = field(default=None, init=False)
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -105,6 +105,10 @@ class RoutedAttempt(AttemptRecord):
     @property
     def report_bytes(self) -> int:
         return len(self.done.last_link.layers) if self.done is not None else 0
+
+    def begins_by(self, move: Move) -> None:
+        """The answer has moved to this attempt."""
+        self._move = move
 
     def routed(self, decision: Decision) -> None:
         """The workers are chosen."""
@@ -245,7 +249,7 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
-        if (move := self.moved) is not None:
+        if (move := self._move) is not None:
             yield maker.of_steps(
                 schema.SPAN_MOVE,
                 request.context,
