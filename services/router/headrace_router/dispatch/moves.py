@@ -55,7 +55,7 @@ SWITCH_S: Final = 2.0
 """The longest time in which tokens of the source are held."""
 _PAUSE_S: Final = 1.0
 """After a move that has failed, before the next one of the same answer."""
-_POLL_S: Final = 0.05
+_POLL_S: Final = 0.02
 
 CountMove: TypeAlias = Callable[[str, str], None]
 """Counts a move by its outcome, "moved" or an error's reason, and by what has asked for it."""
@@ -145,34 +145,34 @@ class Moves:
             self._tasks.start(self._empty(worker))
 
     async def _empty(self, worker: WorkerRef) -> None:
+        running = self.dispatcher.running
         try:
-            while left := self._on(worker):
+            while left := [one for one in running.values() if one.decode_worker == worker]:
+                self._retry_s = {one: at for one, at in self._retry_s.items() if one in running}
                 now_s = time.monotonic()
-                for attempt in left:
-                    known = id(attempt.request)
-                    due = now_s >= self._retry_s.get(known, 0.0) and known not in self._moving
-                    if attempt.generates and due and not self._full(worker):
-                        self._retry_s[known] = math.inf
-                        self._tasks.start(self._leave(attempt))
+                due = [
+                    one
+                    for one in left
+                    if one.generates and self._retry_s.get(id(one.request), 0.0) <= now_s
+                ]
+                for attempt in due[: OF_WORKER_MAX - self._workers[worker]]:
+                    self._retry_s[id(attempt.request)] = math.inf
+                    self._tasks.start(self._leave(attempt))
                 await asyncio.sleep(_POLL_S)
         finally:
             self._leaving.discard(worker)
 
-    def _on(self, worker: WorkerRef) -> list[Attempt]:
-        running = self.dispatcher.running
-        self._retry_s = {one: at for one, at in self._retry_s.items() if one in running}
-        return [one for one in running.values() if one.decode_worker == worker]
-
     async def _leave(self, attempt: Attempt) -> None:
-        """Never tries an answer again that cannot be moved."""
+        """An answer that cannot be moved stays. Others are tried again."""
         retry_s = 0.0
         try:
             await self.move(attempt, "drain")
         except HeadraceError as error:
             name = attempt.request.prepared.request_id
             _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
-            cannot = isinstance(error, InvalidRequest)
-            retry_s = math.inf if cannot else time.monotonic() + _PAUSE_S
+            if isinstance(error, InvalidRequest):
+                return
+            retry_s = time.monotonic() + _PAUSE_S
         self._retry_s[id(attempt.request)] = retry_s
 
     def _full(self, worker: WorkerRef) -> bool:
