@@ -81,15 +81,8 @@ class RunningAttempt:
     ignored.
     """
 
-    def __init__(
-        self,
-        request: AdmittedRequest,
-        decode_worker: WorkerRef,
-        *,
-        remote: bool,
-        leads: bool = True,
-    ) -> None:
-        """`remote`: whether a prefill worker computes the prompt. `leads`: whether `lead` is called now."""
+    def __init__(self, request: AdmittedRequest, decode_worker: WorkerRef, *, remote: bool) -> None:
+        """`remote`: whether a prefill worker computes the prompt. The caller calls `lead`."""
         self.decode_worker = decode_worker
         self.ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self.response = request.response
@@ -107,8 +100,6 @@ class RunningAttempt:
         self._reserved: decode_pb2.Reserved | None = None
         self._generates = False
         """Whether the decode worker has computed a token from the KV cache."""
-        if leads:
-            self.lead()
 
     def lead(self) -> None:
         """From now on the response gets its tokens from this attempt."""

@@ -100,7 +100,7 @@ class Router:
             load,
             lambda: policy().worker_roles,
             recorder.table,
-            lambda worker: self.moves.worker_leaves(worker),
+            self._worker_leaves,
         )
         self.prefixes = PrefixCacheDirectory(
             self._open_channel,
@@ -215,6 +215,9 @@ class Router:
         """Rejects new requests from now on, and ends the records of the load."""
         self.runner.drain()
         self._recorder.end()
+
+    def _worker_leaves(self, worker: WorkerRef) -> None:
+        self.moves.worker_leaves(worker)
 
     async def close(self) -> None:
         """Ends every stream to workers."""

@@ -30,9 +30,7 @@ SEEDED: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "logprobs": 2,
 }
-CHOICE = sampling_pb2.StructuredOutputs(
-    choice=sampling_pb2.Choice(texts=["yes " * 20, "no " * 27])
-)
+CHOICE = sampling_pb2.StructuredOutputs(choice=sampling_pb2.Choice(texts=["yes " * 20, "no " * 27]))
 
 
 @dataclass(slots=True)
@@ -99,7 +97,9 @@ async def test_an_answer_moves_there_and_back_with_its_kv(sampling: dict[str, An
         # Three blocks of the prompt at least, and on the way back what was generated there.
         assert there.payload_bytes >= 3 * 32 * CLOSED_FORM_BYTES
         assert answer.last().timing.decode_worker_id == back.target_worker_id
-        assert answer.last().usage.decode_cached_tokens + answer.last().usage.transferred_tokens < 96
+        assert (
+            answer.last().usage.decode_cached_tokens + answer.last().usage.transferred_tokens < 96
+        )
         await pair.wait_idle()
 
 
@@ -151,7 +151,9 @@ async def test_answers_of_a_drained_worker_move_unless_it_keeps_them(
             for n in range(3 * OF_WORKER_MAX)
         ]
         answers, reading = await begun(pair, *requests)
-        begins = {one.decode_worker.worker_id for one in pair.rig.router.moves.dispatcher.running.values()}
+        begins = {
+            one.decode_worker.worker_id for one in pair.rig.router.moves.dispatcher.running.values()
+        }
         assert "worker-0" in begins
         await drain(pair, "worker-0", keep_answers=keep_answers)
         await asyncio.wait_for(asyncio.shield(pair.serving["worker-0"]), 30)

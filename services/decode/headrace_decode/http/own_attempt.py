@@ -93,6 +93,7 @@ class OwnAttempt(RunningAttempt):
         """What the response has no room for."""
         self._then: Callable[[], None] = lambda: None
         """Called once the response has got that."""
+        self.lead()
 
     @property
     def reserved(self) -> bool:

@@ -67,20 +67,16 @@ class Attempt(RunningAttempt, LinkedAnswer):
         first_token: Policy = BY_DECODE,
         bounds: bounds_pb2.TokenBounds | None = None,
         on_computed: Callable[[], None] = lambda: None,
-        take_over: Callable[[], None] | None = None,
     ) -> None:
         """`record` gets the steps.
 
         `load` is reserved on the decode worker of `decision`. `terms` are those of the prefill task, None without one.
         `ticket_key_id` is that of the key that signs the handoff tickets. `on_computed` is called once or more when the
-        prompt is computed, or is not to be computed. `take_over` is called before the first token, and may raise. Until
-        then another attempt leads.
+        prompt is computed, or is not to be computed.
         """
-        leads = take_over is None
-        super().__init__(request, decision.worker.ref, remote=decision.remote, leads=leads)
+        super().__init__(request, decision.worker.ref, remote=decision.remote)
         self.request = request
         self.worker, self.transfer_id = decision.worker, self._call.transfer_id
-        self._take_over = take_over
         self.successor: Attempt | None = None
         """The attempt that the answer has moved to."""
         self._held: list[tuple[Sequence[int], Logprobs, Logprobs]] | None = None
@@ -344,9 +340,6 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _begin(self, count: int) -> None:
         self._require_reservation()
-        if self._take_over is not None:
-            self._take_over()
-            self.lead()
         by = self._first_token_by
         if by == BY_PREFILL and self._queued is not None and self._calling is None:
             raise ProtocolViolation(f"{self.decode_worker} did not wait for its first token")
@@ -404,3 +397,38 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if queued.outcome.done():
             return f"the first token from {decode}"
         return f"the KV cache from prefill worker {queued.worker.worker_id} to {decode}"
+
+
+class Continuation(Attempt):
+    """An attempt that leads in place of another one once it has a token."""
+
+    def __init__(
+        self,
+        queue: PrefillQueue,
+        request: AdmittedRequest,
+        record: RoutedAttempt,
+        *,
+        decision: Decision,
+        load: LoadReservation,
+        ticket_key_id: bytes,
+        bounds: bounds_pb2.TokenBounds | None,
+        take_over: Callable[[], None],
+    ) -> None:
+        """`take_over` is called before it leads. This attempt fails by its error."""
+        super().__init__(
+            queue,
+            request,
+            record,
+            decision=decision,
+            load=load,
+            terms=None,
+            ticket_key_id=ticket_key_id,
+            bounds=bounds,
+        )
+        self._take_over = take_over
+
+    def _begin(self, count: int) -> None:
+        self._require_reservation()
+        self._take_over()
+        self.lead()
+        super()._begin(count)

@@ -22,7 +22,6 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import (
     Conflict,
     DeadlineExceeded,
-    DecodeFull,
     HeadraceError,
     InvalidRequest,
     NotFound,
@@ -129,7 +128,7 @@ class Moves:
         found = [
             attempt
             for attempt in self.dispatcher.running.values()
-            if request_id in _names(attempt.request.prepared.request_id)
+            if _is_of(attempt.request.prepared.request_id, request_id)
         ]
         if not found:
             raise NotFound(
@@ -185,7 +184,9 @@ class Moves:
             raise Conflict("the answer moves already")
         for worker in (source, target):
             if self._full(worker):
-                what = f"{self._workers[worker]} of {len(self._moving)} moves are from or to {worker}"
+                what = (
+                    f"{self._workers[worker]} of {len(self._moving)} moves are from or to {worker}"
+                )
                 raise QueueFull(what, metadata={"queue": "moves", "maxsize": str(OF_WORKER_MAX)})
         self._moving.add(name)
         self._workers.update((source, target))
@@ -377,6 +378,7 @@ def _require_movable(attempt: Attempt, decision: Decision) -> None:
         )
 
 
-def _names(request_id: str) -> tuple[str, str]:
-    """The id of a request, and that of the choice of several that it is one of."""
-    return request_id, request_id.rpartition("-")[0]
+def _is_of(answer_id: str, request_id: str) -> bool:
+    """Whether an answer is that of a request, or one of its choices."""
+    whole, _, choice = answer_id.rpartition("-")
+    return request_id in (answer_id, whole if choice.isdecimal() else answer_id)

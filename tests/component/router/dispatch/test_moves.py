@@ -305,4 +305,3 @@ async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:
         await rig.stub.MoveAnswer(inference_pb2.MoveAnswerRequest(request_id="r"), timeout=30)
     course.source_goes_on.set()
     assert (await reader.whole()).timing.decode_worker_id == "d0"
-
