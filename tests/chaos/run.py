@@ -256,7 +256,11 @@ async def _move(processes: Processes, router: str, name: str, counts: Counter[st
             counts["moved"] += 1
         except grpc.aio.AioRpcError as error:
             known = error_from_rpc(error)
-            counts[f"{known.reason} {known.detail}" if known.reason=="PROTOCOL_VIOLATION" else known.reason] += 1
+            counts[
+                f"{known.reason} {known.detail}"
+                if known.reason == "PROTOCOL_VIOLATION"
+                else known.reason
+            ] += 1
 
 
 def _another_serves(processes: Processes, name: str) -> bool:

@@ -98,7 +98,7 @@ class RunningAttempt:
         )
         self.vocabulary_size = request.prepared.codec.vocabulary_size
         self._reserved: decode_pb2.Reserved | None = None
-        self._generates = False
+        self.generates = False
         """Whether the decode worker has computed a token from the KV cache."""
 
     def lead(self) -> None:
@@ -114,7 +114,7 @@ class RunningAttempt:
         """New tokens. False when there is no room for more before `_drained`."""
         if self.ended.done():
             return True
-        if not self._generates:
+        if not self.generates:
             self._begin(len(token_ids))
         return self.response.add_tokens(token_ids, logprobs, prompt_logprobs)
 
@@ -146,7 +146,7 @@ class RunningAttempt:
     def _begin(self, count: int) -> None:
         """The first tokens have arrived."""
         self._require_reservation()
-        self._generates = True
+        self.generates = True
 
     def _stopped(self) -> None:
         """A stop string is complete."""

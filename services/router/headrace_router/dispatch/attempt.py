@@ -77,6 +77,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         super().__init__(request, decision.worker.ref, remote=decision.remote)
         self.request = request
         self.worker, self.transfer_id = decision.worker, self._call.transfer_id
+        self._take_over: Callable[[], None] | None = None
         self.successor: Attempt | None = None
         """The attempt that the answer has moved to."""
         self._held: list[tuple[Sequence[int], Logprobs, Logprobs]] | None = None
@@ -146,10 +147,9 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if queued is not None and (self._decode_waits or not succeeded):
             queued.cancel()
 
-    @property
-    def generates(self) -> bool:
-        """Whether the decode worker generates from the KV cache now."""
-        return self._generates and not self.ended.done()
+    def lead_after(self, take_over: Callable[[], None]) -> None:
+        """Leads once it has a token and `take_over` has returned. Its error ends this attempt."""
+        self._take_over = take_over
 
     def hold(self) -> None:
         """The response gets no more tokens, until `let_go`. At most the window of a link is held."""
@@ -195,7 +195,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             decode_worker=self.decode_worker,
             prefill_worker=self.prefill_worker,
             prefill_failed=self._prefill_failed,
-            decode_generated=self._generates,
+            decode_generated=self.generates,
         )
 
     def outcome_of(self, reason: sampling_pb2.FinishReason.ValueType) -> AttemptOutcome:
@@ -263,7 +263,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             return
         if queued.outcome.done():
             self._on_computed()
-        if self.ended.done() or self._generates:
+        if self.ended.done() or self.generates:
             return
         try:
             if queued.first_token.done():
@@ -325,7 +325,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _first_token_set(self, calling: asyncio.Future[Any]) -> None:
         error = None if calling.cancelled() else calling.exception()
-        if not isinstance(error, Exception) or self._generates:
+        if not isinstance(error, Exception) or self.generates:
             return
         known = error_from_rpc(error) if isinstance(error, grpc.aio.AioRpcError) else None
         if isinstance(known, NotFound):
@@ -340,6 +340,9 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _begin(self, count: int) -> None:
         self._require_reservation()
+        if self._take_over is not None:
+            self._take_over()
+            self.lead()
         by = self._first_token_by
         if by == BY_PREFILL and self._queued is not None and self._calling is None:
             raise ProtocolViolation(f"{self.decode_worker} did not wait for its first token")
@@ -347,8 +350,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if from_state:
             self.response.begins_by(FROM_HIDDEN_STATE)
         # The token from a hidden state alone does not prove that prefill has succeeded.
-        self._generates = not from_state or count > 1
-        if self._generates:
+        self.generates = not from_state or count > 1
+        if self.generates:
             self.forward(self.response.add_tokens)
         self._received_tokens = True
         self._on_computed()
@@ -397,38 +400,3 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if queued.outcome.done():
             return f"the first token from {decode}"
         return f"the KV cache from prefill worker {queued.worker.worker_id} to {decode}"
-
-
-class Continuation(Attempt):
-    """An attempt that leads in place of another one once it has a token."""
-
-    def __init__(
-        self,
-        queue: PrefillQueue,
-        request: AdmittedRequest,
-        record: RoutedAttempt,
-        *,
-        decision: Decision,
-        load: LoadReservation,
-        ticket_key_id: bytes,
-        bounds: bounds_pb2.TokenBounds | None,
-        take_over: Callable[[], None],
-    ) -> None:
-        """`take_over` is called before it leads. This attempt fails by its error."""
-        super().__init__(
-            queue,
-            request,
-            record,
-            decision=decision,
-            load=load,
-            terms=None,
-            ticket_key_id=ticket_key_id,
-            bounds=bounds,
-        )
-        self._take_over = take_over
-
-    def _begin(self, count: int) -> None:
-        self._require_reservation()
-        self._take_over()
-        self.lead()
-        super()._begin(count)

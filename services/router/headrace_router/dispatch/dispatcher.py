@@ -21,7 +21,7 @@ from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, f
 from headrace_frontend.running.record import RequestRecord, now_us
 from headrace_kv.compatibility import fingerprint
 from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
-from headrace_router.dispatch.attempt import Attempt, Continuation
+from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.dispatch.messages import Policy as FirstTokenMaker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
@@ -414,14 +414,15 @@ class RequestDispatcher:
             self.running[id(request)] = target
 
         targets = self._targets(request.prepared, request.record.arrival_ns)
-        target = Continuation(
+        target = Attempt(
             self.queue,
             request,
             record,
             decision=decision,
             load=load,
+            terms=None,
             ticket_key_id=self.ticket_key_id,
             bounds=targets.bounds(started=True),
-            take_over=take_over,
         )
+        target.lead_after(take_over)
         return target

@@ -93,6 +93,151 @@ class _Warmed(LinkedAnswer):
 
 
 @dataclass(eq=False, slots=True)
+class _Course:
+    """One move of the answer of an attempt. See Moves for `sign`."""
+
+    dispatcher: RequestDispatcher
+    sign: SignTask
+    attempt: Attempt
+    decision: Decision
+    load: LoadReservation
+    _start_ns: int = field(default_factory=time.monotonic_ns, init=False)
+    _payload_bytes: int = field(default=0, init=False)
+
+    async def run(self) -> Move:
+        """Raises HeadraceError if the answer stays."""
+        try:
+            if not await self._warm(remote=True):
+                await self._warm(remote=False)
+            return await self._switch()
+        except BaseException:
+            self.load.release()
+            raise
+
+    async def _warm(self, *, remote: bool) -> bool:
+        """The target gets the KV of the whole blocks that the source has, from there or by computing it.
+
+        False when the source cannot send.
+        """
+        attempt, request = self.attempt, self.attempt.request
+        prepared, generated = request.prepared, request.response.generated
+        _require_running(attempt)
+        token_ids = prepared.token_ids + array("I", generated)
+        end = len(token_ids) - 1
+        end -= end % attempt.worker.layout.block_tokens
+        if any(end < one.start_token + one.token_count for one in prepared.images) or not end:
+            return True
+        incarnation = self.decision.worker.ref.incarnation
+        call = decode_request(
+            prepared, new_transfer_id(), incarnation=incarnation, remote_prefill=remote
+        )
+        # Admitted with the growth of the answer, so that this has room too.
+        left = prepared.sampling.max_tokens - len(generated)
+        call.sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.0, max_tokens=left))
+        call.ticket_key_id = self.dispatcher.ticket_key_id
+        for name in ("stop_token_ids", "keep"):
+            call.ClearField(name)
+        warmed = _Warmed(attempt.vocabulary_size)
+        link = self.load.links.open(
+            call,
+            token_ids_message(token_ids[: end + 1]),
+            request.deadline,
+            carrier_of(request.record.context),
+            warmed,
+            prepared.images,
+        )
+        try:
+            async with asyncio.timeout(min(WARM_S, request.deadline.remaining_s())):
+                return await self._warmed_by(call, warmed, generated[len(attempt.given) :])
+        except TimeoutError:
+            raise DeadlineExceeded("the KV did not arrive at the target in time") from None
+        finally:
+            link.release(warmed)
+
+    async def _warmed_by(
+        self, call: decode_pb2.GenerateRequest, warmed: _Warmed, generated: tuple[int, ...]
+    ) -> bool:
+        """Returns when the target has the KV. False when the source cannot send."""
+        source = self.attempt
+        await _first_of(source.ended, warmed.reserved, warmed.ended)
+        asking: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if warmed.reserved.done() and not source.ended.done():
+            reserved = warmed.reserved.result()
+            if reserved.start_token < reserved.end_token:
+                asking = asyncio.ensure_future(self._send(call, reserved, generated))
+        try:
+            await _first_of(source.ended, warmed.ended, asking)
+            if asking.done():
+                self._payload_bytes = asking.result().payload_bytes
+                await _first_of(source.ended, warmed.ended)
+        except grpc.aio.AioRpcError as error:
+            detail = error_from_rpc(error).detail
+            _LOG.info("%s does not send KV: %s", source.decode_worker, detail)
+            return False
+        finally:
+            asking.cancel()
+        _require_running(source)
+        if (failure := warmed.ended.result()) is not None:
+            raise failure
+        return True
+
+    def _send(
+        self,
+        call: decode_pb2.GenerateRequest,
+        reserved: decode_pb2.Reserved,
+        generated: tuple[int, ...],
+    ) -> Any:
+        """Has the source send what the target lacks."""
+        source, target = self.attempt, self.decision.worker
+        task = prefill_pb2.PrefillTask(
+            transfer_id=call.transfer_id,
+            decode_worker_id=target.ref.worker_id,
+            decode_incarnation=target.ref.incarnation,
+        )
+        asked = prefix_pb2.SendPrefixRequest(
+            transfer_id=source.transfer_id,
+            worker_id=target.ref.worker_id,
+            incarnation=target.ref.incarnation,
+            ticket=self.sign(task, source.decode_worker, layout_hash(target.layout)),
+            start_token=reserved.start_token,
+            end_token=reserved.end_token,
+            target_transfer_id=call.transfer_id,
+            target_endpoint=target.endpoint,
+            generated_token_ids=generated,
+        )
+        stub = prefix_pb2_grpc.PrefixServiceStub(source.load.links.channel)
+        return stub.SendPrefix(asked, timeout=WARM_S)
+
+    async def _switch(self) -> Move:
+        """The target continues after the tokens that the client has, and the source's are held until it does."""
+        source = self.attempt
+        _require_running(source)
+        moved: asyncio.Future[Move] = asyncio.get_running_loop().create_future()
+        names = (source.decode_worker.worker_id, self.decision.worker.ref.worker_id)
+
+        def on_moved(gap_ns: int) -> Move:
+            sent = self._payload_bytes
+            move = Move(*names, sent, self._start_ns, time.monotonic_ns(), gap_ns)
+            moved.set_result(move)
+            return move
+
+        source.hold()
+        target = self.dispatcher.continue_on(source, self.decision, self.load, on_moved)
+        try:
+            await _first_of(moved, target.ended, source.ended, timeout_s=SWITCH_S)
+        finally:
+            if not moved.done():
+                source.let_go()
+                target.close()
+        if moved.done():
+            return moved.result()
+        _require_running(source)
+        if target.ended.done() and (error := target.ended.exception()) is not None:
+            raise error
+        raise DeadlineExceeded(f"{names[1]} had no token in {SWITCH_S:g} s")
+
+
+@dataclass(eq=False, slots=True)
 class Moves:
     """Moves answers, a bounded number at once. The router owns each answer throughout, and the client sees one stream.
 
@@ -105,8 +250,8 @@ class Moves:
     _moving: set[int] = field(default_factory=set, init=False)
     """Identities of requests."""
     _workers: Counter[WorkerRef] = field(default_factory=Counter, init=False)
+    """The moves from and to each worker."""
     _leaving: set[WorkerRef] = field(default_factory=set, init=False)
-    _retry_s: dict[int, float] = field(default_factory=dict, init=False)
     _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
@@ -137,6 +282,45 @@ class Moves:
             )
         return [await self.move(attempt, "operator", worker_id) for attempt in found]
 
+    async def _move(self, attempt: Attempt, worker_id: str) -> Move:
+        request, dispatcher = attempt.request, self.dispatcher
+        if not attempt.generates or attempt.ended.done():
+            raise Conflict("the answer is not generated at this moment")
+        if any(group.kind == STATE for group in attempt.worker.layout.groups):
+            why = "has states, of which its worker has that of the last token only"
+            raise InvalidRequest({"request_id": why})
+        decision = dispatcher.place_beside(attempt, worker_id)
+        target = decision.worker.ref
+        with self._counted(attempt, target):
+            load = dispatcher.workers.reserve_load(target, len(request.prefix_ids))
+            if load is None:
+                raise NotFound(f"{target} has left", metadata={"worker_id": target.worker_id})
+            return await _Course(dispatcher, self.sign, attempt, decision, load).run()
+
+    @contextmanager
+    def _counted(self, attempt: Attempt, target: WorkerRef) -> Iterator[None]:
+        pair, name = (attempt.decode_worker, target), id(attempt.request)
+        if name in self._moving:
+            raise Conflict("the answer moves already")
+        if max(self._workers[one] for one in pair) >= OF_WORKER_MAX or self._full:
+            most = str(OF_WORKER_MAX)
+            raise QueueFull(
+                f"too many answers move: {len(self._moving)}, from or to a worker at most {most}",
+                metadata={"queue": "moves", "maxsize": most},
+            )
+        self._moving.add(name)
+        self._workers.update(pair)
+        try:
+            yield
+        finally:
+            self._moving.discard(name)
+            self._workers.subtract(pair)
+            self._workers += Counter()
+
+    @property
+    def _full(self) -> bool:
+        return len(self._moving) >= OF_ROUTER_MAX
+
     def worker_leaves(self, worker: WorkerRef) -> None:
         """Moves all answers from a worker, in the background. Repeats are ignored while that runs."""
         if worker not in self._leaving:
@@ -144,220 +328,28 @@ class Moves:
             self._tasks.start(self._empty(worker))
 
     async def _empty(self, worker: WorkerRef) -> None:
+        retry_s: dict[Attempt, float] = {}
         running = self.dispatcher.running
         try:
             while left := [one for one in running.values() if one.decode_worker == worker]:
-                self._retry_s = {one: at for one, at in self._retry_s.items() if one in running}
                 now_s = time.monotonic()
-                due = [
-                    one
-                    for one in left
-                    if one.generates and self._retry_s.get(id(one.request), 0.0) <= now_s
-                ]
+                due = [one for one in left if one.generates and retry_s.get(one, 0.0) <= now_s]
                 for attempt in due[: OF_WORKER_MAX - self._workers[worker]]:
-                    self._retry_s[id(attempt.request)] = math.inf
-                    self._tasks.start(self._leave(attempt))
+                    retry_s[attempt] = math.inf
+                    self._tasks.start(self._leave(attempt, retry_s))
                 await asyncio.sleep(_POLL_S)
         finally:
             self._leaving.discard(worker)
 
-    async def _leave(self, attempt: Attempt) -> None:
+    async def _leave(self, attempt: Attempt, retry_s: dict[Attempt, float]) -> None:
         """An answer that cannot be moved stays. Others are tried again."""
-        retry_s = 0.0
         try:
             await self.move(attempt, "drain")
         except HeadraceError as error:
             name = attempt.request.prepared.request_id
             _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
-            if isinstance(error, InvalidRequest):
-                return
-            retry_s = time.monotonic() + _PAUSE_S
-        self._retry_s[id(attempt.request)] = retry_s
-
-    def _full(self, worker: WorkerRef) -> bool:
-        return self._workers[worker] >= OF_WORKER_MAX or len(self._moving) >= OF_ROUTER_MAX
-
-    @contextmanager
-    def _counted(self, attempt: Attempt, target: WorkerRef) -> Iterator[None]:
-        source, name = attempt.decode_worker, id(attempt.request)
-        if name in self._moving:
-            raise Conflict("the answer moves already")
-        for worker in (source, target):
-            if self._full(worker):
-                what = (
-                    f"{self._workers[worker]} of {len(self._moving)} moves are from or to {worker}"
-                )
-                raise QueueFull(what, metadata={"queue": "moves", "maxsize": str(OF_WORKER_MAX)})
-        self._moving.add(name)
-        self._workers.update((source, target))
-        try:
-            yield
-        finally:
-            self._moving.discard(name)
-            self._workers.subtract((source, target))
-            self._workers += Counter()
-
-    async def _move(self, attempt: Attempt, worker_id: str) -> Move:
-        request, start_ns = attempt.request, time.monotonic_ns()
-        if not attempt.generates:
-            raise Conflict("the answer is not generated at this moment")
-        dispatcher = self.dispatcher
-        decision = dispatcher.place_beside(attempt, worker_id)
-        worker = decision.worker
-        _require_movable(attempt, decision)
-        with self._counted(attempt, worker.ref):
-            load = dispatcher.workers.reserve_load(worker.ref, len(request.prefix_ids))
-            if load is None:
-                raise NotFound(f"{worker.ref} has left", metadata={"worker_id": str(worker.ref)})
-            try:
-                payload_bytes = await self._warm(attempt, decision, load)
-                return await self._switch(attempt, decision, load, start_ns, payload_bytes)
-            except BaseException:
-                load.release()
-                raise
-
-    async def _warm(self, attempt: Attempt, decision: Decision, load: LoadReservation) -> int:
-        """The target gets the KV of the whole blocks that the source has. It computes them itself if that cannot send.
-
-        Returns the bytes that the source has sent.
-        """
-        request, worker = attempt.request, decision.worker
-        prepared, generated = request.prepared, request.response.generated
-        token_ids = prepared.token_ids + array("I", generated)
-        end = len(token_ids) - 1
-        end -= end % attempt.worker.layout.block_tokens
-        if any(end < one.start_token + one.token_count for one in prepared.images) or not end:
-            return 0
-        for remote in (True, False):
-            call = decode_request(
-                prepared,
-                new_transfer_id(),
-                incarnation=worker.ref.incarnation,
-                remote_prefill=remote,
-            )
-            # Admitted with the growth of the answer, so that this has room too.
-            left = prepared.sampling.max_tokens - len(generated)
-            call.sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.0, max_tokens=left))
-            call.ticket_key_id = self.dispatcher.ticket_key_id
-            call.ClearField("stop_token_ids")
-            call.ClearField("keep")
-            warmed = _Warmed(attempt.vocabulary_size)
-            link = load.links.open(
-                call,
-                token_ids_message(token_ids[: end + 1]),
-                request.deadline,
-                carrier_of(request.record.context),
-                warmed,
-                prepared.images,
-            )
-            try:
-                async with asyncio.timeout(min(WARM_S, request.deadline.remaining_s())):
-                    sent = await self._warmed_by(attempt, decision, call, warmed, generated)
-                if sent is not None:
-                    return sent
-            except TimeoutError:
-                raise DeadlineExceeded("the KV did not arrive at the target in time") from None
-            finally:
-                link.release(warmed)
-        return 0
-
-    async def _warmed_by(
-        self,
-        attempt: Attempt,
-        decision: Decision,
-        call: decode_pb2.GenerateRequest,
-        warmed: _Warmed,
-        generated: tuple[int, ...],
-    ) -> int | None:
-        """The bytes that the source has sent, once the target has the KV. None when it does not send."""
-        payload_bytes = 0
-        await _first_of(attempt.ended, warmed.reserved, warmed.ended)
-        asking: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        reserved = warmed.reserved.result() if warmed.reserved.done() else decode_pb2.Reserved()
-        start, end = reserved.start_token, reserved.end_token
-        if start < end and not attempt.ended.done():
-            asking = asyncio.ensure_future(
-                self._send(attempt, decision, call, start, end, generated)
-            )
-        try:
-            await _first_of(attempt.ended, warmed.ended, asking)
-            if asking.done():
-                payload_bytes = asking.result().payload_bytes
-                await _first_of(attempt.ended, warmed.ended)
-        except grpc.aio.AioRpcError as error:
-            what = error_from_rpc(error).detail
-            _LOG.info("%s does not send KV: %s", attempt.decode_worker, what)
-            return None
-        finally:
-            asking.cancel()
-        _require_running(attempt)
-        if (failure := warmed.ended.result()) is not None:
-            raise failure
-        return payload_bytes
-
-    def _send(
-        self,
-        attempt: Attempt,
-        decision: Decision,
-        call: decode_pb2.GenerateRequest,
-        start: int,
-        end: int,
-        generated: tuple[int, ...],
-    ) -> Any:
-        """Has the source send [start, end) to the target."""
-        worker = decision.worker
-        task = prefill_pb2.PrefillTask(
-            transfer_id=call.transfer_id,
-            decode_worker_id=worker.ref.worker_id,
-            decode_incarnation=worker.ref.incarnation,
-        )
-        asked = prefix_pb2.SendPrefixRequest(
-            transfer_id=attempt.transfer_id,
-            worker_id=worker.ref.worker_id,
-            incarnation=worker.ref.incarnation,
-            ticket=self.sign(task, attempt.decode_worker, layout_hash(worker.layout)),
-            start_token=start,
-            end_token=end,
-            target_transfer_id=call.transfer_id,
-            target_endpoint=worker.endpoint,
-            generated_token_ids=generated[len(attempt.given) :],
-        )
-        return prefix_pb2_grpc.PrefixServiceStub(attempt.load.links.channel).SendPrefix(
-            asked, timeout=WARM_S
-        )
-
-    async def _switch(
-        self,
-        attempt: Attempt,
-        decision: Decision,
-        load: LoadReservation,
-        start_ns: int,
-        payload_bytes: int,
-    ) -> Move:
-        """The target continues after the tokens that the client has, and the source's are held until it does."""
-        _require_running(attempt)
-        moved: asyncio.Future[Move] = asyncio.get_running_loop().create_future()
-        source, worker = attempt.decode_worker.worker_id, decision.worker.ref.worker_id
-
-        def on_moved(gap_ns: int) -> Move:
-            move = Move(source, worker, payload_bytes, start_ns, time.monotonic_ns(), gap_ns)
-            moved.set_result(move)
-            return move
-
-        attempt.hold()
-        target = self.dispatcher.continue_on(attempt, decision, load, on_moved)
-        try:
-            await _first_of(moved, target.ended, attempt.ended, timeout_s=SWITCH_S)
-        finally:
-            if not moved.done():
-                attempt.let_go()
-                target.close()
-        if moved.done():
-            return moved.result()
-        _require_running(attempt)
-        if target.ended.done() and (error := target.ended.exception()) is not None:
-            raise error
-        raise DeadlineExceeded(f"{worker} had no token in {SWITCH_S:g} s")
+            if not isinstance(error, InvalidRequest):
+                retry_s[attempt] = time.monotonic() + _PAUSE_S
 
 
 async def _first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:
@@ -368,14 +360,6 @@ def _require_running(attempt: Attempt) -> None:
     """Raises Conflict once the answer has ended."""
     if attempt.ended.done() or attempt.response.ended_by:
         raise Conflict("the answer has ended where it was")
-
-
-def _require_movable(attempt: Attempt, decision: Decision) -> None:
-    """Raises InvalidRequest for what would be computed again as a whole."""
-    if any(group.kind == STATE for group in decision.worker.layout.groups):
-        raise InvalidRequest(
-            {"request_id": "has states, and the source has that of its last token only"}
-        )
 
 
 def _is_of(answer_id: str, request_id: str) -> bool:

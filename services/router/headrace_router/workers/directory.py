@@ -115,7 +115,7 @@ class WorkerDirectory:
 
         `on_slots` gets a model and the slots of its workers after each change. `dials` bounds the tries to reach
         members, and may be shared. `load` is that of the event loop: see DecodeLink. `worker_roles` returns those of
-        the policy. `new_table` makes the tables. `on_leaving` gets a worker whose answers are to move, once or more.
+        the policy. `new_table` makes the tables. `on_leaving` gets a worker that answers are to leave, once or more.
         """
         self._open_channel = open_channel
         self._ticket_public_key = ticket_public_key
