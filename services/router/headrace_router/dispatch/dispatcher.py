@@ -395,21 +395,23 @@ class RequestDispatcher:
         source: Attempt,
         decision: Decision,
         load: LoadReservation,
-        on_moved: Callable[[int], Move],
+        moved: asyncio.Future[Move],
+        move: Move,
     ) -> Attempt:
         """An attempt that leads in place of `source` once it has a token, unless that has ended.
 
-        `on_moved` gets the nanoseconds without a token for the client, and returns the move.
+        `moved` gets `move` with its times then.
         """
         request = source.request
-        record = RoutedAttempt(
-            now_us(), worker_clocks=self.clocks, number=len(request.record.attempts) + 1
-        )
+        number = len(request.record.attempts) + 1
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number, moved=moved)
         record.routed(decision)
 
         def take_over() -> None:
             source.move_to(target)
-            record.begins_by(on_moved(time.monotonic_ns() - request.response.last_token_ns))
+            now_ns = time.monotonic_ns()
+            gap_ns = now_ns - request.response.last_token_ns
+            moved.set_result(move._replace(end_ns=now_ns, gap_ns=gap_ns))
             request.record.attempts.append(record)
             self.running[id(request)] = target
 

@@ -213,16 +213,10 @@ class _Course:
         source = self.attempt
         _require_running(source)
         moved: asyncio.Future[Move] = asyncio.get_running_loop().create_future()
-        names = (source.decode_worker.worker_id, self.decision.worker.ref.worker_id)
-
-        def on_moved(gap_ns: int) -> Move:
-            sent = self._payload_bytes
-            move = Move(*names, sent, self._start_ns, time.monotonic_ns(), gap_ns)
-            moved.set_result(move)
-            return move
-
+        name = self.decision.worker.ref.worker_id
+        move = Move(source.decode_worker.worker_id, name, self._payload_bytes, self._start_ns)
         source.hold()
-        target = self.dispatcher.continue_on(source, self.decision, self.load, on_moved)
+        target = self.dispatcher.continue_on(source, self.decision, self.load, moved, move)
         try:
             await _first_of(moved, target.ended, source.ended, timeout_s=SWITCH_S)
         finally:
@@ -234,7 +228,7 @@ class _Course:
         _require_running(source)
         if target.ended.done() and (error := target.ended.exception()) is not None:
             raise error
-        raise DeadlineExceeded(f"{names[1]} had no token in {SWITCH_S:g} s")
+        raise DeadlineExceeded(f"{name} had no token in {SWITCH_S:g} s")
 
 
 @dataclass(eq=False, slots=True)

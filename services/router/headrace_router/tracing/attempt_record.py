@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -69,8 +70,8 @@ class Move(NamedTuple):
     target: str
     payload_bytes: int
     start_ns: int
-    end_ns: int
-    gap_ns: int
+    end_ns: int = 0
+    gap_ns: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -86,12 +87,13 @@ class RoutedAttempt(AttemptRecord):
     route_error: str = ""
     transfer_id: str = ""
     number: int = 0
+    moved: asyncio.Future[Move] | None = None
+    """The move that it began with, done before its first token."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
-    _move: Move | None = field(default=None, init=False)
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -105,10 +107,6 @@ class RoutedAttempt(AttemptRecord):
     @property
     def report_bytes(self) -> int:
         return len(self.done.last_link.layers) if self.done is not None else 0
-
-    def begins_by(self, move: Move) -> None:
-        """The answer has moved to this attempt."""
-        self._move = move
 
     def routed(self, decision: Decision) -> None:
         """The workers are chosen."""
@@ -249,7 +247,8 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
-        if (move := self._move) is not None:
+        if self.moved is not None:
+            move = self.moved.result()
             yield maker.of_steps(
                 schema.SPAN_MOVE,
                 request.context,

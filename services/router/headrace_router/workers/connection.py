@@ -206,6 +206,7 @@ class WorkerConnection:
         status = self._status or worker_pb2.WatchStatusResponse()
         reported = status.running_requests + status.waiting_requests
         block_tokens = self.worker.layout.block_tokens
+        draining = status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING
         held_blocks = status.reserved_blocks + status.quarantined_blocks
         return Load(
             requests=max(reported + self._new_requests, self._requests),
@@ -214,7 +215,8 @@ class WorkerConnection:
             held_tokens=max(held_blocks * block_tokens + self._new_tokens, self._tokens),
             total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None and not self.stuck,
-            draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
+            draining=draining,
+            leaving=draining and not status.keeps_answers,
             stalled=bool(self.stuck),
             prompts=self.prompts.work,
             times=self._times,
@@ -264,13 +266,6 @@ class WorkerConnection:
         """A connection to the worker has broken: it is unreachable until its next status."""
         self._set_status(None)
         self._update_due()
-
-    @property
-    def leaving(self) -> bool:
-        """Whether the worker drains, and its answers are to move."""
-        status = self._status
-        draining = worker_pb2.WatchStatusResponse.STATE_DRAINING
-        return status is not None and status.state == draining and not status.keeps_answers
 
     def retire(self) -> None:
         """The worker has left the registry. Requests on it may still end, and its status says whether they move."""

@@ -345,8 +345,8 @@ class WorkerDirectory:
             table.set(connection.worker.ref, connection.load())
 
     def _update_load(self, connection: WorkerConnection) -> None:
-        worker = connection.worker
-        if connection.leaving:
+        worker, load = connection.worker, connection.load()
+        if load.leaving:
             self._on_leaving(worker.ref)
         # A worker that has left may still report.
         if self._connections.get(worker.ref) is not connection or not connection.has_reported:
@@ -355,7 +355,7 @@ class WorkerDirectory:
         if table is None or worker.ref not in table:
             self._schedule_rebuild()
             return
-        known, load = table.load(worker.ref), connection.load()
+        known = table.load(worker.ref)
         if load == known:
             return
         table.set(worker.ref, load)
