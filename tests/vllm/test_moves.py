@@ -14,7 +14,7 @@ from tests.suite.deployment import greedy, suite
 from tests.vllm.conftest import on_services
 from tests.vllm.test_services import LOCAL, SEEDED, assert_same, prompt_of
 
-TOKENS = 160
+TOKENS = 800
 PROMPT_TOKENS = 150
 pytestmark = on_services(Path("models/tiny-gemma3"))
 
@@ -44,9 +44,9 @@ async def test_answers_move_there_and_back(
         undisturbed = [await it.ask(request, 90) for request in requests]
         running = await it.begun(requests, timeout_s=90, started_tokens=8)
         moves: list[inference_pb2.AnswerMove] = []
-        for request in requests:
-            for _ in range(2):
-                moved = await move_answer(it.deployment.registry, request.request_id, "")
+        for _ in range(2):
+            moving = (move_answer(it.deployment.registry, one.request_id, "") for one in requests)
+            for moved in await asyncio.gather(*moving):
                 moves += moved.moves
         disturbed = await asyncio.gather(*running)
         for result, plain in zip(disturbed, undisturbed, strict=True):

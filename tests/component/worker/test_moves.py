@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_decode.attempts import Attempts
@@ -162,4 +163,19 @@ async def test_answers_of_a_drained_worker_move_unless_it_keeps_them(
         ends = {answer.last().timing.decode_worker_id for answer in answers}
         assert ends == (set(begins) if keep_answers else NAMES - {victim})
         assert (sent > 0) == (not keep_answers)
+        await pair.wait_idle()
+
+
+async def test_answers_leave_a_worker_to_which_the_policy_leaves_prompts() -> None:
+    async with running(SLOW) as pair:
+        requests = [greedy(prompt_of(70 + n, n), TOKENS, request_id=f"r{n}") for n in range(3)]
+        answers, reading = await begun(pair, *requests)
+        running_answers = pair.rig.router.moves.dispatcher.running.values()
+        (left, *_) = [one.decode_worker.worker_id for one in running_answers]
+        pair.rig.policy.worker_roles[left] = registry_pb2.WORKER_ROLE_PREFILL
+        pair.rig.router.update(list(pair.members.values()))
+        await reading
+        for answer in answers:
+            answer.check()
+            assert answer.last().timing.decode_worker_id == (NAMES - {left}).pop()
         await pair.wait_idle()

@@ -162,6 +162,8 @@ class WorkerDirectory:
         interval_s = heartbeat_interval_s(len(self._registered))
         for ref, one in self._registered.items():
             worker = one.worker
+            if worker.role == registry_pb2.WORKER_ROLE_PREFILL:
+                self._on_leaving(ref)
             connection = self._connections.get(ref)
             if connection is not None and connection.worker.endpoint == worker.endpoint:
                 changed = changed or connection.worker != worker
