@@ -208,6 +208,7 @@ async def test_held_tokens_are_given_when_the_target_fails(rig: Rig) -> None:
     course.target_begins.set()
     with pytest.raises(DecodeFull):
         await moving
+    await until(lambda: len(reader.tokens) == len(TOKENS) - 1)
     source_ends.set()
     assert (await reader.whole()).timing.decode_worker_id == "d0"
 
