@@ -135,7 +135,6 @@ class Attempt(RunningAttempt, LinkedAnswer):
             self.successor.close()
             return
         self._count_no_more()
-        self._on_computed()
         self.load.release()
         self._link.release(self)
         if self._calling is not None:

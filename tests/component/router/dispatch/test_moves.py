@@ -39,6 +39,9 @@ class Course:
 
     def __init__(self) -> None:
         self.source_goes_on, self.target_begins = asyncio.Event(), asyncio.Event()
+        self.warm = asyncio.Event()
+        """Whether the target has computed the prompt."""
+        self.warm.set()
         self.continued = asyncio.Event()
         """The target has the continuation."""
         self.end: Callable[[FakeDecode], Any] | None = None
@@ -65,7 +68,8 @@ class Course:
     ) -> AsyncIterator[Any]:
         yield reserved(request)
         if not request.generated_token_count:
-            # It has computed the prompt, and more tokens follow until the router cancels it.
+            await self.warm.wait()
+            # More tokens follow until the router cancels it.
             yield one(request, 0)
             await forever()
         self.continued.set()
@@ -247,6 +251,27 @@ async def test_a_source_that_fails_is_continued_after_the_held_tokens(rig: Rig) 
         if request.generated_token_count == len(TOKENS) - 1
     ]
     assert bytes(retried.token_ids) == b"a prompt" + TOKENS[:-1]
+
+
+async def test_a_source_that_fails_while_the_target_gets_the_kv_is_retried(rig: Rig) -> None:
+    course = Course()
+    course.end = raise_gone
+    course.warm.clear()
+    reader = await begin(rig, course)
+    moving = asyncio.create_task(move(rig))
+    target = rig.decodes[1]
+    # The source refuses to send, so the target computes.
+    await until(lambda: len(target.requests) == 2)
+    warmed = target.requests[-1]
+    course.source_goes_on.set()
+    with pytest.raises(Conflict):
+        await moving
+    course.end = None
+    course.target_begins.set()
+    await reader.task
+    assert reader.tokens == TOKENS
+    assert reader.messages[-1].timing.attempts == 2
+    await until(lambda: warmed.transfer_id in target.cancelled)
 
 
 @pytest.mark.parametrize("after", [WorkerGone("as scripted"), Draining("as scripted")])
