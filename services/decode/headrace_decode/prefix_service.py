@@ -58,11 +58,11 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
         """The hand-over that the caller asks for. Only a valid ticket shows whether the request exists."""
         prefill, name = WorkerRef(request.worker_id, request.incarnation), request.transfer_id
         moved = request.target_transfer_id
-        _require_role(Role.ROUTER if moved else Role.PREFILL)
         if not 0 < len(name) <= TRANSFER_ID_CHARACTERS_MAX >= len(moved):
             raise InvalidRequest(
                 {"transfer_id": f"give 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"}
             )
+        _require_role(Role.ROUTER if moved else Role.PREFILL)
         attempt = self.attempts.find(name)
         if not moved:
             require_own_name(prefill.worker_id)
