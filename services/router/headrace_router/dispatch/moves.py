@@ -103,6 +103,8 @@ class _Course:
     load: LoadReservation
     _start_ns: int = field(default_factory=time.monotonic_ns, init=False)
     _payload_bytes: int = field(default=0, init=False)
+    _moved: asyncio.Future[Move] = field(default_factory=asyncio.Future, init=False)
+    """Done with the commit, from which on the target's attempt owns `load`."""
 
     async def run(self) -> Move:
         """Raises HeadraceError if the answer stays."""
@@ -110,9 +112,9 @@ class _Course:
             if not await self._warm(remote=True):
                 await self._warm(remote=False)
             return await self._switch()
-        except BaseException:
-            self.load.release()
-            raise
+        finally:
+            if not self._moved.done():
+                self.load.release()
 
     async def _warm(self, *, remote: bool) -> bool:
         """The target gets the KV of the whole blocks that the source has, from there or by computing it.
@@ -212,7 +214,7 @@ class _Course:
         """The target continues after the tokens that the client has, and the source's are held until it does."""
         source = self.attempt
         _require_running(source)
-        moved: asyncio.Future[Move] = asyncio.get_running_loop().create_future()
+        moved = self._moved
         name = self.decision.worker.ref.worker_id
         move = Move(source.decode_worker.worker_id, name, self._payload_bytes, self._start_ns)
         source.hold()
