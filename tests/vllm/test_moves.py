@@ -54,6 +54,6 @@ async def test_answers_move_there_and_back(
             assert_same(result, plain)
             assert result.last.timing.attempts == 1
         assert {move.source_worker_id for move in moves} == {"decode-0", "decode-1"}
-        assert any(move.payload_bytes for move in moves) >= sends
+        assert not sends or any(move.payload_bytes for move in moves)
         for name in ("decode-0", "decode-1"):
             await it.wait_empty(name, timeout_s=20)
