@@ -20,18 +20,13 @@ pytestmark = on_services(Path("models/tiny-gemma3"))
 
 
 @pytest.mark.parametrize(
-    ("model", "sends", "engine_args"),
+    ("model", "engine_args"),
     [
-        pytest.param("tiny-llama", True, "", id="llama"),
-        pytest.param("tiny-llama", True, "--async-scheduling", id="steps ahead"),
-        # Without AMX, vLLM has no prefix cache for it: the target computes all.
-        pytest.param("tiny-deepseek-v3", False, "", id="latent attention"),
-        pytest.param("tiny-gemma3", True, "", id="windows"),
+        pytest.param("tiny-llama", "--async-scheduling", id="steps ahead"),
+        pytest.param("tiny-gemma3", "", id="windows"),
     ],
 )
-async def test_answers_move_there_and_back(
-    tmp_path: Path, model: str, sends: bool, engine_args: str
-) -> None:
+async def test_answers_move_there_and_back(tmp_path: Path, model: str, engine_args: str) -> None:
     settings = (
         ("decode", "dtype", "float32"),
         ("decode", "engine_args", f"--enforce-eager {engine_args}"),
@@ -54,6 +49,6 @@ async def test_answers_move_there_and_back(
             assert_same(result, plain)
             assert result.last.timing.attempts == 1
         assert {move.source_worker_id for move in moves} == {"decode-0", "decode-1"}
-        assert not sends or any(move.payload_bytes for move in moves)
+        assert any(move.payload_bytes for move in moves)
         for name in ("decode-0", "decode-1"):
             await it.wait_empty(name, timeout_s=20)
