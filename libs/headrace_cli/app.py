@@ -26,7 +26,7 @@ from headrace_cli.commands.route import route
 from headrace_cli.commands.simulate import simulate
 from headrace_cli.commands.trace import explain, trace
 from headrace_cli.commands.up import add, demo, down, logs, up
-from headrace_cli.commands.workers import drain, reset_cache, status, workers
+from headrace_cli.commands.workers import drain, move, reset_cache, status, workers
 from headrace_cli.output import register
 from headrace_cli.usage import usage
 from headrace_common.version import version
@@ -48,6 +48,7 @@ COMMANDS: Final[Mapping[str, Sequence[Callable[..., None]]]] = {
         status,
         reset_cache,
         drain,
+        move,
         usage,
         get_policy,
         change_policy,

@@ -85,6 +85,7 @@ def show(report: ChaosReport, console: Console) -> None:
         ("processes", report.process_faults),
         ("messages", report.wire_faults),
         ("tiers", report.tier_counts),
+        ("moves", report.moves),
         ("requests", outcomes.counts),
         ("decisions", report.decisions),
         *((f"kind {kind}", counts) for kind, counts in sorted(outcomes.kinds.items())),

@@ -28,6 +28,7 @@ from tests.chaos.kinds import ModelFolder, adapter_of, second_turn, to_proto
 from tests.chaos.plan import ChaosRequest, Kind
 
 _TICK_S = 0.05
+_LONG_TOKENS = 30
 # The router's own reason.
 RETRY_BUDGET = 2
 
@@ -96,6 +97,8 @@ class Clients:
         self._late_s = late_s
         self._outcomes = outcomes
         self.done = 0
+        self.running: dict[str, int] = {}
+        """The router of each request in progress with a long answer, by request id."""
 
     async def run(
         self, requests: Iterable[ChaosRequest], concurrency: int, last_s: float = math.inf
@@ -180,7 +183,10 @@ class Clients:
         stream: _Stream,
     ) -> HeadraceError | None:
         """Returns the error of a stream, or None when it ended well or its client cancelled it."""
-        call = self._stubs[router % len(self._stubs)].Generate(sent, timeout=self._deadline_s)
+        router %= len(self._stubs)
+        if request.answer_tokens >= _LONG_TOKENS:
+            self.running[sent.request_id] = router
+        call = self._stubs[router].Generate(sent, timeout=self._deadline_s)
         try:
             async with asyncio.timeout(request.cancel_after_s):
                 async for response in call:
@@ -194,6 +200,8 @@ class Clients:
             self._outcomes.count(request, "cancelled by its client")
         except grpc.aio.AioRpcError as rpc_error:
             return error_from_rpc(rpc_error)
+        finally:
+            self.running.pop(sent.request_id, None)
         return None
 
     def _judge_lie(

@@ -164,6 +164,7 @@ class ChaosPlan:
     disk_gib: float = 0.0
     conversations: bool = False
     mixed: bool = False
+    move_gap_s: float = 0.0
     hostile: bool = False
     head_bytes: int = 16
     slowness: float = 1.0
@@ -250,13 +251,15 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
     ]
     kinds = random.Random(f"{plan.seed}/kinds")
     conversations = Conversations(plan) if plan.conversations else None
+    # Most moves are of long answers.
+    long = (120,) if plan.move_gap_s else ()
     for number in range(plan.requests):
         own = tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.randint(2, 90)))
         cancelled = rng.random() < CANCELLED_SHARE
         request = ChaosRequest(
             number=number,
             prompt=rng.choice(prefixes) + own,
-            answer_tokens=rng.choice((1, 2, 5, 12, 30)),
+            answer_tokens=rng.choice((1, 2, 5, 12, 30, *long)),
             cancel_after_s=rng.uniform(0.0, plan.cancel_max_s) if cancelled else None,
             router=rng.randrange(plan.routers),
         )
@@ -321,7 +324,9 @@ def scenario(
     """
     plan = replace(_scenario(name, seed, requests, broken), credentials=credentials)
     if mixed:
-        plan = replace(plan, mixed=True, host_gib=_PROMISED_BLOCKS * _BLOCK_BYTES / 2**30)
+        plan = replace(
+            plan, mixed=True, move_gap_s=0.05, host_gib=_PROMISED_BLOCKS * _BLOCK_BYTES / 2**30
+        )
     if hostile:
         plan = replace(
             plan,

@@ -149,6 +149,11 @@ class Processes:
     def endpoint(self, name: str) -> str:
         return self._all[name].endpoint
 
+    def internal_endpoint(self, name: str) -> str:
+        """Where operators call a router."""
+        arguments = dict(one.partition("=")[::2] for one in self._all[name].spec.arguments)
+        return arguments["--internal-listen"]
+
     def client_channels(self) -> list[grpc.aio.Channel]:
         """A channel of a client to each router."""
         return [self.identities.client_channel(self.endpoint(name)) for name in self.routers]

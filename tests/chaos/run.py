@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 import grpc.aio
 
 from headrace.incident.v1 import incident_pb2, incident_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
@@ -25,6 +27,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.process.events import incident_writer
 from headrace_common.registry.duties import all_members
 from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos import pool_process
@@ -44,6 +47,7 @@ from tests.waiting import until
 
 # At most two processes are away at a time.
 FAULTS_AT_ONCE = 2
+MOVES_AT_ONCE = 8
 QUIESCE_S = 60.0
 SERVED_WITHIN_S = 30.0
 _ENOUGH_CHECK_S = 0.2
@@ -61,6 +65,7 @@ class ChaosReport:
     process_faults: Counter[str] = field(default_factory=Counter)
     wire_faults: Counter[str] = field(default_factory=Counter)
     tier_counts: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
     foreign_blocks: int = 0
     unconserved: list[str] = field(default_factory=list)
@@ -135,6 +140,7 @@ async def _load(
     )
     faults = asyncio.create_task(_inject(plan, processes, report))
     roles = asyncio.create_task(_change_roles(plan, processes, report))
+    moving = asyncio.create_task(_move_answers(plan, processes, report, clients))
     sending = asyncio.create_task(clients.run(requests(plan), plan.concurrency, last_s))
     try:
         while not sending.done():
@@ -147,13 +153,14 @@ async def _load(
         report.requests = clients.done
     finally:
         sending.cancel()
-        failed = faults.done()
+        failed = faults.done() or moving.done()
         faults.cancel()
         roles.cancel()
-        await asyncio.gather(sending, faults, roles, return_exceptions=True)
+        moving.cancel()
+        await asyncio.gather(sending, faults, roles, moving, return_exceptions=True)
         await clients.close()
     if failed:
-        await faults
+        await asyncio.gather(faults, moving)
     report.seconds = time.monotonic() - started_s
 
 
@@ -214,6 +221,41 @@ async def _change_roles(plan: ChaosPlan, processes: Processes, report: ChaosRepo
                     registry_pb2.SetPolicyRequest(policy=policy), timeout=plan.role_interval_s
                 )
                 report.process_faults["roles changed"] += 1
+
+
+async def _move_answers(
+    plan: ChaosPlan, processes: Processes, report: ChaosReport, clients: Clients
+) -> None:
+    """Moves running answers until cancelled, some of them at once. Moves may fail, by a name."""
+    rng = random.Random(f"{plan.seed}/moves")
+    under_way: set[asyncio.Task[None]] = set()
+    try:
+        while plan.move_gap_s:
+            await asyncio.sleep(plan.move_gap_s)
+            if clients.running and len(under_way) < MOVES_AT_ONCE:
+                name, router = rng.choice(list(clients.running.items()))
+                task = asyncio.create_task(_move(processes, f"router-{router}", name, report.moves))
+                under_way.add(task)
+            for task in [one for one in under_way if one.done()]:
+                under_way.remove(task)
+                task.result()
+        await asyncio.Event().wait()
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+
+async def _move(processes: Processes, router: str, name: str, counts: Counter[str]) -> None:
+    request = inference_pb2.MoveAnswerRequest(request_id=name)
+    endpoint = processes.internal_endpoint(router)
+    async with open_channel(endpoint, processes.identities.operator) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        try:
+            await stub.MoveAnswer(request, timeout=_CALL_S)
+            counts["moved"] += 1
+        except grpc.aio.AioRpcError as error:
+            counts[error_from_rpc(error).reason] += 1
 
 
 def _another_serves(processes: Processes, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`headrace workers`, `status`, `reset-cache`, `drain`: the members, the status page, caches, the end of a member."""
+"""`headrace workers`, `status`, `reset-cache`, `drain`, `move`: the members, and what operators do to them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import grpc.aio
 import typer
 from rich.console import Console
 
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import (
@@ -52,10 +53,17 @@ from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 
 # After its last request a process still stops its engine.
 _ENGINE_STOP_S: Final = 10.0
+_MOVE_TIMEOUT_S: Final = 60.0
 
 
 async def drain_worker(
-    registry: str, worker_id: str, grace_s: float | None, *, wait: bool, console: Console | None
+    registry: str,
+    worker_id: str,
+    grace_s: float | None,
+    *,
+    wait: bool,
+    console: Console | None,
+    keep_answers: bool = False,
 ) -> worker_pb2.DrainResponse:
     """Drains a worker. With `wait`, returns when it has ended. Shows its steps on `console`.
 
@@ -63,7 +71,7 @@ async def drain_worker(
     """
     member = await _find(registry, worker_id)
     async with call_channel(member.endpoint) as channel:
-        request = worker_pb2.DrainRequest(incarnation=member.incarnation)
+        request = worker_pb2.DrainRequest(incarnation=member.incarnation, keep_answers=keep_answers)
         if grace_s is not None:
             request.grace.CopyFrom(duration_from_seconds(grace_s))
         with rpc_errors(f"worker {worker_id} on {member.endpoint}"):
@@ -146,16 +154,73 @@ async def drain(
     no_wait: Annotated[
         bool, option("Return at once, not when the worker has ended.", "--no-wait")
     ] = False,
+    keep_answers: Annotated[
+        bool,
+        option("Its answers end on it, rather than move to others.", "--keep-answers"),
+    ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
-    """Ends a worker as SIGTERM does: it rejects new requests, finishes those it has, and exits."""
+    """Ends a worker as SIGTERM does: it rejects new requests, its answers move to others or end, and it exits."""
 
     found = await registry_of(router, registry)
     console = None if as_json else answer_console()
-    begun = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
+    begun = await drain_worker(
+        found, worker, grace, wait=not no_wait, console=console, keep_answers=keep_answers
+    )
     if as_json:
         print_json({"worker": worker, **message_object(begun), "ended": not no_wait})
+
+
+@command(
+    "move",
+    "headrace move REQUEST decode-1   |   headrace move REQUEST --any",
+    cls=AddressedCommand,
+)
+async def move(
+    request: Annotated[str, typer.Argument(help="Id of a running request.")],
+    worker: Annotated[
+        str,
+        typer.Argument(help="The decode worker for it.", autocompletion=complete_workers),
+    ] = "",
+    any_worker: Annotated[bool, option("Let the router choose the worker.", "--any")] = False,
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Moves a running answer to another decode worker. One that cannot move goes on where it is."""
+
+    if any_worker == bool(worker):
+        raise ConfigError("name a decode worker, or give --any")
+    moved = await move_answer(await registry_of(router, registry), request, worker)
+    if as_json:
+        print_json(message_object(moved))
+        return
+    for one in moved.moves:
+        answer_console().print(
+            f"{request} moved from {one.source_worker_id} to {one.target_worker_id}: {one.payload_bytes:,} bytes, "
+            f"{one.gap_us / 1e3:.1f} ms without a token"
+        )
+
+
+async def move_answer(
+    registry: str, request_id: str, worker_id: str
+) -> inference_pb2.MoveAnswerResponse:
+    """Asks the router that has the request. Raises its error."""
+    members = await list_members(registry)
+    asked = inference_pb2.MoveAnswerRequest(request_id=request_id, worker_id=worker_id)
+    unknown = NotFound("no router is registered")
+    for member in members:
+        if member.role == registry_pb2.Member.ROLE_ROUTER:
+            async with call_channel(member.endpoint) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                try:
+                    with rpc_errors(f"the router on {member.endpoint}"):
+                        return await stub.MoveAnswer(asked, timeout=_MOVE_TIMEOUT_S)
+                except NotFound as error:
+                    unknown = error
+    raise unknown
 
 
 @command(

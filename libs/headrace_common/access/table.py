@@ -50,6 +50,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         "headrace.inference.v1.InferenceService": {
             "ListModels": (_OPERATOR,),
             "Route": (_OPERATOR,),
+            "MoveAnswer": (_OPERATOR,),
         },
         "headrace.inference.v1.AdapterService": dict.fromkeys(
             ("LoadAdapter", "UnloadAdapter"), (_OPERATOR,)
@@ -89,7 +90,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         # A decode worker serves prefill workers only, and a prefill worker decode workers only. One of
         # both roles serves both, where it fetches prefixes: HandoffServicer.
         "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL, _DECODE)},
-        "headrace.kv.v1.PrefixService": {"SendPrefix": (_PREFILL,)},
+        "headrace.kv.v1.PrefixService": {"SendPrefix": (_PREFILL, _ROUTER)},
         # Stock vLLM has no credentials: docs/stock-vllm.md.
         "headrace.kv.v1.PairService": {"Fetch": _EVERY_CALLER},
         "headrace.worker.v1.WorkerService": {

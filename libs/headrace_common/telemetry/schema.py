@@ -19,6 +19,8 @@ SPAN_SLOT_WAIT: Final = "headrace.slot_wait"
 SPAN_ROUTE: Final = "headrace.route"
 # From the end of an attempt that failed to the next attempt, where it is 5 ms or more.
 SPAN_BACK_OFF: Final = "headrace.back_off"
+# From the decision to move a running answer to the first token of the other worker.
+SPAN_MOVE: Final = "headrace.move"
 # A time after the first token without another, or after the last one until the client had the answer. It is far
 # longer than usual in this answer.
 SPAN_GAP: Final = "headrace.gap"
@@ -109,6 +111,12 @@ ATTRIBUTE_CANDIDATES: Final = "headrace.candidates"
 # How the best other placement differs: "local prefill", "remote prefill", "other prefill worker" or "other decode
 # worker". Absent without an estimate.
 ATTRIBUTE_OTHER_DECISION: Final = "headrace.other.decision"
+# Id of the decode worker that the answer was on.
+ATTRIBUTE_MOVE_SOURCE_WORKER_ID: Final = "headrace.move.source_worker_id"
+# Milliseconds without a token for the client.
+ATTRIBUTE_MOVE_GAP_MS: Final = "headrace.move.gap_ms"
+# What asked for a move, "operator" or "drain".
+ATTRIBUTE_MOVE_ASKER: Final = "headrace.move.asker"
 # Worker that would have generated.
 ATTRIBUTE_OTHER_DECODE_WORKER_ID: Final = "headrace.other.decode_worker_id"
 # Worker that would have computed the prompt.
@@ -278,7 +286,7 @@ ATTRIBUTE_TIME_OF: Final = "headrace.time_model.of"
 ATTRIBUTE_QUANTILE: Final = "headrace.quantile"
 # State of the requests that a metric counts: "running" or "waiting".
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
-# End of a request, transfer or pick: "done", "picked", its finish reason, or the reason of its error.
+# End of a request, transfer, pick or move: "done", "picked", "moved", its finish reason, or the reason of its error.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
 # What a client listener refused: "calls in flight" (of one caller), "late request" or "removed key".
 ATTRIBUTE_REFUSAL: Final = "headrace.refusal"
@@ -377,6 +385,8 @@ METRIC_REQUESTS: Final = "headrace.requests"
 METRIC_PICKS: Final = "headrace.picks"
 # Answers that continued in another attempt, by the reason of the error that caused it.
 METRIC_MIGRATIONS: Final = "headrace.migrations"
+# Moves of running answers, by result and by what asked for them.
+METRIC_MOVES: Final = "headrace.moves"
 # Time from arrival until the first token leaves for the client. Its parts are in headrace.latency.
 METRIC_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
 # Time from arrival to the last token of an answer.

@@ -129,6 +129,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     times: Callable[[], TimeModel] = TimeModel
     device_time: Callable[[], time_model_pb2.DeviceTime] = time_model_pb2.DeviceTime
     ticket_keys: TicketKeys | None = None
+    _keeps_answers: bool = field(default=False, init=False)
     _streams: Counter[str] = field(default_factory=Counter, init=False)
     """Open streams by caller."""
 
@@ -196,6 +197,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _status(self) -> worker_pb2.WatchStatusResponse:
         status = self.snapshot()
+        status.keeps_answers = self._keeps_answers
         if self.prefix_events.hashing is not None:
             status.kv_hashing.CopyFrom(self.prefix_events.hashing)
         return status
@@ -270,6 +272,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         grace_s: float | None = None
         if request.HasField("grace"):
             grace_s = _bounded_seconds(request.grace, "grace", 0.0, DRAIN_GRACE_MAX_S)
+        if status.state != worker_pb2.WatchStatusResponse.STATE_DRAINING:
+            self._keeps_answers = request.keep_answers
         deadline = self.on_drain(grace_s)
         return worker_pb2.DrainResponse(
             remaining=duration_from_seconds(deadline.remaining_s()),

@@ -82,25 +82,28 @@ class RunningAttempt:
     """
 
     def __init__(self, request: AdmittedRequest, decode_worker: WorkerRef, *, remote: bool) -> None:
-        """`remote`: whether a prefill worker computes the prompt."""
+        """`remote`: whether a prefill worker computes the prompt. The caller calls `lead`."""
         self.decode_worker = decode_worker
         self.ended: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
         self.response = request.response
         self._prepared = request.prepared
-        self._given = request.response.generated
+        self.given = request.response.generated
         self._records = request.record.attempts
         self._call = decode_request(
             request.prepared,
             new_transfer_id(),
-            self._given,
+            self.given,
             incarnation=decode_worker.incarnation,
             remote_prefill=remote,
         )
         self.vocabulary_size = request.prepared.codec.vocabulary_size
         self._reserved: decode_pb2.Reserved | None = None
-        self._generates = False
+        self.generates = False
         """Whether the decode worker has computed a token from the KV cache."""
-        request.response.attempt_started(decode_worker, self._stopped, self._drained)
+
+    def lead(self) -> None:
+        """From now on the response gets its tokens from this attempt."""
+        self.response.attempt_started(self.decode_worker, self._stopped, self._drained)
 
     def add_batch(
         self,
@@ -111,7 +114,7 @@ class RunningAttempt:
         """New tokens. False when there is no room for more before `_drained`."""
         if self.ended.done():
             return True
-        if not self._generates:
+        if not self.generates:
             self._begin(len(token_ids))
         return self.response.add_tokens(token_ids, logprobs, prompt_logprobs)
 
@@ -143,7 +146,7 @@ class RunningAttempt:
     def _begin(self, count: int) -> None:
         """The first tokens have arrived."""
         self._require_reservation()
-        self._generates = True
+        self.generates = True
 
     def _stopped(self) -> None:
         """A stop string is complete."""

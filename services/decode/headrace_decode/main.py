@@ -74,8 +74,6 @@ class DecodeServer(RoleServer):
         "headrace.kv.v1.PrefixService",
     )
     reserves_blocks = True
-    senders: tuple[Role, ...] = (Role.PREFILL,)
-    """See HandoffServicer."""
 
     def __init__(
         self,
@@ -98,7 +96,8 @@ class DecodeServer(RoleServer):
             host,
             hosted,
             keys,
-            senders=self.senders,
+            # A decode worker sends the KV of answers that move here.
+            senders=(Role.PREFILL, Role.DECODE),
             checks=checks,
         )
         self.incoming = receiver = self.receiving.receiver

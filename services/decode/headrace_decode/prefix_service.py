@@ -1,4 +1,4 @@
-"""PrefixService: sends the cached KV of requests to their prefill workers."""
+"""PrefixService: sends the cached KV of requests to their prefill workers, or to the decode workers they move to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 import grpc.aio
 
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
-from headrace_common.access.roles import require_own_name
+from headrace_common.access.roles import Role, current_caller, require_own_name
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.errors import InvalidRequest, NotFound, PermissionDenied
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_decode.attempts import Attempts
 from headrace_engine.interface import Engine, PrefillWork
@@ -57,30 +57,39 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
     ) -> PrefillWork:
         """The hand-over that the caller asks for. Only a valid ticket shows whether the request exists."""
         prefill, name = WorkerRef(request.worker_id, request.incarnation), request.transfer_id
-        if not 0 < len(name) <= TRANSFER_ID_CHARACTERS_MAX:
+        moved = request.target_transfer_id
+        if not 0 < len(name) <= TRANSFER_ID_CHARACTERS_MAX >= len(moved):
             raise InvalidRequest(
                 {"transfer_id": f"give 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"}
             )
-        require_own_name(prefill.worker_id)
+        _require_role(Role.ROUTER if moved else Role.PREFILL)
         attempt = self.attempts.find(name)
-        signer = None if attempt is None else attempt.signer
-        self.tickets.check(request.ticket, name, prefill, signer)
-        if attempt is None or attempt.reservation is None:
+        if not moved:
+            require_own_name(prefill.worker_id)
+            signer = None if attempt is None else attempt.signer
+            self.tickets.check(request.ticket, name, prefill, signer)
+        if attempt is None or (attempt.reservation is None and not moved):
             raise NotFound(
-                f"no request of transfer {name} waits for KV", metadata={"transfer_id": name}
+                f"no request of transfer {name} has KV here", metadata={"transfer_id": name}
             )
-        cached_tokens = attempt.reservation.start_token
+        token_ids = attempt.work.token_ids
+        if moved or attempt.reservation is None:
+            token_ids += tuple(request.generated_token_ids)
+            cached_tokens = len(token_ids) - 1
+        else:
+            cached_tokens = attempt.reservation.start_token
         if not request.start_token < request.end_token <= cached_tokens:
             remedy = f"give a token above start_token, and at most {cached_tokens}"
             raise InvalidRequest({"end_token": remedy})
         if whole_images_end(request.end_token, attempt.work.images) != request.end_token:
             raise InvalidRequest({"end_token": "must not divide the placeholders of an image"})
         return PrefillWork(
-            token_ids=attempt.work.token_ids[: request.end_token],
+            token_ids=token_ids[: request.end_token],
             target=TransferTarget(
-                transfer_id=prefix_transfer(name),
+                transfer_id=moved or prefix_transfer(name),
                 decode=prefill,
-                handoff_endpoint=self.endpoint_of(prefill),
+                # A router gives the address with each task too.
+                handoff_endpoint=request.target_endpoint if moved else self.endpoint_of(prefill),
                 start_token=request.start_token,
                 end_token=request.end_token,
                 deadline_s=deadline.monotonic_s,
@@ -92,3 +101,9 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
             images=tuple(one for one in attempt.work.images if one.start_token < request.end_token),
             cached_only=True,
         )
+
+
+def _require_role(role: Role) -> None:
+    """Raises PermissionDenied. In the table of roles, both callers have one row."""
+    if role not in current_caller().roles:
+        raise PermissionDenied(f"only the role {role} may ask for this", metadata={"role": role})

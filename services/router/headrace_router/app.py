@@ -34,6 +34,7 @@ from headrace_kv.layout import WorkerRef
 from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.dispatch.moves import Moves
 from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal import EarlyRefusal
 from headrace_router.incident.recording import CHECKPOINT_S, Recorder
@@ -105,6 +106,7 @@ class Router:
             load,
             lambda: policy().worker_roles,
             recorder.table,
+            self._worker_leaves,
         )
         self.prefixes = PrefixCacheDirectory(
             self._open_channel,
@@ -161,6 +163,7 @@ class Router:
             clocks=self._clocks,
             check_placed=refusal.check_placed,
         )
+        self.moves = Moves(self._dispatcher, _task_signer(ticket_key), self.metrics.count_move)
         self.runner = self.parts.run_by(self._new_runner(refusal, load))
         adapters = AdapterChanges(list_members, self._open_channel, codecs, self.workers.table)
         self._batches = None if folder is None else Batches(self.parts, folder)
@@ -219,6 +222,9 @@ class Router:
         """Rejects new requests from now on, and ends the records of the load."""
         self.runner.drain()
         self._recorder.end()
+
+    def _worker_leaves(self, worker: WorkerRef) -> None:
+        self.moves.worker_leaves(worker)
 
     async def close(self) -> None:
         """Ends every stream to workers."""
@@ -279,6 +285,7 @@ class Router:
             parts=self.parts,
             prefixes=self.prefixes,
             dispatcher=self._dispatcher,
+            moves=self.moves,
             tracer=self._tracer,
             endpoints={
                 "registry_endpoint": config.registry,

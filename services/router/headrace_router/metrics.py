@@ -124,6 +124,8 @@ class RouterMetrics(RequestCounter):
         self._requests = store.counter(schema.METRIC_REQUESTS)
         self.count_migration = store.counter(schema.METRIC_MIGRATIONS).count
         """Counts a response that has started and needs another attempt, by the error's reason."""
+        self.count_move = store.counter(schema.METRIC_MOVES).count
+        """Counts a move, by "moved" or an error's reason, and by what asked for it."""
         self.count_dropped_spans = store.counter(schema.METRIC_TRACE_SPANS_DROPPED).add
         """Counts spans that the trace store dropped, by the bound. Any thread may call it."""
         self.count_refused = store.counter(schema.METRIC_CALLERS_REFUSED).add

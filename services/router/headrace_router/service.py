@@ -26,6 +26,7 @@ from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.tenants import DEFAULT_TENANT, tenant_or_none
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.dispatch.moves import Moves
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.store import stored
@@ -93,6 +94,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         parts: ClientParts,
         prefixes: PrefixCacheDirectory,
         dispatcher: RequestDispatcher,
+        moves: Moves,
         tracer: RequestTracer,
         endpoints: Mapping[str, str],
     ) -> None:
@@ -100,6 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._parts = parts
         self._prefixes = prefixes
         self._dispatcher = dispatcher
+        self._moves = moves
         self._tracer = tracer
         self._endpoints = dict(endpoints)
 
@@ -149,6 +152,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             remote_prefill=decision.remote,
             explanation=decision.explanation,
             candidates=candidates,
+        )
+
+    async def MoveAnswer(
+        self,
+        request: inference_pb2.MoveAnswerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> inference_pb2.MoveAnswerResponse:
+        """See inference.proto."""
+        moves = await self._moves.move_request(request.request_id, request.worker_id)
+        return inference_pb2.MoveAnswerResponse(
+            moves=[
+                inference_pb2.AnswerMove(
+                    source_worker_id=one.source,
+                    target_worker_id=one.target,
+                    payload_bytes=one.payload_bytes,
+                    gap_us=one.gap_ns // 1_000,
+                )
+                for one in moves
+            ]
         )
 
     async def Keep(

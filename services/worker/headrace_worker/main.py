@@ -7,7 +7,6 @@ from typing import Final
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.extras import require_extra
 from headrace_common.process.run import run_service
@@ -48,8 +47,6 @@ class BothServer(DecodeServer):
     def __init__(self, host: WorkerHost, hosted: HostedWorker[BothConfig]) -> None:
         """Raises ConfigError when the settings do not fit the engine."""
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
-        if config.prefix_fetch_min_tokens:
-            self.senders = (Role.PREFILL, Role.DECODE)
         super().__init__(host, hosted)
         self._fetcher = open_fetcher(host, hosted, self.receiving.receiver)
         self._prefill = PrefillWorker(

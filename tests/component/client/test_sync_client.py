@@ -68,7 +68,8 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Router, str]]:
-    router, server = Router(), grpc.aio.server(interceptors=[ErrorInterceptor()])
+    # Clients move no answers.
+    router, server = Router(), grpc.aio.server(interceptors=[ErrorInterceptor()])  # type: ignore[abstract]
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
-from headrace.kv.v1 import handoff_pb2_grpc
+from headrace.kv.v1 import handoff_pb2_grpc, prefix_pb2_grpc
 from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
@@ -23,6 +23,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission import BlockAdmission, Capacity
 from headrace_decode.attempts import Attempts
+from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Released
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -99,10 +100,11 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     telemetry.add_exporter(spans)
     signal = StatusSignal()
     timers = VirtualTimers()
+    tickets = ROUTER.tickets(REF, engine.descriptor.layout)
     receiver = Receiver(
         ref=REF,
         layout=engine.descriptor.layout,
-        tickets=ROUTER.tickets(REF, engine.descriptor.layout),
+        tickets=tickets,
         on_released=lambda transfer_id: engine.transfer_event(Released(transfer_id)),
         timers=timers,
     )
@@ -123,6 +125,8 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     server = GrpcServer(ServiceConfig(insecure=insecure), names, message_bytes_max=bytes_max)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
+    prefixes = PrefixServicer(engine, attempts, tickets, lambda ref: "")
+    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefixes, server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
             service.attempts.status,

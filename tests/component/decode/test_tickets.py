@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.kv.v1 import handoff_pb2
+from headrace.kv.v1 import handoff_pb2, prefix_pb2, prefix_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.errors import (
     HeadraceError,
     InvalidRequest,
+    NotFound,
     PermissionDenied,
     QueueFull,
     Unauthenticated,
@@ -168,4 +170,32 @@ async def test_a_transfer_of_a_router_takes_tickets_of_that_router_only(
         rank.send(open=handoff_pb2.Open(transfer_id="x7", ticket=ticket))
         await rank.receive("reservation")
         rank.leave()
+        call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("role", "fields", "expected"),
+    [
+        (Role.PREFILL, {"target_transfer_id": "x9"}, PermissionDenied),
+        (Role.ROUTER, {}, PermissionDenied),
+        (Role.DECODE, {"target_transfer_id": "x9"}, PermissionDenied),
+        (Role.ROUTER, {"target_transfer_id": "x9", "transfer_id": "x1"}, NotFound),
+        # The last token has no KV.
+        (Role.ROUTER, {"target_transfer_id": "x9", "end_token": 42}, InvalidRequest),
+    ],
+)
+async def test_kv_of_an_answer_is_sent_to_a_decode_worker_for_routers_only(
+    served: Served, role: Role, fields: dict[str, Any], expected: type[HeadraceError]
+) -> None:
+    asked = {"transfer_id": "x6", "end_token": 41, "generated_token_ids": [1, 2], **fields}
+    async with (
+        open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as router,
+        open_channel(served.endpoint, Credentials(role=role)) as channel,
+    ):
+        call = LinkedCall(router, request("x6", remote_prefill=False), 5)
+        assert await next_event(call) == "reserved"
+        stub = prefix_pb2_grpc.PrefixServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.SendPrefix(prefix_pb2.SendPrefixRequest(**asked), timeout=5)
+        assert type(error_from_rpc(raised.value)) is expected
         call.cancel()

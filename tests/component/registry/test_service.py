@@ -197,8 +197,8 @@ async def test_only_the_role_of_a_member_registers_it_and_that_of_both_roles_reg
 @pytest.mark.parametrize(
     ("owner", "readers"),
     [
-        (Role.WORKER, (Role.PREFILL, Role.WORKER)),
-        (Role.DECODE, (Role.PREFILL, Role.WORKER)),
+        (Role.WORKER, (Role.PREFILL, Role.DECODE, Role.WORKER)),
+        (Role.DECODE, (Role.PREFILL, Role.DECODE, Role.WORKER)),
         (Role.PREFILL, (Role.DECODE, Role.WORKER)),
     ],
 )

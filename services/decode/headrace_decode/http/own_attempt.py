@@ -96,7 +96,7 @@ class OwnAttempt(RunningAttempt):
         super().__init__(request, worker, remote=remote)
         self._request = request
         self._prefills = prefills
-        self._call.token_ids.MergeFrom(request.prepared.all_token_ids(self._given).ids)
+        self._call.token_ids.MergeFrom(request.prepared.all_token_ids(self.given).ids)
         self._call.images.extend(request.prepared.images)
         self.token_count = 0
         """The tokens that the engine has given."""
@@ -106,6 +106,7 @@ class OwnAttempt(RunningAttempt):
         """What the response has no room for."""
         self._then: Callable[[], None] = lambda: None
         """Called once the response has got that."""
+        self.lead()
 
     @property
     def reserved(self) -> bool:

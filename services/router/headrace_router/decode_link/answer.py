@@ -15,8 +15,8 @@ from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import error_from_status
 
 _UNPAID_MAX: Final = 1_024
-_Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
-AddBatch: TypeAlias = Callable[[Sequence[int], _Logprobs, _Logprobs], bool]
+Logprobs: TypeAlias = Sequence[sampling_pb2.TokenLogprobs]
+AddBatch: TypeAlias = Callable[[Sequence[int], Logprobs, Logprobs], bool]
 """See LinkedAnswer.add_batch."""
 _Event = TypeVar("_Event")
 
@@ -51,8 +51,8 @@ class LinkedAnswer(ABC):
     def add_batch(
         self,
         token_ids: Sequence[int],
-        logprobs: _Logprobs,
-        prompt_logprobs: _Logprobs,
+        logprobs: Logprobs,
+        prompt_logprobs: Logprobs,
     ) -> bool:
         """New tokens. Without room for more it returns False, and calls `return_credit` later.
 
@@ -119,13 +119,13 @@ class LinkedAnswer(ABC):
         """The worker's times until now."""
         self.times = times
 
-    def add_prompt_logprobs(self, logprobs: _Logprobs) -> None:
+    def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
         """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
         self._prompt_logprobs += logprobs
         if len(self._prompt_logprobs) > PROMPT_LOGPROBS_VALUES_MAX:
             raise ProtocolViolation("the worker sent more prompt logprobs than a request may have")
 
-    def add_tokens(self, token_ids: Sequence[int], logprobs: _Logprobs = ()) -> None:
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Logprobs = ()) -> None:
         """New tokens. Raises ProtocolViolation when they are more than the credit allows."""
         count = len(token_ids)
         self._allowed_tokens -= count
@@ -145,7 +145,7 @@ class LinkedAnswer(ABC):
             )
             return
         self._used_tokens += count
-        prompt_logprobs: _Logprobs = ()
+        prompt_logprobs: Logprobs = ()
         if self._prompt_logprobs:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         try:
@@ -165,7 +165,7 @@ class LinkedAnswer(ABC):
             self._used_tokens = 0
 
 
-def _ignore(token_ids: Sequence[int], logprobs: _Logprobs, prompt_logprobs: _Logprobs) -> bool:
+def _ignore(token_ids: Sequence[int], logprobs: Logprobs, prompt_logprobs: Logprobs) -> bool:
     """The tokens of a request that has failed."""
     return True
 

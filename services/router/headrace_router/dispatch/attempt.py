@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -15,6 +15,7 @@ import grpc.aio
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import bounds_pb2, sampling_pb2
 from headrace_common.errors import (
+    Cancelled,
     DeadlineExceeded,
     HeadraceError,
     NotFound,
@@ -28,8 +29,7 @@ from headrace_common.rpc.trace_context import carrier_of
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, RunningAttempt
 from headrace_kv.layout import WorkerRef
-from headrace_router.decode_link.answer import LinkedAnswer
-from headrace_router.decode_link.link import DecodeLinks
+from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
 from headrace_router.dispatch.messages import (
     BY_DECODE,
     BY_PREFILL,
@@ -43,6 +43,7 @@ from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing.attempt_record import RoutedAttempt
+from headrace_router.workers.connection import LoadReservation
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         record: RoutedAttempt,
         *,
         decision: Decision,
-        links: DecodeLinks,
+        load: LoadReservation,
         terms: TaskTerms | None,
         ticket_key_id: bytes,
         first_token: Policy = BY_DECODE,
@@ -69,11 +70,17 @@ class Attempt(RunningAttempt, LinkedAnswer):
     ) -> None:
         """`record` gets the steps.
 
-        `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, None without one.
+        `load` is reserved on the decode worker of `decision`. `terms` are those of the prefill task, None without one.
         `ticket_key_id` is that of the key that signs the handoff tickets. `on_computed` is called once or more when the
         prompt is computed, or is not to be computed.
         """
         super().__init__(request, decision.worker.ref, remote=decision.remote)
+        self.request = request
+        self.worker, self.transfer_id = decision.worker, self._call.transfer_id
+        self._take_over: Callable[[], None] | None = None
+        self.successor: Attempt | None = None
+        """The attempt that the answer has moved to."""
+        self._held: list[tuple[Sequence[int], Logprobs, Logprobs]] | None = None
         self._record = record
         self._queue = queue
         self._deadline = request.deadline
@@ -94,7 +101,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         span_context = child_context(request.record.context)
         TRACE_NAMES.add(call.transfer_id, span_context)
         self._carrier = carrier_of(span_context)
-        record.started(span_context, call.transfer_id, generated_tokens=len(self._given))
+        record.started(span_context, call.transfer_id, generated_tokens=len(self.given))
         if first_token != BY_DECODE:
             call.first_token = first_token
         call.ticket_key_id = ticket_key_id
@@ -102,9 +109,9 @@ class Attempt(RunningAttempt, LinkedAnswer):
         call.computes_from = decision.computes_from
         if bounds is not None:
             call.bounds.CopyFrom(bounds)
-        self._token_ids = request.prepared.all_token_ids(self._given)
-        self._links = links
-        self._link = links.usable()
+        self._token_ids = request.prepared.all_token_ids(self.given)
+        self.load = load
+        self._link = load.links.usable()
         self._link.open(
             call,
             self._token_ids,
@@ -125,8 +132,12 @@ class Attempt(RunningAttempt, LinkedAnswer):
         return self._queued.worker if self._queued is not None else None
 
     def close(self) -> None:
-        """Ends the requests to both workers, unless they have ended."""
+        """Ends the requests to both workers, unless they have ended. Those of its successor, once it has one."""
+        if self.successor is not None:
+            self.successor.close()
+            return
         self._count_no_more()
+        self.load.release()
         self._link.release(self)
         if self._calling is not None:
             self._calling.cancel()
@@ -137,6 +148,47 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if queued is not None and (self._decode_waits or not succeeded):
             queued.cancel()
 
+    def lead_after(self, take_over: Callable[[], None]) -> None:
+        """Leads once it has a token and `take_over` has returned. Its error ends this attempt."""
+        self._take_over = take_over
+
+    def hold(self) -> None:
+        """The response gets no more tokens, until `let_go`. At most the window of a link is held."""
+        self._held = []
+        self.forward(self._hold)
+
+    def _hold(self, token_ids: Sequence[int], logprobs: Logprobs, prompt: Logprobs) -> bool:
+        if self._held is not None:
+            self._held.append((token_ids, logprobs, prompt))
+        return False
+
+    def let_go(self) -> None:
+        """The response gets the held tokens, and all others again."""
+        held, self._held = self._held, None
+        if held is None or self.ended.done():
+            return
+        self.forward(self.response.add_tokens)
+        for batch in held:
+            self.response.add_tokens(*batch)
+        if not self.response.full:
+            self.return_credit()
+
+    def move_to(self, successor: Attempt) -> None:
+        """The successor generates from the tokens that the response has. The held ones are dropped.
+
+        Raises Cancelled once the attempt has ended.
+        """
+        if self.ended.done():
+            raise Cancelled("the answer has ended where it was")
+        self._held = None
+        self._end(self.outcome_of(sampling_pb2.FINISH_REASON_UNSPECIFIED))
+        self.close()
+        self.successor = successor
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        self.let_go()
+        super().finish(finished)
+
     def failure(self, error: HeadraceError) -> FailedAttempt:
         """The value that describes this attempt after it has failed with `error`."""
         return FailedAttempt(
@@ -144,7 +196,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             decode_worker=self.decode_worker,
             prefill_worker=self.prefill_worker,
             prefill_failed=self._prefill_failed,
-            decode_generated=self._generates,
+            decode_generated=self.generates,
         )
 
     def outcome_of(self, reason: sampling_pb2.FinishReason.ValueType) -> AttemptOutcome:
@@ -158,6 +210,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self.fail(self._explained(error))
 
     def fail(self, error: Exception) -> None:
+        self.let_go()
         if isinstance(error, HeadraceError) and not self.ended.done():
             self._record.failed(error)
         super().fail(error)
@@ -212,7 +265,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
             return
         if queued.outcome.done():
             self._on_computed()
-        if self.ended.done() or self._generates:
+        if self.ended.done() or self.generates:
             return
         try:
             if queued.first_token.done():
@@ -257,7 +310,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if self.ended.done():
             return
         self._decode_waits = False
-        stub = decode_pb2_grpc.DecodeServiceStub(self._links.channel)
+        stub = decode_pb2_grpc.DecodeServiceStub(self.load.links.channel)
         request = decode_pb2.SetFirstTokenRequest(
             transfer_id=self._call.transfer_id,
             incarnation=self.decode_worker.incarnation,
@@ -274,7 +327,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _first_token_set(self, calling: asyncio.Future[Any]) -> None:
         error = None if calling.cancelled() else calling.exception()
-        if not isinstance(error, Exception) or self._generates:
+        if not isinstance(error, Exception) or self.generates:
             return
         known = error_from_rpc(error) if isinstance(error, grpc.aio.AioRpcError) else None
         if isinstance(known, NotFound):
@@ -289,6 +342,9 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def _begin(self, count: int) -> None:
         self._require_reservation()
+        if self._take_over is not None:
+            self._take_over()
+            self.lead()
         by = self._first_token_by
         if by == BY_PREFILL and self._queued is not None and self._calling is None:
             raise ProtocolViolation(f"{self.decode_worker} did not wait for its first token")
@@ -296,8 +352,8 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if from_state:
             self.response.begins_by(FROM_HIDDEN_STATE)
         # The token from a hidden state alone does not prove that prefill has succeeded.
-        self._generates = not from_state or count > 1
-        if self._generates:
+        self.generates = not from_state or count > 1
+        if self.generates:
             self.forward(self.response.add_tokens)
         self._received_tokens = True
         self._on_computed()

@@ -30,7 +30,8 @@ from headrace_router.placement import Decision, Placement, PlacementRequest, Rou
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
-from headrace_router.tracing.attempt_record import RoutedAttempt, WorkerClocks
+from headrace_router.tracing.attempt_record import Move, RoutedAttempt, WorkerClocks
+from headrace_router.workers.connection import LoadReservation
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Numbers, Worker
 from headrace_router.workers.under_way import PromptUnderWay
@@ -63,6 +64,8 @@ class RequestDispatcher:
     clocks: WorkerClocks
     check_placed: Callable[[AdmittedRequest, Decision], None] = lambda request, decision: None
     """May raise an error by the first placement of a request."""
+    running: dict[int, Attempt] = field(default_factory=dict, init=False)
+    """The attempts that lead, by the identity of their request."""
     _failures: CauseLog = field(default_factory=lambda: CauseLog(_LOG), init=False)
     _lengths: AnswerLengths = field(default_factory=AnswerLengths, init=False)
 
@@ -112,7 +115,7 @@ class RequestDispatcher:
                     request,
                     record,
                     decision=decision,
-                    links=load_reservation.links,
+                    load=load_reservation,
                     terms=terms,
                     ticket_key_id=self.ticket_key_id,
                     first_token=maker
@@ -121,6 +124,7 @@ class RequestDispatcher:
                     bounds=targets.bounds(started=generated > 0),
                     on_computed=on_computed,
                 )
+                attempt.lead()
                 outcome = await self._outcome_of(request, attempt, number, retries)
             finally:
                 on_computed()
@@ -330,8 +334,17 @@ class RequestDispatcher:
 
         Raises the attempt's error otherwise.
         """
+        self.running[id(request)] = attempt
         try:
-            return await attempt.ended
+            first = outcome = await attempt.ended
+            while attempt.successor is not None:
+                attempt = attempt.successor
+                outcome = await attempt.ended
+            if outcome is not first:
+                # The client pays for the prompt as it was computed first.
+                cached, sent = first.cached_tokens, first.transferred_tokens
+                outcome = replace(outcome, cached_tokens=cached, transferred_tokens=sent)
+            return outcome
         except HeadraceError as error:
             line = ("attempt %d of %s: %s", number, request.prepared.request_id, error.detail)
             # DecodeFull is frequent under load.
@@ -359,6 +372,71 @@ class RequestDispatcher:
             return None
         finally:
             attempt.close()
+            del self.running[id(request)]
+
+    def place_beside(self, attempt: Attempt, worker_id: str = "") -> Decision:
+        """Another decode worker for the rest of an answer, the named one if one is named.
+
+        Raises NoDecodeWorker, or DecodeFull when none has a place.
+        """
+        request, own = attempt.request, attempt.decode_worker
+        prepared, policy = request.prepared, self.policy()
+        workers = self.workers.table(prepared.model).workers
+        others = (one.ref for one in workers if worker_id not in ("", one.ref.worker_id))
+        asked = PlacementRequest(
+            model=prepared.model,
+            prompt_tokens=len(request.prefix_ids),
+            prefill_placement=prepared.placement,
+            policy=RoutePolicy.from_proto(policy),
+            remaining_s=request.deadline.remaining_s(),
+            failed=frozenset((own, *others)),
+            local_only=True,
+            adapter=prepared.adapter,
+            targets=self._targets(prepared, policy, request.record.arrival_ns),
+        )
+        decision = self.placement.choose(asked, self._candidates(prepared, request.prefix_ids))
+        if unfit := decision.candidates[0].unfit:
+            raise DecodeFull(f"{decision.worker.ref.worker_id} takes no answer: it is {unfit}")
+        return decision
+
+    def continue_on(
+        self,
+        source: Attempt,
+        decision: Decision,
+        load: LoadReservation,
+        moved: asyncio.Future[Move],
+        move: Move,
+    ) -> Attempt:
+        """An attempt that leads in place of `source` once it has a token, unless that has ended.
+
+        `moved` gets `move` with its times then.
+        """
+        request = source.request
+        number = len(request.record.attempts) + 1
+        record = RoutedAttempt(now_us(), worker_clocks=self.clocks, number=number, moved=moved)
+        record.routed(decision)
+
+        def take_over() -> None:
+            source.move_to(target)
+            now_ns = time.monotonic_ns()
+            gap_ns = now_ns - request.response.last_token_ns
+            moved.set_result(move._replace(end_ns=now_ns, gap_ns=gap_ns))
+            request.record.attempts.append(record)
+            self.running[id(request)] = target
+
+        targets = self._targets(request.prepared, self.policy(), request.record.arrival_ns)
+        target = Attempt(
+            self.queue,
+            request,
+            record,
+            decision=decision,
+            load=load,
+            terms=None,
+            ticket_key_id=self.ticket_key_id,
+            bounds=targets.bounds(started=True),
+        )
+        target.lead_after(take_over)
+        return target
 
 
 def _may_divide(request: PreparedRequest) -> bool:

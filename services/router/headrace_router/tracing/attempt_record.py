@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,6 +60,20 @@ class Regret(NamedTuple):
     gained_s: float
 
 
+class Move(NamedTuple):
+    """A move of a running answer: its workers, the bytes of KV from the source, and when by the monotonic clock.
+
+    `gap_ns` is the time without a token for the client.
+    """
+
+    source: str
+    target: str
+    payload_bytes: int
+    start_ns: int
+    end_ns: int = 0
+    gap_ns: int = 0
+
+
 @dataclass(eq=False, slots=True)
 class RoutedAttempt(AttemptRecord):
     """One attempt of this router. Times are microseconds of its clock, 0 or None for what has not happened.
@@ -72,6 +87,8 @@ class RoutedAttempt(AttemptRecord):
     route_error: str = ""
     transfer_id: str = ""
     number: int = 0
+    moved: asyncio.Future[Move] | None = None
+    """The move that it began with, done before its first token."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
@@ -230,6 +247,19 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
+        if self.moved is not None:
+            move = self.moved.result()
+            yield maker.of_steps(
+                schema.SPAN_MOVE,
+                request.context,
+                (move.start_ns // 1_000, move.end_ns // 1_000),
+                {
+                    schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: move.source,
+                    schema.ATTRIBUTE_DECODE_WORKER_ID: move.target,
+                    schema.ATTRIBUTE_PAYLOAD_BYTES: move.payload_bytes,
+                    schema.ATTRIBUTE_MOVE_GAP_MS: move.gap_ns / 1e6,
+                },
+            )
         begin = self.start or self.route_end or self.end
         earlier = request.attempts[: request.attempts.index(self)]
         paused = max((one.end or begin for one in earlier), default=begin)

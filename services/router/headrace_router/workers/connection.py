@@ -206,6 +206,7 @@ class WorkerConnection:
         status = self._status or worker_pb2.WatchStatusResponse()
         reported = status.running_requests + status.waiting_requests
         block_tokens = self.worker.layout.block_tokens
+        draining = status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING
         held_blocks = status.reserved_blocks + status.quarantined_blocks
         return Load(
             requests=max(reported + self._new_requests, self._requests),
@@ -214,7 +215,8 @@ class WorkerConnection:
             held_tokens=max(held_blocks * block_tokens + self._new_tokens, self._tokens),
             total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None and not self.stuck,
-            draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
+            draining=draining,
+            leaving=draining and not status.keeps_answers,
             stalled=bool(self.stuck),
             prompts=self.prompts.work,
             times=self._times,
@@ -266,9 +268,8 @@ class WorkerConnection:
         self._update_due()
 
     def retire(self) -> None:
-        """The worker has left the registry. Requests on it may still end."""
+        """The worker has left the registry. Requests on it may still end, and its status says whether they move."""
         self._retired = True
-        self._watch.cancel()
         self._watch_silence.cancel()
         self._close_if_unused()
 
@@ -332,6 +333,8 @@ class WorkerConnection:
                 if self._status is not None:
                     _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
             self._set_status(None)
+            if self._retired:
+                return
             if not self.has_reported:
                 await self._close_channel()
             await asyncio.sleep(self._retry.failed_s())

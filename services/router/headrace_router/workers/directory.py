@@ -109,12 +109,13 @@ class WorkerDirectory:
         load: LoopLoad | None = None,
         worker_roles: Callable[[], WorkerRoles] = dict,
         new_table: Callable[[Sequence[Worker]], LoadTable] = LoadTable,
+        on_leaving: Callable[[WorkerRef], None] = lambda worker: None,
     ) -> None:
         """`ticket_public_key` is this router's. `worker_wait_s`: see RouterConfig.
 
         `on_slots` gets a model and the slots of its workers after each change. `dials` bounds the tries to reach
         members, and may be shared. `load` is that of the event loop: see DecodeLink. `worker_roles` returns those of
-        the policy. `new_table` makes the tables.
+        the policy. `new_table` makes the tables. `on_leaving` gets a worker that answers are to leave, once or more.
         """
         self._open_channel = open_channel
         self._ticket_public_key = ticket_public_key
@@ -122,6 +123,7 @@ class WorkerDirectory:
         self._load = load
         self._worker_roles = worker_roles
         self._new_table = new_table
+        self._on_leaving = on_leaving
         self._registered: dict[WorkerRef, _Registered] = {}
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self.under_way = PromptsUnderWay()
@@ -160,6 +162,8 @@ class WorkerDirectory:
         interval_s = heartbeat_interval_s(len(self._registered))
         for ref, one in self._registered.items():
             worker = one.worker
+            if worker.role == registry_pb2.WORKER_ROLE_PREFILL:
+                self._on_leaving(ref)
             connection = self._connections.get(ref)
             if connection is not None and connection.worker.endpoint == worker.endpoint:
                 changed = changed or connection.worker != worker
@@ -343,7 +347,9 @@ class WorkerDirectory:
             table.set(connection.worker.ref, connection.load())
 
     def _update_load(self, connection: WorkerConnection) -> None:
-        worker = connection.worker
+        worker, load = connection.worker, connection.load()
+        if load.leaving:
+            self._on_leaving(worker.ref)
         # A worker that has left may still report.
         if self._connections.get(worker.ref) is not connection or not connection.has_reported:
             return
@@ -351,7 +357,7 @@ class WorkerDirectory:
         if table is None or worker.ref not in table:
             self._schedule_rebuild()
             return
-        known, load = table.load(worker.ref), connection.load()
+        known = table.load(worker.ref)
         if load == known:
             return
         table.set(worker.ref, load)

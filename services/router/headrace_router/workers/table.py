@@ -159,7 +159,7 @@ class Load:
 
     `held_tokens` is the capacity of its reserved blocks, growth included, and `total_tokens` that of all its blocks.
     `external_requests` are those of other routers, as of the latest status. A `stalled` worker is not reachable.
-    `times` is what the worker has learned.
+    `times` is what the worker has learned. Answers are to leave a `leaving` worker.
     """
 
     requests: int = 0
@@ -168,6 +168,7 @@ class Load:
     total_tokens: int = 0
     reachable: bool = True
     draining: bool = False
+    leaving: bool = False
     stalled: bool = False
     prompts: PromptWork = NO_WORK
     times: TimeModel = NO_TIMES

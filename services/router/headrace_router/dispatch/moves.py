@@ -1,0 +1,365 @@
+"""Moves running answers to other decode workers, with their KV: see docs/architecture/moves.md."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import grpc.aio
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
+from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import (
+    Conflict,
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+)
+from headrace_common.identity import new_transfer_id
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.rpc.token_ids import token_ids_message
+from headrace_common.rpc.trace_context import carrier_of
+from headrace_common.tasks import BackgroundTasks
+from headrace_frontend.request.validation import decode_request
+from headrace_kv.compatibility import layout_hash
+from headrace_kv.layout import STATE, WorkerRef
+from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
+from headrace_router.dispatch.attempt import Attempt
+from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.placement import Decision
+from headrace_router.prefill_queue.task import SignTask
+from headrace_router.tracing.attempt_record import Move
+from headrace_router.workers.connection import LoadReservation
+
+_LOG = logging.getLogger(__name__)
+
+OF_WORKER_MAX: Final = 4
+"""Moves at once from a worker, and to one."""
+OF_ROUTER_MAX: Final = 16
+WARM_S: Final = 30.0
+"""The longest time for the KV. The source generates meanwhile."""
+SWITCH_S: Final = 2.0
+"""The longest time in which tokens of the source are held."""
+_PAUSE_S: Final = 1.0
+"""After a move that has failed, before the next one of the same answer."""
+_POLL_S: Final = 0.02
+
+CountMove: TypeAlias = Callable[[str, str], None]
+"""Counts a move by its outcome, "moved" or an error's reason, and by what has asked for it."""
+
+
+class _Warmed(LinkedAnswer):
+    """A request on the target for the KV of its prompt. Its first token is not used."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.vocabulary_size = vocabulary_size
+        self.reserved: asyncio.Future[decode_pb2.Reserved] = loop.create_future()
+        self.ended: asyncio.Future[HeadraceError | None] = loop.create_future()
+        """Done when the target has the KV, or with its error."""
+
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        if not self.reserved.done():
+            self.reserved.set_result(reserved)
+
+    def add_batch(self, token_ids: Any, logprobs: Logprobs, prompt_logprobs: Logprobs) -> bool:
+        self._end(None)
+        return True
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        self._end(None)
+
+    def worker_failed(self, error: HeadraceError) -> None:
+        self._end(error)
+
+    def fail(self, error: Exception) -> None:
+        self._end(error if isinstance(error, HeadraceError) else HeadraceError(str(error)))
+
+    def _end(self, error: HeadraceError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+@dataclass(eq=False, slots=True)
+class _Course:
+    """One move of the answer of an attempt. See Moves for `sign`."""
+
+    dispatcher: RequestDispatcher
+    sign: SignTask
+    attempt: Attempt
+    decision: Decision
+    load: LoadReservation
+    _start_ns: int = field(default_factory=time.monotonic_ns, init=False)
+    _payload_bytes: int = field(default=0, init=False)
+    _moved: asyncio.Future[Move] = field(default_factory=asyncio.Future, init=False)
+    """Done with the commit, from which on the target's attempt owns `load`."""
+
+    async def run(self) -> Move:
+        """Raises HeadraceError if the answer stays."""
+        try:
+            if not await self._warm(remote=True):
+                await self._warm(remote=False)
+            return await self._switch()
+        finally:
+            if not self._moved.done():
+                self.load.release()
+
+    async def _warm(self, *, remote: bool) -> bool:
+        """The target gets the KV of the whole blocks that the source has, from there or by computing it.
+
+        False when the source cannot send.
+        """
+        attempt, request = self.attempt, self.attempt.request
+        prepared, generated = request.prepared, request.response.generated
+        _require_running(attempt)
+        token_ids = prepared.token_ids + array("I", generated)
+        end = len(token_ids) - 1
+        end -= end % attempt.worker.layout.block_tokens
+        if any(end < one.start_token + one.token_count for one in prepared.images) or not end:
+            return True
+        incarnation = self.decision.worker.ref.incarnation
+        call = decode_request(
+            prepared, new_transfer_id(), incarnation=incarnation, remote_prefill=remote
+        )
+        # Admitted with the growth of the answer, so that this has room too.
+        left = prepared.sampling.max_tokens - len(generated)
+        call.sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.0, max_tokens=left))
+        call.ticket_key_id = self.dispatcher.ticket_key_id
+        for name in ("stop_token_ids", "keep"):
+            call.ClearField(name)
+        warmed = _Warmed(attempt.vocabulary_size)
+        link = self.load.links.usable()
+        link.open(
+            call,
+            token_ids_message(token_ids[: end + 1]),
+            request.deadline,
+            carrier_of(request.record.context),
+            warmed,
+            prepared.images,
+        )
+        try:
+            async with asyncio.timeout(min(WARM_S, request.deadline.remaining_s())):
+                return await self._warmed_by(call, warmed, generated[len(attempt.given) :])
+        except TimeoutError:
+            raise DeadlineExceeded("the KV did not arrive at the target in time") from None
+        finally:
+            link.release(warmed)
+
+    async def _warmed_by(
+        self, call: decode_pb2.GenerateRequest, warmed: _Warmed, generated: tuple[int, ...]
+    ) -> bool:
+        """Returns when the target has the KV. False when the source cannot send."""
+        source = self.attempt
+        await _first_of(source.ended, warmed.reserved, warmed.ended)
+        asking: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if warmed.reserved.done() and not source.ended.done():
+            reserved = warmed.reserved.result()
+            if reserved.start_token < reserved.end_token:
+                asking = asyncio.ensure_future(self._send(call, reserved, generated))
+        try:
+            await _first_of(source.ended, warmed.ended, asking)
+            if asking.done():
+                self._payload_bytes = asking.result().payload_bytes
+                await _first_of(source.ended, warmed.ended)
+        except grpc.aio.AioRpcError as error:
+            detail = error_from_rpc(error).detail
+            _LOG.info("%s does not send KV: %s", source.decode_worker, detail)
+            return False
+        finally:
+            asking.cancel()
+        _require_running(source)
+        if (failure := warmed.ended.result()) is not None:
+            raise failure
+        return True
+
+    def _send(
+        self,
+        call: decode_pb2.GenerateRequest,
+        reserved: decode_pb2.Reserved,
+        generated: tuple[int, ...],
+    ) -> Any:
+        """Has the source send what the target lacks."""
+        source, target = self.attempt, self.decision.worker
+        task = prefill_pb2.PrefillTask(
+            transfer_id=call.transfer_id,
+            decode_worker_id=target.ref.worker_id,
+            decode_incarnation=target.ref.incarnation,
+        )
+        asked = prefix_pb2.SendPrefixRequest(
+            transfer_id=source.transfer_id,
+            worker_id=target.ref.worker_id,
+            incarnation=target.ref.incarnation,
+            ticket=self.sign(task, source.decode_worker, layout_hash(target.layout)),
+            start_token=reserved.start_token,
+            end_token=reserved.end_token,
+            target_transfer_id=call.transfer_id,
+            target_endpoint=target.endpoint,
+            generated_token_ids=generated,
+        )
+        stub = prefix_pb2_grpc.PrefixServiceStub(source.load.links.channel)
+        return stub.SendPrefix(asked, timeout=WARM_S)
+
+    async def _switch(self) -> Move:
+        """The target continues after the tokens that the client has, and the source's are held until it does."""
+        source = self.attempt
+        _require_running(source)
+        moved = self._moved
+        name = self.decision.worker.ref.worker_id
+        move = Move(source.decode_worker.worker_id, name, self._payload_bytes, self._start_ns)
+        source.hold()
+        target = self.dispatcher.continue_on(source, self.decision, self.load, moved, move)
+        try:
+            await _first_of(moved, target.ended, source.ended, timeout_s=SWITCH_S)
+        finally:
+            if not moved.done():
+                source.let_go()
+                target.close()
+        if moved.done():
+            return moved.result()
+        _require_running(source)
+        if target.ended.done() and (error := target.ended.exception()) is not None:
+            raise error
+        raise DeadlineExceeded(f"{name} had no token in {SWITCH_S:g} s")
+
+
+@dataclass(eq=False, slots=True)
+class Moves:
+    """Moves answers, a bounded number at once. The router owns each answer throughout, and the client sees one stream.
+
+    One event loop owns it. `sign` makes the ticket with which the source sends.
+    """
+
+    dispatcher: RequestDispatcher
+    sign: SignTask
+    count: CountMove
+    _moving: set[int] = field(default_factory=set, init=False)
+    """Identities of requests."""
+    _workers: Counter[WorkerRef] = field(default_factory=Counter, init=False)
+    """The moves from and to each worker."""
+    _leaving: set[WorkerRef] = field(default_factory=set, init=False)
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+
+    async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
+        """Moves the answer of an attempt that leads to the named worker, or to the cheapest.
+
+        Raises HeadraceError if it stays where it is: nothing has changed then.
+        """
+        outcome = "moved"
+        try:
+            return await self._move(attempt, worker_id)
+        except HeadraceError as error:
+            outcome = error.reason
+            raise
+        finally:
+            self.count(outcome, asker)
+
+    async def move_request(self, request_id: str, worker_id: str) -> list[Move]:
+        """As `move`, for all answers to the request with this id."""
+        found = [
+            attempt
+            for attempt in self.dispatcher.running.values()
+            if _is_of(attempt.request.prepared.request_id, request_id)
+        ]
+        if not found:
+            raise NotFound(
+                f"no answer to request {request_id} runs on this router",
+                metadata={"request_id": request_id},
+            )
+        return [await self.move(attempt, "operator", worker_id) for attempt in found]
+
+    async def _move(self, attempt: Attempt, worker_id: str) -> Move:
+        request, dispatcher = attempt.request, self.dispatcher
+        if not attempt.generates or attempt.ended.done():
+            raise Conflict("the answer is not generated at this moment")
+        if any(group.kind == STATE for group in attempt.worker.layout.groups):
+            why = "has states, of which its worker has that of the last token only"
+            raise InvalidRequest({"request_id": why})
+        decision = dispatcher.place_beside(attempt, worker_id)
+        target = decision.worker.ref
+        with self._counted(attempt, target):
+            load = dispatcher.workers.reserve_load(target, len(request.prefix_ids))
+            if load is None:
+                raise NotFound(f"{target} has left", metadata={"worker_id": target.worker_id})
+            return await _Course(dispatcher, self.sign, attempt, decision, load).run()
+
+    @contextmanager
+    def _counted(self, attempt: Attempt, target: WorkerRef) -> Iterator[None]:
+        pair, name = (attempt.decode_worker, target), id(attempt.request)
+        if name in self._moving:
+            raise Conflict("the answer moves already")
+        if max(self._workers[one] for one in pair) >= OF_WORKER_MAX or self._full:
+            most = str(OF_WORKER_MAX)
+            raise QueueFull(
+                f"too many answers move: {len(self._moving)}, from or to a worker at most {most}",
+                metadata={"queue": "moves", "maxsize": most},
+            )
+        self._moving.add(name)
+        self._workers.update(pair)
+        try:
+            yield
+        finally:
+            self._moving.discard(name)
+            self._workers.subtract(pair)
+            self._workers += Counter()
+
+    @property
+    def _full(self) -> bool:
+        return len(self._moving) >= OF_ROUTER_MAX
+
+    def worker_leaves(self, worker: WorkerRef) -> None:
+        """Moves all answers from a worker, in the background. Repeats are ignored while that runs."""
+        if worker not in self._leaving:
+            self._leaving.add(worker)
+            self._tasks.start(self._empty(worker))
+
+    async def _empty(self, worker: WorkerRef) -> None:
+        retry_s: dict[Attempt, float] = {}
+        running = self.dispatcher.running
+        try:
+            while left := [one for one in running.values() if one.decode_worker == worker]:
+                now_s = time.monotonic()
+                due = [one for one in left if one.generates and retry_s.get(one, 0.0) <= now_s]
+                for attempt in due[: OF_WORKER_MAX - self._workers[worker]]:
+                    retry_s[attempt] = math.inf
+                    self._tasks.start(self._leave(attempt, retry_s))
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._leaving.discard(worker)
+
+    async def _leave(self, attempt: Attempt, retry_s: dict[Attempt, float]) -> None:
+        """An answer that cannot be moved stays. Others are tried again."""
+        try:
+            await self.move(attempt, "drain")
+        except HeadraceError as error:
+            name = attempt.request.prepared.request_id
+            _LOG.info("answer %s stays on %s: %s", name, attempt.decode_worker, error.detail)
+            if not isinstance(error, InvalidRequest):
+                retry_s[attempt] = time.monotonic() + _PAUSE_S
+
+
+async def _first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(set(events), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _require_running(attempt: Attempt) -> None:
+    """Raises Conflict once the answer has ended."""
+    if attempt.ended.done() or attempt.response.ended_by:
+        raise Conflict("the answer has ended where it was")
+
+
+def _is_of(answer_id: str, request_id: str) -> bool:
+    """Whether an answer is that of a request, or one of its choices."""
+    whole, _, choice = answer_id.rpartition("-")
+    return request_id in (answer_id, whole if choice.isdecimal() else answer_id)

@@ -1,0 +1,333 @@
+"""Answers that move: every token once, from a source or a target that ends at any moment of the move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.errors import (
+    Conflict,
+    DeadlineExceeded,
+    DecodeFull,
+    Draining,
+    HeadraceError,
+    NoDecodeWorker,
+    NotFound,
+    WorkerGone,
+)
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry import schema
+from headrace_kv.layout import WorkerRef
+from headrace_router.dispatch import moves
+from tests.kit.router import Rig, text_of
+from tests.kit.workers import TEXT, TOKENS, FakeDecode, Script, full, reserved, sampling
+from tests.waiting import forever, until
+
+EARLY = 9
+"""Tokens that the source sends at once."""
+
+
+class Course:
+    """A source that sends the rest of its tokens, or ends, when a test lets it; and a target likewise."""
+
+    def __init__(self) -> None:
+        self.source_goes_on, self.target_begins = asyncio.Event(), asyncio.Event()
+        self.warm = asyncio.Event()
+        """Whether the target has computed the prompt."""
+        self.warm.set()
+        self.continued = asyncio.Event()
+        """The target has the continuation."""
+        self.end: Callable[[FakeDecode], Any] | None = None
+        """What the source does in place of its last token."""
+
+    async def source(
+        self, worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        yield reserved(request)
+        start = request.generated_token_count
+        for token in TOKENS[start:EARLY]:
+            yield one(request, token)
+        if start < EARLY:
+            await self.source_goes_on.wait()
+        for token in TOKENS[max(start, EARLY) : -1]:
+            yield one(request, token)
+        if self.end is not None:
+            await self.end(worker)
+        yield one(request, TOKENS[-1])
+        yield decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH)
+
+    async def target(
+        self, worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        yield reserved(request)
+        if not request.generated_token_count:
+            await self.warm.wait()
+            # More tokens follow until the router cancels it.
+            yield one(request, 0)
+            await forever()
+        self.continued.set()
+        await self.target_begins.wait()
+        for token in TOKENS[request.generated_token_count :]:
+            yield one(request, token)
+        yield decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH, cached_tokens=8)
+
+
+def one(request: decode_pb2.GenerateRequest, token: int) -> decode_pb2.Tokens:
+    logprobs = [sampling_pb2.TokenLogprobs(logprob=-token)] if request.sampling.logprobs else []
+    return decode_pb2.Tokens(token_ids=[token], logprobs=logprobs)
+
+
+class Reader:
+    """Reads an answer."""
+
+    def __init__(self, rig: Rig, **fields: Any) -> None:
+        self.messages: list[inference_pb2.GenerateResponse] = []
+        request = inference_pb2.GenerateRequest(
+            text="a prompt", request_id="r", sampling=sampling(logprobs=1, seed=7, **fields)
+        )
+        self.call = rig.stub.Generate(request, timeout=60)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self.call:
+            self.messages.append(message)
+
+    @property
+    def tokens(self) -> bytes:
+        return bytes(token for message in self.messages for token in message.token_ids)
+
+    async def whole(self) -> inference_pb2.GenerateResponse:
+        """The last message of an answer with each token once."""
+        await self.task
+        assert self.tokens == TOKENS
+        assert text_of(self.messages) == TEXT
+        assert [-one.logprob for m in self.messages for one in m.logprobs] == list(TOKENS)
+        last = self.messages[-1]
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (8, len(TOKENS))
+        assert last.timing.attempts == 1
+        return last
+
+
+async def begin(rig: Rig, course: Course, *more: Script) -> Reader:
+    """An answer with its first tokens, on d0."""
+    await rig.add_decodes(course.source, course.target, *more)
+    reader = Reader(rig)
+    await until(lambda: len(reader.tokens) == EARLY)
+    return reader
+
+
+async def move(rig: Rig, worker_id: str = "d1", request_id: str = "r") -> Any:
+    """Raises HeadraceError."""
+    request = inference_pb2.MoveAnswerRequest(request_id=request_id, worker_id=worker_id)
+    try:
+        (moved,) = (await rig.operator_stub.MoveAnswer(request, timeout=30)).moves
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    return moved
+
+
+async def test_the_target_continues_and_held_tokens_are_dropped(rig: Rig) -> None:
+    course, counted = Course(), Counter[tuple[str, str]]()
+    rig.router.moves.count = lambda *labels: counted.update([labels])
+    reader = await begin(rig, course)
+    moving = asyncio.create_task(move(rig))
+    await course.continued.wait()
+    # The source is two thirds ahead when the target begins.
+    course.end = lambda worker: forever()
+    before = rig.read_tokens.count
+    course.source_goes_on.set()
+    await rig.read_tokens.reach(before + len(TOKENS) - EARLY - 1)
+    assert len(reader.tokens) == EARLY
+    course.target_begins.set()
+    moved = await moving
+    assert (moved.source_worker_id, moved.target_worker_id) == ("d0", "d1")
+    last = await reader.whole()
+    assert last.timing.decode_worker_id == "d1"
+    source, target = rig.decodes
+    warmed, continued = target.requests[-2:]
+    assert bytes(continued.token_ids) == b"a prompt" + TOKENS[:EARLY]
+    assert continued.generated_token_count == EARLY
+    assert continued.sampling == source.requests[0].sampling
+    assert len(warmed.token_ids) % 4 == 1
+    await until(lambda: source.cancelled == {source.requests[0].transfer_id})
+    assert warmed.transfer_id in target.cancelled
+    assert counted == {("moved", "operator"): 1}
+    trace = await rig.trace_of("r")
+    (span,) = [span for span in trace.spans if span.name == schema.SPAN_MOVE]
+    assert span.attributes[schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID] == "d0"
+    assert span.attributes[schema.ATTRIBUTE_DECODE_WORKER_ID] == "d1"
+    assert 0 < float(span.attributes[schema.ATTRIBUTE_MOVE_GAP_MS]) < 60_000
+
+
+async def raise_gone(worker: FakeDecode) -> None:
+    raise WorkerGone("as scripted")
+
+
+async def test_held_tokens_are_given_when_the_target_is_late(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "SWITCH_S", 0.05)
+    course, counted = Course(), Counter[tuple[str, str]]()
+    rig.router.moves.count = lambda *labels: counted.update([labels])
+    reader = await begin(rig, course)
+    with pytest.raises(DeadlineExceeded):
+        await move(rig)
+    course.source_goes_on.set()
+    assert (await reader.whole()).timing.decode_worker_id == "d0"
+    target = rig.decodes[1]
+    await until(lambda: target.requests[-1].transfer_id in target.cancelled)
+    assert counted == {("DEADLINE_EXCEEDED", "operator"): 1}
+
+
+async def test_held_tokens_are_given_when_the_target_fails(rig: Rig) -> None:
+    course = Course()
+
+    async def failing(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        async for event in course.target(worker, request):
+            if request.generated_token_count:
+                course.continued.set()
+                await course.target_begins.wait()
+                raise DecodeFull("as scripted")
+            yield event
+
+    reader = await begin(rig, course)
+    rig.decodes[1].script = failing
+    moving = asyncio.create_task(move(rig))
+    await course.continued.wait()
+    before = rig.read_tokens.count
+    source_ends = asyncio.Event()
+    course.end = lambda worker: source_ends.wait()
+    course.source_goes_on.set()
+    await rig.read_tokens.reach(before + len(TOKENS) - EARLY - 1)
+    assert len(reader.tokens) == EARLY
+    course.target_begins.set()
+    with pytest.raises(DecodeFull):
+        await moving
+    await until(lambda: len(reader.tokens) == len(TOKENS) - 1)
+    source_ends.set()
+    assert (await reader.whole()).timing.decode_worker_id == "d0"
+
+
+async def test_the_end_of_the_source_is_used_when_it_comes_first(rig: Rig) -> None:
+    course = Course()
+    reader = await begin(rig, course)
+    moving = asyncio.create_task(move(rig))
+    await course.continued.wait()
+    course.source_goes_on.set()
+    with pytest.raises(Conflict):
+        await moving
+    assert (await reader.whole()).timing.decode_worker_id == "d0"
+    target = rig.decodes[1]
+    await until(lambda: target.requests[-1].transfer_id in target.cancelled)
+
+
+async def test_a_source_that_fails_is_continued_after_the_held_tokens(rig: Rig) -> None:
+    course = Course()
+    course.end = raise_gone
+    reader = await begin(rig, course)
+    moving = asyncio.create_task(move(rig))
+    await course.continued.wait()
+    course.source_goes_on.set()
+    with pytest.raises(Conflict):
+        await moving
+    course.end = None
+    course.target_begins.set()
+    await reader.task
+    assert reader.tokens == TOKENS
+    assert reader.messages[-1].timing.attempts == 2
+    (retried,) = [
+        request
+        for decode in rig.decodes
+        for request in decode.requests
+        if request.generated_token_count == len(TOKENS) - 1
+    ]
+    assert bytes(retried.token_ids) == b"a prompt" + TOKENS[:-1]
+
+
+async def test_a_source_that_fails_while_the_target_gets_the_kv_is_retried(rig: Rig) -> None:
+    course = Course()
+    course.end = raise_gone
+    course.warm.clear()
+    reader = await begin(rig, course)
+    moving = asyncio.create_task(move(rig))
+    target = rig.decodes[1]
+    # The source refuses to send, so the target computes.
+    await until(lambda: len(target.requests) == 2)
+    warmed = target.requests[-1]
+    course.source_goes_on.set()
+    with pytest.raises(Conflict):
+        await moving
+    course.end = None
+    course.target_begins.set()
+    await reader.task
+    assert reader.tokens == TOKENS
+    assert reader.messages[-1].timing.attempts == 2
+    await until(lambda: warmed.transfer_id in target.cancelled)
+
+
+@pytest.mark.parametrize("after", [WorkerGone("as scripted"), Draining("as scripted")])
+async def test_a_target_that_fails_after_the_move_is_retried(
+    rig: Rig, after: HeadraceError
+) -> None:
+    course = Course()
+
+    async def failing(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        async for event in course.target(worker, request):
+            yield event
+            if isinstance(event, decode_pb2.Tokens) and request.generated_token_count == EARLY:
+                await worker.read_tokens.reach(worker.read_tokens.count)
+                raise after
+
+    reader = await begin(rig, course)
+    rig.decodes[1].script = failing
+    course.target_begins.set()
+    await move(rig)
+    course.source_goes_on.set()
+    await reader.task
+    assert reader.tokens == TOKENS
+    assert reader.messages[-1].timing.attempts == 2
+
+
+async def test_a_client_that_leaves_ends_both(rig: Rig) -> None:
+    course = Course()
+    reader = await begin(rig, course)
+    moving = asyncio.create_task(move(rig))
+    await course.continued.wait()
+    reader.call.cancel()
+    source, target = rig.decodes
+    await until(lambda: source.cancelled == {source.requests[0].transfer_id})
+    await until(lambda: target.requests[-1].transfer_id in target.cancelled)
+    with pytest.raises(Conflict):
+        await moving
+    with pytest.raises(asyncio.CancelledError):
+        await reader.task
+    assert not rig.router.moves.dispatcher.running
+
+
+async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:
+    course = Course()
+    reader = await begin(rig, course, full)
+    rig.decodes[2].running_requests = rig.decodes[2].member.max_num_seqs
+    full_ref = WorkerRef(rig.decodes[2].member.worker_id, rig.decodes[2].member.incarnation)
+    await until(lambda: rig.router.workers.loads()[full_ref].requests >= 8)
+    with pytest.raises(NotFound):
+        await move(rig, request_id="another")
+    with pytest.raises(NoDecodeWorker):
+        await move(rig, worker_id="d0")
+    with pytest.raises(DecodeFull, match="d2 takes no answer: it is full"):
+        await move(rig, worker_id="d2")
+    with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+        await rig.stub.MoveAnswer(inference_pb2.MoveAnswerRequest(request_id="r"), timeout=30)
+    course.source_goes_on.set()
+    assert (await reader.whole()).timing.decode_worker_id == "d0"
