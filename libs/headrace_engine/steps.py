@@ -235,9 +235,11 @@ class StepMeter:
 
     def _time_now(self) -> EngineTime:
         """What the time was spent on until now, without the steps that are planned."""
-        costs, since_s = self.costs, self._booked_s
+        costs = self.costs
+        # In this order, a step that begins meanwhile lets no time count twice.
+        idle_s, since_s = costs.idle_s, self._booked_s
         waits_s = 0.0 if self._planned else max(0.0, self._clock() - since_s)
-        return EngineTime(costs.idle_s + waits_s, costs.computing_s, costs.billed_s)
+        return EngineTime(idle_s + waits_s, costs.computing_s, costs.billed_s)
 
 
 class StepWatch:

@@ -120,19 +120,6 @@ class StepPlan:
         self.received = [one for one in self.received if one not in request_ids]
         self.fences = bool(request_ids)
 
-    def begin(self, request_id: str) -> None:
-        """This request may run, of which the first layers have arrived."""
-        self.received.append(request_id)
-        self.begun.append(request_id)
-
-    def await_layers(self, transfer_ids: list[str]) -> None:
-        """The step waits for layers of these transfers."""
-        self.awaited = transfer_ids
-
-    def complete(self, request_ids: list[str]) -> None:
-        """These requests have all of their layers."""
-        self.completed += request_ids
-
     def send_hidden_state(self, request_id: str, transfer_id: str) -> None:
         """Sends the hidden state of a request's last token, which this step computes."""
         self.final[request_id] = transfer_id

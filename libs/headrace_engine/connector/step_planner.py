@@ -183,8 +183,7 @@ class StepPlanner:
             send = self._sends.get(request.request_id)
             if send is not None:
                 self._plan_send(plan, send, request)
-        if self.partial.receives:
-            plan.await_layers(self.partial.awaited)
+        plan.awaited.extend(self.partial.awaited)
         # What comes after `take_received` is taken before the next step, unless this one computes nothing.
         if not (scheduled and self._takes_received):
             self._plan_receives(plan)
@@ -208,7 +207,7 @@ class StepPlanner:
             transfer_id, whole = self._settled.popleft()
             receive = self._receives.get(transfer_id)
             if receive is None:
-                plan.complete(self.partial.settle(transfer_id, whole))
+                plan.completed.extend(self.partial.settle(transfer_id, whole))
             elif whole:
                 receive.arrive()
                 self._plan_received(plan, transfer_id, receive)
@@ -221,7 +220,8 @@ class StepPlanner:
             if receive is not None and not receive.ended:
                 del self._receives[transfer_id]
                 self.partial.add(transfer_id, receive)
-                plan.begin(receive.request_id)
+                plan.begun.append(receive.request_id)
+                plan.received.append(receive.request_id)
         while self._late:
             transfer_id = self._late.popleft()
             receive = self._receives.pop(transfer_id, None)

@@ -162,7 +162,8 @@ class VllmEngine(Engine):
         self.compares_blocks = layout.keeps_all_tokens
         # Tiers, also vLLM's own, would store blocks before all of their layers are whole.
         tiers = self._config.tiers.names or loads_beside(self._llm.vllm_config)
-        self.computes_beside = layout.keeps_all_tokens and not tiers
+        # Graphs of a decode worker replay steps without the layer hooks, which wait.
+        self.computes_beside = self._config.sends and layout.keeps_all_tokens and not tiers
         mapped = self._link.shared_memories()
         self.landed_memories = mapped
         ranks = (one.rank for one in self.descriptor.ranks)

@@ -5,7 +5,6 @@ Completion is a property of the plan. It never depends on a number that a peer s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
@@ -55,19 +54,13 @@ class Ledger:
         self._missing = {
             key for key, start in self._covered.items() if start < reservation.end_token
         }
-        self._missing_of = Counter(layer for _, _, layer in self._missing)
         self._bytes_by_source: dict[int, int] = {}
-        self._whole_layers = 0
         self.ack_count = 0
 
     @property
     def whole_layers(self) -> int:
-        """How many of the first layers have all of their keys covered to the end."""
-        while self._whole_layers < self._layout.layer_count:
-            if self._missing_of[self._whole_layers]:
-                break
-            self._whole_layers += 1
-        return self._whole_layers
+        """How many of the first layers have all of their keys covered to the end. Reads all missing keys."""
+        return min((layer for _, _, layer in self._missing), default=self._layout.layer_count)
 
     @property
     def complete(self) -> bool:
@@ -134,7 +127,6 @@ class Ledger:
         self.ack_count += 1
         if end_token == self._reservation.end_token:
             self._missing.discard(key)
-            self._missing_of[key[2]] -= 1
         return True
 
     def edge(self, key: Key) -> Edge:

@@ -299,9 +299,10 @@ class IncomingTransfer:
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
             self.states.enter(TransferState.RECEIVING)
-        if self._on_layers is not None and self.ledger.whole_layers > self._whole_layers:
-            self._whole_layers = self.ledger.whole_layers
-            self._on_layers(self._whole_layers)
+        if self._on_layers is not None and layer.end_token == self.reservation.end_token:
+            before, self._whole_layers = self._whole_layers, self.ledger.whole_layers
+            if self._whole_layers > before:
+                self._on_layers(self._whole_layers)
         if not new or (self.copies is None and self.checks is None):
             return
         sums = self.checks is not None and self.checks.word_sums

@@ -249,9 +249,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
     ) -> AsyncIterator[link_pb2.AttachResponse]:
         """See link.proto. The stream of one connector."""
         host = address_of_peer(context.peer())
-        given = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
+        given = str(dict(context.invocation_metadata() or ()).get(SECRET_KEY, ""))
         is_local = context.peer().startswith("unix:")
-        if not is_local and not hmac.compare_digest(str(given), self._secret):
+        if not is_local and not hmac.compare_digest(given.encode(), self._secret.encode()):
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "the caller is no rank of this engine"
             )

@@ -248,7 +248,8 @@ def link_address(given: Mapping[str, Any]) -> str:
     """Where the link serves the ranks of other hosts. Empty where the engine has one host."""
     if given.get("nnodes", 1) == 1:
         return ""
-    return f"{given['master_addr']}:{given.get('master_port', MASTER_PORT) + 1}"
+    host, port = given["master_addr"], given.get("master_port", MASTER_PORT) + 1
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check_ranks(given: Mapping[str, Any]) -> None:

@@ -217,30 +217,25 @@ def _with_vllm(
         rank_count=config.rank_count,
         socket_folder=link_path.parent,
     )
+    start_s = time.monotonic()
+    log.info("loading vLLM")
     with warnings.catch_warnings():
         # vLLM and torch warn of deprecated names, here and in the forked processes.
         warnings.simplefilter("ignore")
-        return _launch(config, folder, link_path, start)
-
-
-def _launch(
-    config: EngineConfig, folder: ModelFolder, link_path: Path, start: Callable[..., T]
-) -> T:
-    start_s = time.monotonic()
-    log.info("loading vLLM")
-    import_vllm()
-    log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
-    try:
-        return start(*_engine_args(config, folder, link_path))
-    except (RuntimeError, ValueError) as exc:
-        startup_error = read_startup_error(link_path)
-        if startup_error is not None:
-            raise startup_error from exc
-        message = " ".join(str(exc).split())[:300]
-        raise ConfigError(
-            f"vLLM cannot serve {folder.path}: {message}; its log above has the cause",
-            metadata={"field": "model", "model": config.model},
-        ) from exc
+        import_vllm()
+        vllm_s = time.monotonic() - start_s
+        log.info("loading model %s (vLLM took %.1f s)", folder.path.name, vllm_s)
+        try:
+            return start(*_engine_args(config, folder, link_path))
+        except (RuntimeError, ValueError) as exc:
+            startup_error = read_startup_error(link_path)
+            if startup_error is not None:
+                raise startup_error from exc
+            message = " ".join(str(exc).split())[:300]
+            raise ConfigError(
+                f"vLLM cannot serve {folder.path}: {message}; its log above has the cause",
+                metadata={"field": "model", "model": config.model},
+            ) from exc
 
 
 def _start_engine(

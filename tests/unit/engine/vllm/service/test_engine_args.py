@@ -126,6 +126,7 @@ def test_hosts_of_one_engine_share_the_address_of_the_first() -> None:
     assert link_address({}) == ""
     assert link_address(hosts) == "10.0.0.7:29502"
     assert link_address({**hosts, "master_port": 4000}) == "10.0.0.7:4001"
+    assert link_address({**hosts, "master_addr": "fd00::7"}) == "[fd00::7]:29502"
     with pytest.raises(ConfigError, match="give the address of the host with node_rank 0"):
         check_combinations({"nnodes": 2}, 1)
     with pytest.raises(ConfigError, match="leave out nnodes, or data_parallel_size"):
