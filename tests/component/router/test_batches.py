@@ -672,3 +672,6 @@ async def test_the_command_writes_answers_and_errors(routers: Routers, tmp_path:
     assert error["custom_id"] == "line-1"
     result = await asyncio.to_thread(run)
     assert (result.exit_code, "line 1: body.model" in result.output) == (1, True), result.output
+    source.write_bytes(b"[1]\n")
+    result = await asyncio.to_thread(run)
+    assert (result.exit_code, "line 1 of" in result.output) == (2, True), result.output

@@ -76,7 +76,7 @@ _BODIES: Final[Mapping[str, type[Body]]] = {
 class BatchBody(Body):
     """A request for a batch. Windows are shorter than OpenAI's where a client wants that."""
 
-    input_file_id: str
+    input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Annotated[str, Field(pattern=r"^(24h|(1?\d|2[0-3])h|\d{1,4}m|\d{1,5}s)$")]
     metadata: Metadata
