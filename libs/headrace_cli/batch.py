@@ -27,8 +27,9 @@ from headrace_common.errors import ConfigError, HeadraceError, WorkerGone
 
 _CALL_S: Final = 60.0
 _POLL_S: Final = 0.5
-# While its router restarts.
+# While its router restarts, others may answer that they have no such batch.
 _LOST_S: Final = 120.0
+_LOST_STATUS: Final = (404, 429, 503)
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
 
@@ -90,8 +91,9 @@ def _lines_of(file: Path, model: str) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 line = json.loads(data)
+                body = line["body"]
                 if model:
-                    line["body"]["model"] = model
+                    body["model"] = model
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"line {number} of {file} is no request: {error}") from error
             yield line
@@ -147,7 +149,8 @@ class _Api:
             message = error.read().decode(errors="replace")
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 message = json.loads(message)["error"]["message"]
-            raise HeadraceError(message) from error
+            raised = WorkerGone if error.code in _LOST_STATUS else HeadraceError
+            raise raised(message) from error
         except (OSError, HTTPException) as error:
             raise WorkerGone(f"{self._url} does not answer: {error}") from error
 

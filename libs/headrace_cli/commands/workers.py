@@ -46,7 +46,13 @@ from headrace_common.access.roles import Role
 from headrace_common.config import WILDCARD_HOSTS, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import ConfigError, DeadlineExceeded, NotFound
+from headrace_common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HeadraceError,
+    NotFound,
+    WorkerGone,
+)
 from headrace_common.limits import DRAIN_GRACE_MAX_S
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
@@ -210,7 +216,7 @@ async def move_answer(
     """Asks the router that has the request. Raises its error."""
     members = await list_members(registry)
     asked = inference_pb2.MoveAnswerRequest(request_id=request_id, worker_id=worker_id)
-    unknown = NotFound("no router is registered")
+    failed: HeadraceError = NotFound("no router is registered")
     for member in members:
         if member.role == registry_pb2.Member.ROLE_ROUTER:
             async with call_channel(member.endpoint) as channel:
@@ -218,9 +224,10 @@ async def move_answer(
                 try:
                     with rpc_errors(f"the router on {member.endpoint}"):
                         return await stub.MoveAnswer(asked, timeout=_MOVE_TIMEOUT_S)
-                except NotFound as error:
-                    unknown = error
-    raise unknown
+                except (NotFound, WorkerGone) as error:
+                    # What a router has tried says more than that others do not have the request.
+                    failed = error if isinstance(failed, NotFound) else failed
+    raise failed
 
 
 @command(

@@ -237,7 +237,9 @@ def _save_alarm(folder: Path, name: str, events: Sequence[StoredEvent]) -> None:
             for part in _parts(events):
                 part.member.worker_id = name
                 write(part)
-        for old in sorted(folder.glob(f"headrace-{name}-*.incident"))[:-_ALARM_FILES_MAX]:
+        # Another name may begin with this one.
+        ours = folder.glob(f"headrace-{name}-{'[0-9]' * 10}.incident")
+        for old in sorted(ours)[:-_ALARM_FILES_MAX]:
             old.unlink()
     except OSError as error:
         _LOG.warning("cannot store the events of an alarm in %s: %s", path, error.strerror)

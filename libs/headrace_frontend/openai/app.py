@@ -20,6 +20,7 @@ from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_car
 from headrace_common.telemetry.metrics.prometheus import content_type
 from headrace_common.version import version
 from headrace_frontend.openai.batches.batches import BATCHES_PATH, Batches
+from headrace_frontend.openai.batches.folder import BATCH, FILE
 from headrace_frontend.openai.batches.routes import BatchRoutes
 from headrace_frontend.openai.block_apis.anthropic import MESSAGES_ERRORS
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS
@@ -118,13 +119,13 @@ class OpenAiApp:
                 "GET": stored("item"),
                 "DELETE": stored("delete_item"),
             },
-            "/v1/files": {"GET": batch.list_files, "POST": batch.create_file},
+            "/v1/files": {"GET": partial(batch.list_entries, FILE), "POST": batch.create_file},
             "/v1/files/{id}": {
                 "GET": partial(batch.use, "retrieve"),
                 "DELETE": partial(batch.use, "delete"),
             },
             "/v1/files/{id}/content": {"GET": batch.content},
-            BATCHES_PATH: {"GET": batch.list_batches, "POST": batch.create_batch},
+            BATCHES_PATH: {"GET": partial(batch.list_entries, BATCH), "POST": batch.create_batch},
             f"{BATCHES_PATH}/{{id}}": {"GET": partial(batch.use, "retrieve")},
             f"{BATCHES_PATH}/{{id}}/cancel": {"POST": partial(batch.use, "cancel")},
             "/v1/headrace/keep": {"POST": self._keep},

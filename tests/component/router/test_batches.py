@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import stat
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,8 +24,16 @@ from headrace.inference.v1 import priority_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.app import app
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, HeadraceError, QueueFull, WorkerGone
-from headrace_frontend.openai.batches.folder import BatchFolder
+from headrace_common.errors import (
+    ConfigError,
+    HeadraceError,
+    InternalError,
+    QueueFull,
+    WorkerGone,
+)
+from headrace_frontend.openai.batches.folder import FILE, BatchFolder, new_id
+from headrace_frontend.openai.batches.lines import LineFile, result_line
+from headrace_frontend.openai.batches.upload import read_upload
 from tests.kit.router import Rig
 from tests.kit.workers import Event, FakeDecode, Script, finished, reply, reserved, tokens
 from tests.ports import free_port
@@ -516,6 +526,33 @@ async def test_wrong_uploads_are_refused_and_leave_nothing(
     assert [path.name for path in (routers.folder / "0").iterdir()] == ["lock"]
 
 
+async def test_what_a_full_disk_has_of_a_line_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = BatchFolder(tmp_path, 1024**2)
+    file = LineFile(folder, "a", new_id(FILE))
+    await file.append(result_line("first"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(InternalError, match="No space left"):
+            await file.append(result_line("second"))
+    await file.append(result_line("third"))
+    assert await file.recover() == {"first", "third"}
+    folder.close()
+
+
+def test_the_end_of_a_file_is_found_wherever_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "body"
+    head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="in"\r\n\r\n'
+    for size in range(65_400, 65_600):
+        path.write_bytes(head + b"a" * size + b"\r\n--x--\r\n")
+        found = read_upload(path, b"\r\n--x")
+        assert (found.start, found.size, found.name) == (len(head), size, "in")
+
+
 async def test_a_client_that_leaves_during_an_upload_leaves_nothing(routers: Routers) -> None:
     sent = asyncio.Event()
 
@@ -635,3 +672,6 @@ async def test_the_command_writes_answers_and_errors(routers: Routers, tmp_path:
     assert error["custom_id"] == "line-1"
     result = await asyncio.to_thread(run)
     assert (result.exit_code, "line 1: body.model" in result.output) == (1, True), result.output
+    source.write_bytes(b"[1]\n")
+    result = await asyncio.to_thread(run)
+    assert (result.exit_code, "line 1 of" in result.output) == (2, True), result.output

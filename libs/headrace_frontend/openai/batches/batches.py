@@ -38,6 +38,7 @@ from headrace_frontend.openai.batches.lines import (
     pieces,
     response_json,
     result_line,
+    shown_error,
 )
 from headrace_frontend.openai.batches.serving import LineRoom, LineServer
 from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
@@ -75,7 +76,7 @@ _BODIES: Final[Mapping[str, type[Body]]] = {
 class BatchBody(Body):
     """A request for a batch. Windows are shorter than OpenAI's where a client wants that."""
 
-    input_file_id: str
+    input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Annotated[str, Field(pattern=r"^(24h|(1?\d|2[0-3])h|\d{1,4}m|\d{1,5}s)$")]
     metadata: Metadata
@@ -142,7 +143,7 @@ class Batches:
     def __init__(self, parts: ClientParts, folder: BatchFolder) -> None:
         self._parts, self.folder = parts, folder
         self._room = LineRoom(parts)
-        self._turns = FewEach()
+        self._turns, self._checks = FewEach(), FewEach()
         self._running: dict[str, _Running] = {}
         for entry in reversed(folder.entries(BATCH)):
             if not entry.ended:
@@ -285,9 +286,8 @@ class Batches:
                 raise
             is_whole = True
         except Exception as error:  # noqa: BLE001 - the batch has its error
-            _LOG.exception("%s has failed", entry.id)
             first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            running.fail([{"code": "server_error", "message": str(first)}])
+            running.fail([shown_error(first)])
             is_whole = True
         try:
             if is_whole:
@@ -303,11 +303,10 @@ class Batches:
         """Checks and answers the lines. False when the router drains before the last."""
         entry = running.entry
         if entry.shown["status"] == "validating":
-            check = await self._checked(entry)
-            total = len(check.custom_ids)
+            total, errors = await self._checked(entry)
             entry.change(request_counts={"total": total, "completed": 0, "failed": 0})
-            if not check.custom_ids or check.errors:
-                running.fail(check.errors or [_EMPTY])
+            if errors:
+                running.fail(errors)
                 return True
             entry.change(status="in_progress", in_progress_at=int(time.time()))
             await self.folder.save(entry)
@@ -357,17 +356,19 @@ class Batches:
                 for line in await self.folder.run(partial(lines_of, piece)):
                     yield line
 
-    async def _checked(self, entry: Entry) -> LineCheck:
+    async def _checked(self, entry: Entry) -> tuple[int, list[dict[str, Any]]]:
+        """The number of right lines, and errors."""
         preparer, endpoint = self._parts.preparer, entry.shown["endpoint"]
         check_json = self._parts.size.check_json
         check = LineCheck(endpoint, _BODIES[endpoint], check_json, preparer.choice)
-        async with aclosing(self._pieces(entry)) as found:
+        async with self._checks.of(entry.tenant), aclosing(self._pieces(entry)) as found:
             async for piece in found:
                 work = partial(check.check, piece)
                 await preparer.threads.run(entry.tenant, PARSE, PARSE.loop_max + 1, work)
                 if len(check.errors) >= ERRORS_MAX:
                     break
-        return check
+        total = len(check.custom_ids)
+        return total, check.errors or ([] if total else [_EMPTY])
 
     async def _answer(self, running: _Running, line: Line) -> None:
         """Answers a line. It stays without an answer when the router drains."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, InternalError
 from headrace_frontend.request.computations import Result
 
 FILE: Final = "file-"
@@ -29,8 +29,8 @@ OUTPUTS: Final = ("output", "error")
 ENDED: Final = ("failed", "completed", "expired", "cancelled")
 """The states of batches that run no more."""
 _OUR_FILE: Final = re.compile(r"((?:file-|batch_)[0-9a-f]{32})\.jsonl?(?:\.new)?")
-# What each entry counts beside its data.
-_ENTRY_BYTES: Final = 4_096
+# What each entry counts beside its data, which bounds their number: a batch has 100 errors and its metadata.
+_ENTRY_BYTES: Final = 32_768
 
 
 def new_id(kind: str) -> str:
@@ -101,12 +101,15 @@ class BatchFolder:
                 known |= {entry.kept[name] for name in OUTPUTS if name in entry.kept}
         for path in found:
             # Of an upload, a batch or a change that did not end.
-            if path.stem not in known or path.suffix == ".new":
+            if path.stem not in known:
                 path.unlink()
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of work that may wait for the disk."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """The result of work that may wait for the disk. Raises InternalError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except OSError as error:
+            raise InternalError(f"batch_folder has failed: {error.strerror}") from error
 
     def path(self, entry_id: str) -> Path:
         """The data of an entry."""
@@ -215,8 +218,14 @@ class DataFile:
 def _write(path: Path, data: bytes, flag: int, *, lasting: bool = True) -> None:
     # Its owner alone may read it.
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | flag, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        if lasting:
-            file.flush()
-            os.fsync(descriptor)
+    size = os.fstat(descriptor).st_size
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            if lasting:
+                file.flush()
+                os.fsync(descriptor)
+    except OSError:
+        # A full disk may have a part of it, which the next line would continue.
+        os.truncate(path, size)
+        raise

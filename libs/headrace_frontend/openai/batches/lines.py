@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import Field
 
 from headrace_common.errors import InvalidRequest
+from headrace_common.rpc.status import reported_error
 from headrace_frontend.openai.batches.folder import DataFile
 from headrace_frontend.openai.body import Body, LenientBody, parse_body
 from headrace_frontend.openai.errors import error_object
@@ -75,6 +76,12 @@ def _line(value: Mapping[str, Any]) -> Line:
     return Line(value["custom_id"], body.get("model") or "", json.dumps(body).encode())
 
 
+def shown_error(error: Exception, line: int | None = None) -> dict[str, Any]:
+    """An error of a batch as OpenAI has it. A bug is logged."""
+    found = error_object(reported_error(error, "a batch"))["error"]
+    return {**{name: found[name] for name in ("code", "message", "param")}, "line": line}
+
+
 class LineCheck:
     """Checks the lines of a batch, before any is answered."""
 
@@ -91,7 +98,7 @@ class LineCheck:
         self.custom_ids: set[str] = set()
         """Those of the lines that are right."""
         self.errors: list[dict[str, Any]] = []
-        """As OpenAI has them: code, message, param and line."""
+        """See `shown_error`."""
 
     def check(self, lines: Iterable[NumberedLine]) -> None:
         """Checks numbered lines. For a thread."""
@@ -100,9 +107,7 @@ class LineCheck:
                 self._check_json(data)
                 self.custom_ids.add(self._checked_id(parse_body(_LineBody, data)))
             except InvalidRequest as error:
-                found = error_object(error)["error"]
-                shown = {name: found[name] for name in ("code", "message", "param")}
-                self.errors.append({**shown, "line": number})
+                self.errors.append(shown_error(error, number))
 
     def _checked_id(self, line: _LineBody) -> str:
         if line.custom_id in self.custom_ids:

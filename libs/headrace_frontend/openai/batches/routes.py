@@ -68,7 +68,8 @@ class BatchRoutes:
             begun_s = time.monotonic()
             while part := await exchange.body_part():
                 if not folder.has_room(tenant, len(part)):
-                    raise _no_room()
+                    remedy = "your files, those of batches included, take the room of batch_mib"
+                    raise HttpError(413, "no_room", f"{remedy}; delete some")
                 await file.append(part, lasting=False)
                 if time.monotonic() - begun_s > BODY_WAIT_S + file.size / BODY_BYTES_PER_S:
                     raise HttpError(408, "body_timeout", "the file arrives too slowly")
@@ -84,15 +85,8 @@ class BatchRoutes:
             await save_file(file, upload.name, "batch", upload.size, start, keep_s)
         )
 
-    async def list_files(self, exchange: HttpExchange) -> None:
-        """GET /v1/files."""
-        await self._list(exchange, FILE)
-
-    async def list_batches(self, exchange: HttpExchange) -> None:
-        """GET /v1/batches."""
-        await self._list(exchange, BATCH)
-
-    async def _list(self, exchange: HttpExchange, kind: str) -> None:
+    async def list_entries(self, kind: str, exchange: HttpExchange) -> None:
+        """GET /v1/files and /v1/batches."""
         tenant, batches = self._of(exchange)
         query = checked_body(_Query, dict(parse_qsl(exchange.query)))
         found: Sequence[Entry] = [
@@ -159,8 +153,3 @@ class BatchRoutes:
             remedy = "files and batches are off here: set batch_folder of the router"
             raise HttpError(501, "batches_off", remedy)
         return tenant, self._batches
-
-
-def _no_room() -> HttpError:
-    remedy = "your files, those of batches included, take the room of batch_mib; delete some"
-    return HttpError(413, "no_room", remedy)

@@ -91,20 +91,20 @@ class LineRoom:
     def _has_room(self, model: str) -> bool:
         admission = self._parts.admission
         slots = admission.slots_of(model)
-        if slots is None or slots.pool.waiting:
+        if slots is None or (pool := slots.pool).waiting:
             return False
-        pool = slots.pool
         low = pool.used_in(Priority.LOW)
         # Lines without a slot yet.
         starting = max(0, self._lines[model] - low)
+        if starting >= pool.capacity - pool.capacity // _SLOTS_PER_FREE_SLOT - pool.used:
+            return False
         workers = sum(
             one.prefill_worker_count or one.decode_worker_count
             for one in self._parts.models.list_models()
             if one.name == model
         )
         prompts = workers * (_PROMPTS_ALONE if low == pool.used else 1)
-        free = pool.capacity - pool.capacity // _SLOTS_PER_FREE_SLOT - pool.used
-        return starting < min(free, prompts - admission.prompts[model])
+        return starting < prompts - admission.prompts[model]
 
 
 class LineServer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import email
-import mmap
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -15,6 +16,8 @@ from headrace_common.http.exchange import HttpError
 _HEAD_BYTES_MAX: Final = 4_096
 _FIELD_BYTES_MAX: Final = 1_024
 _PARTS_MAX: Final = 16
+# A search holds up all threads.
+_PIECE_BYTES: Final = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +53,34 @@ def read_upload(path: Path, boundary: bytes) -> Upload:
     """The upload in a body. Raises InvalidRequest."""
     file: tuple[int, int, str] | None = None
     fields: dict[str, str] = {}
-    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start = data.find(boundary[2:], 0, _HEAD_BYTES_MAX) + len(boundary) - 2
+    with path.open("rb") as data:
+        read = partial(os.pread, data.fileno())
+        start = read(_HEAD_BYTES_MAX, 0).find(boundary[2:]) + len(boundary) - 2
         for _ in range(_PARTS_MAX):
-            if start < len(boundary) - 2 or data[start : start + 2] == b"--":
+            head, is_whole, _ = read(_HEAD_BYTES_MAX, start).partition(b"\r\n\r\n")
+            if start < len(boundary) - 2 or head.startswith(b"--"):
                 break
-            body = data.find(b"\r\n\r\n", start, start + _HEAD_BYTES_MAX) + 4
-            end = data.find(boundary, body)
-            if body < 4 or end < 0:
+            body = start + len(head) + len(is_whole)
+            end = _find(read, boundary, body)
+            if not is_whole or end < 0:
                 raise InvalidRequest({"body": "is no whole multipart/form-data; send it again"})
-            head = email.message_from_bytes(data[start:body].lstrip(b"\r\n"))
-            name = str(head.get_param("name", "", "content-disposition"))
+            message = email.message_from_bytes(head.lstrip(b"\r\n"))
+            name = str(message.get_param("name", "", "content-disposition"))
             if name == "file":
-                file = body, end - body, head.get_filename("")
+                file = body, end - body, message.get_filename("")
             else:
-                value = data[body : min(end, body + _FIELD_BYTES_MAX)]
+                value = read(min(end - body, _FIELD_BYTES_MAX), body)
                 fields[name] = value.decode(errors="replace")
             start = end + len(boundary)
     if file is None:
         raise InvalidRequest({"file": "is missing; send the file as the part 'file'"})
     shown_name = PurePosixPath(file[2].replace("\\", "/")).name[:256]
     return Upload(file[0], file[1], shown_name or "file.jsonl", fields)
+
+
+def _find(read: Callable[[int, int], bytes], wanted: bytes, start: int) -> int:
+    """Where bytes are in a file, from `start` on. -1: nowhere."""
+    size = _PIECE_BYTES + len(wanted) - 1
+    while (data := read(size, start)) and (found := data.find(wanted)) < 0:
+        start += _PIECE_BYTES
+    return start + found if data else -1
