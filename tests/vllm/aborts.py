@@ -149,7 +149,9 @@ async def prefill_waiting(rig: Rig) -> None:
     async with rig.prefilling(500):
         await until(lambda: prefill.load.used_blocks == 16)
         async with rig.prefilling(400):
+            # The first one may still be computed.
             await until(lambda: prefill.load.waiting_requests == 1)
+            await until(lambda: prefill.load.running_requests == 0)
             rig.seen = prefill.load
         await until(lambda: prefill.load.waiting_requests == 0)
 
