@@ -33,6 +33,7 @@ CALLS = frozenset(
 OWN_DATA = frozenset(
     {
         "libs/headrace_frontend/openai/intake.py:system_fingerprint",
+        "libs/headrace_frontend/config.py:_check_origins",
         "libs/headrace_frontend/openai/app.py:MetricsPage",
         "services/decode/headrace_decode/http/door.py:gateway_gauges",
     }
