@@ -32,8 +32,8 @@ CALLS = frozenset(
 # They compute on files and settings of the own host, or texts of constant length.
 OWN_DATA = frozenset(
     {
-        "libs/headrace_frontend/openai/intake.py:system_fingerprint",
         "libs/headrace_frontend/config.py:_check_origins",
+        "libs/headrace_frontend/openai/intake.py:system_fingerprint",
         "libs/headrace_frontend/openai/app.py:MetricsPage",
         "services/decode/headrace_decode/http/door.py:gateway_gauges",
     }

@@ -231,9 +231,9 @@ def _save_alarm(folder: Path, name: str, events: Sequence[StoredEvent]) -> None:
             for part in _parts(events):
                 part.member.worker_id = name
                 write(part)
-        # The name of another worker may begin with this one.
-        times = "[0-9]" * 10
-        for old in sorted(folder.glob(f"headrace-{name}-{times}.incident"))[:-_ALARM_FILES_MAX]:
+        # Another name may begin with this one.
+        ours = folder.glob(f"headrace-{name}-{'[0-9]' * 10}.incident")
+        for old in sorted(ours)[:-_ALARM_FILES_MAX]:
             old.unlink()
     except OSError as error:
         _LOG.warning("cannot store the events of an alarm in %s: %s", path, error.strerror)
