@@ -84,7 +84,7 @@ class FrontendConfig(ClientAccessConfig):
     )
     http_origins: OriginList = Field(
         default=(),
-        description="Origins of web pages whose scripts may call the HTTP API from a browser, such as "
+        description="Origins of web pages that may call the HTTP API from a browser, such as "
         "https://chat.example.org, separated by commas; * for every page. Empty: none.",
     )
     tool_call_parser: ToolCallParserList = Field(

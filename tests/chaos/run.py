@@ -153,14 +153,14 @@ async def _load(
         report.requests = clients.done
     finally:
         sending.cancel()
-        failed = faults.done() or moving.done()
+        failed = [one for one in (faults, moving) if one.done()]
         faults.cancel()
         roles.cancel()
         moving.cancel()
         await asyncio.gather(sending, faults, roles, moving, return_exceptions=True)
         await clients.close()
-    if failed:
-        await asyncio.gather(faults, moving)
+    for task in failed:
+        task.result()
     report.seconds = time.monotonic() - started_s
 
 

@@ -59,7 +59,6 @@ FOREIGN = {
     ("libs/headrace_engine/vllm/parallel.py", "CpuCommunicator.reduce_scatterv"): "the same",
     ("libs/headrace_engine/vllm/service/sampling.py", "params._bad_words_token_ids"): "vLLM sets it from texts only",
     ("libs/headrace_text/chat_encoder.py", "self._plain.encode_special_tokens"): "tokenizers has no other switch",
-    # The objects are typer's descriptions of commands, before it builds them.
     # The object is Jinja's environment, which is configured by its dictionaries.
     ("libs/headrace_text/chat_template.py", "environment.filters"): "Jinja",
     ("libs/headrace_text/chat_template.py", "environment.globals"): "Jinja",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import io
 import logging
 import os
 import threading
@@ -112,7 +111,7 @@ class EventRing:
         self.add(Alarm(reason))
         self._alarmed = self._stored_since(now_ns - int(_ALARM_AGE_S * 1e9))
         if self._save is not None:
-            threading.Thread(target=partial(self._save, self._alarmed), daemon=True).start()
+            threading.Thread(target=self._save, args=(self._alarmed,), daemon=True).start()
 
     def since(self, begin_ns: int) -> list[StoredEvent]:
         """The events since then by the monotonic clock, and those of the last alarm, oldest first."""
@@ -220,13 +219,8 @@ def incident_writer(path: Path) -> Iterator[Callable[[incident_pb2.ListEventsRes
         path.unlink()
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(number, "wb") as raw, gzip.open(raw, "wb") as file:
-
-        def write(part: incident_pb2.ListEventsResponse) -> None:
-            buffer = io.BytesIO()
-            proto.serialize_length_prefixed(part, buffer)
-            file.write(buffer.getvalue())
-
-        yield write
+        output: Any = file
+        yield partial(proto.serialize_length_prefixed, output=output)
 
 
 def _save_alarm(folder: Path, name: str, events: Sequence[StoredEvent]) -> None:

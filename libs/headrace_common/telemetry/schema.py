@@ -65,8 +65,7 @@ SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
 # From complete KV to the first token that decode computes. Where prefill or its hidden state made the first token,
 # from the later of the two.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
-# Of a divided prompt, in place of headrace.decode.first_token: from the first step to the first token. In it, steps
-# wait for layers of prefill until headrace.decode.kv_wait ends.
+# Of a divided prompt: from first step to first token. Steps wait for layers until headrace.decode.kv_wait ends.
 SPAN_DECODE_BESIDE: Final = "headrace.decode.beside"
 # From the first token to the last token, on the decode worker.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
@@ -125,8 +124,7 @@ ATTRIBUTE_OTHER_PREFILL_WORKER_ID: Final = "headrace.other.prefill_worker_id"
 ATTRIBUTE_OTHER_GAIN_MS: Final = "headrace.other.gain_ms"
 # Number of prompts ahead on entering the prefill queue.
 ATTRIBUTE_QUEUE_DEPTH: Final = "headrace.queue.depth"
-# Tenants of the prompts that prefill workers had meanwhile, each with their number, the most first. Only in stored
-# traces, and where the wait is 1 ms or more.
+# Tenants of the prompts that prefill workers had meanwhile, with their numbers. Only in stored traces, from 1 ms on.
 ATTRIBUTE_QUEUE_TENANTS: Final = "headrace.queue.tenants"
 # Reason of the error, as in headrace_common.errors.
 ATTRIBUTE_ERROR_REASON: Final = "error.type"
@@ -376,8 +374,7 @@ METRIC_PREDICTED_FIRST_TOKEN: Final = "headrace.first_token.predicted"
 # By how much the first token would have been earlier with the best other placement, 0 for later. Counts requests with
 # an estimate.
 METRIC_REGRET: Final = "headrace.placement.regret"
-# Requests that were refused on arrival because of their prediction, by model and bound. headrace.requests counts them
-# too, as FIRST_TOKEN_LATE.
+# Requests refused on arrival by their prediction, by model and bound. headrace.requests has them as FIRST_TOKEN_LATE.
 METRIC_EARLY_REFUSALS: Final = "headrace.early_refusals"
 # Requests ended, by finish reason or error reason.
 METRIC_REQUESTS: Final = "headrace.requests"

@@ -279,9 +279,8 @@ class RequestRecord(RequestSteps):
         """What the request has cost, as far as it is known."""
         if not self._receipt_is_whole:
             self.receipt = receipt_of(attempt.receipt() for attempt in self.attempts)
-            self._receipt_is_whole = bool(self.attempts) and all(
-                one.has_reported for one in self.attempts
-            )
+            reported = [attempt.has_reported for attempt in self.attempts]
+            self._receipt_is_whole = bool(reported) and all(reported)
         return self.receipt
 
     def break_down(self) -> Breakdown:
@@ -324,11 +323,10 @@ class RequestRecord(RequestSteps):
     def spans(self, resource: Resource = NO_RESOURCE) -> Iterator[ReadableSpan]:
         """The spans of this process, the root first."""
         maker, breakdown = self.maker(resource), self.break_down()
-        times_unix_ns = (self.arrival_unix_ns, self.end_unix_ns)
         yield maker.at(
             schema.SPAN_REQUEST,
             self.parent,
-            times_unix_ns,
+            (self.arrival_unix_ns, self.end_unix_ns),
             self._root_attributes(breakdown),
             self.error,
             context=self.context,
@@ -343,8 +341,7 @@ class RequestRecord(RequestSteps):
         if self.tokens_ns[0]:
             ahead_ns = self.arrival_unix_ns - self.arrival_ns
             first_ns, second_ns, last_ns = (ahead_ns + one for one in self.tokens_ns)
-            times = (self.arrival_unix_ns, first_ns)
-            yield maker.at(schema.SPAN_FIRST_TOKEN, self.context, times)
+            yield maker.at(schema.SPAN_FIRST_TOKEN, self.context, (self.arrival_unix_ns, first_ns))
             yield maker.at(schema.SPAN_STREAM, self.context, (first_ns, last_ns))
             if breakdown.second is not None:
                 attributes = sum_attributes(breakdown.second)
@@ -386,10 +383,10 @@ class RequestRecord(RequestSteps):
             maker, kept = MAKERS[self.first_token_by].value, usage.HasField("kept")
             known[schema.ATTRIBUTE_FIRST_TOKEN] = maker if answered else None
             known[schema.ATTRIBUTE_COMPLETION_TOKENS] = usage.completion_tokens
-            known[schema.ATTRIBUTE_CACHED_TOKENS] = usage.decode_cached_tokens
-            known[schema.ATTRIBUTE_CACHE_READ_TOKENS] = usage.decode_cached_tokens
-            missed = usage.prompt_tokens - usage.decode_cached_tokens
-            known[schema.ATTRIBUTE_CACHE_CREATION_TOKENS] = missed
+            cached = usage.decode_cached_tokens
+            known[schema.ATTRIBUTE_CACHED_TOKENS] = cached
+            known[schema.ATTRIBUTE_CACHE_READ_TOKENS] = cached
+            known[schema.ATTRIBUTE_CACHE_CREATION_TOKENS] = usage.prompt_tokens - cached
             known[schema.ATTRIBUTE_TRANSFERRED_TOKENS] = usage.transferred_tokens
             known[schema.ATTRIBUTE_KEPT_TOKENS] = usage.kept.tokens if kept else None
             known[schema.ATTRIBUTE_FINISH_REASON] = [FINISH_REASON_NAMES[self.finish_reason]]
@@ -400,8 +397,7 @@ class RequestRecord(RequestSteps):
             **receipt_attributes(self.receipt),
         }
         if answered:
-            total_ns = self.end_unix_ns - self.arrival_unix_ns
-            attributes |= gen_ai_attributes(breakdown, total_ns)
+            attributes |= gen_ai_attributes(breakdown, self.end_unix_ns - self.arrival_unix_ns)
         attributes |= _clock_attributes(self.differences)
         for attempt in self.attempts:
             attributes |= attempt.root_attributes(self)

@@ -63,13 +63,11 @@ def _require_reader(member: registry_pb2.Member | None) -> None:
 
     Decode workers write into that of others too, where answers move.
     """
-    reader = Role.DECODE
-    if member is None or member.role != registry_pb2.Member.ROLE_PREFILL:
-        return
-    if reader not in current_caller().roles:
+    is_prefill = member is not None and member.role == registry_pb2.Member.ROLE_PREFILL
+    if is_prefill and Role.DECODE not in current_caller().roles:
         raise PermissionDenied(
-            f"only the role {reader} may read where the memory of this member is",
-            metadata={"role": reader},
+            f"only the role {Role.DECODE} may read where the memory of this member is",
+            metadata={"role": Role.DECODE},
         )
 
 

@@ -22,7 +22,7 @@ from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Gr
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router.costs import Candidates, TokenTargets
-from headrace_router.incident.recording import Recorder
+from headrace_router.incident.recording import Recorder, decision_text
 from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.task import TaskTerms
@@ -200,6 +200,12 @@ def test_a_replay_can_begin_at_a_checkpoint() -> None:
     result = replay(events)
     assert all(one.compared > 50 for one in result.kinds.values())
     assert _differing(result) == dict.fromkeys(result.kinds, (0, ""))
+
+
+def test_where_a_prompt_is_divided_is_a_part_of_the_decision() -> None:
+    worker = Worker(_ref(0), "", "sim", 4_096, 8, LAYOUT)
+    decision = Decision(worker, remote=True, why="", shown=(), computes_from=64)
+    assert decision_text(decision) != decision_text(replace(decision, computes_from=128))
 
 
 class _IgnoresCache(KvAware):

@@ -153,7 +153,8 @@ def decision_text(decision: Decision) -> str:
     if not decision.remote:
         return f"{decision.worker.ref.worker_id}, local prefill"
     by = decision.prefill.worker_id if decision.prefill is not None else "the queue"
-    return f"{decision.worker.ref.worker_id}, remote prefill by {by}"
+    part = f" below token {decision.computes_from}" if decision.computes_from else ""
+    return f"{decision.worker.ref.worker_id}, remote prefill{part} by {by}"
 
 
 class RecordedQueue(PrefillQueue):

@@ -46,16 +46,17 @@ def compare(
 
 
 def _tenants_before(request: RequestRecord, others: Iterable[RequestRecord]) -> str:
-    """Such as "a: 3, b: 1": the prompts that prefill workers had while the request's last one was in the queue."""
-    last = request.attempts[-1] if request.attempts else None
-    if last is None or (last.pulled or 0) - (last.queued or 0) < 1_000:
+    """Such as "a: 3, b: 1": the prompts that prefill workers had while the last attempt in the queue was there."""
+    waits = [(one.queued, one.pulled) for one in request.attempts if one.queued and one.pulled]
+    queued, pulled = waits[-1] if waits else (0, 0)
+    if pulled - queued < 1_000:
         return ""
     counts = Counter(
         other.payer[0]
         for other in others
         for one in other.attempts
-        if one is not last and last.pulled and last.queued and 0 < (one.pulled or 0) < last.pulled
-        if ((one.prefill and one.prefill.compute_end) or one.end) > last.queued
+        if 0 < (one.pulled or 0) < pulled
+        if ((one.prefill and one.prefill.compute_end) or one.end) > queued
     )
     return ", ".join(f"{tenant}: {count}" for tenant, count in counts.most_common(4))
 

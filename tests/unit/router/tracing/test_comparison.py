@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headrace_common.latency.steps import DecodeSteps
+from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 from headrace_frontend.running.record import Gap, RequestRecord
+from headrace_router.tracing.attempt_record import Move
 from headrace_router.tracing.comparison import LIKE_MIN
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from tests.unit.router.tracing.records import START_UNIX_NS, attempt, decision, ended
@@ -79,3 +82,20 @@ def test_other_requests_show_what_a_worker_did_in_a_gap(
     assert verdict(read_trace(store.get("slow"))) == (
         f"33 % without a token: no token came from decode-0 for 3,000 ms{detail}"
     )
+
+
+async def test_an_answer_that_moves_keeps_the_tenants_before_it() -> None:
+    before, slow = record_of("b"), record_of("slow", pulled=2_300)
+    before.payer = ("greedy", "sim", "")
+    moved = replace(attempt(remote=False), decision=decision(remote=False, worker_id="decode-1"))
+    moved.moved = asyncio.get_running_loop().create_future()
+    moved.moved.set_result(Move("decode-0", "decode-1", 64, 850_000, 950_000, 20_000))
+    slow.attempts.append(moved)
+    spans = {one.name: one for one in store_of(before, slow).get("slow").spans}
+    assert spans[schema.SPAN_QUEUE].attributes[schema.ATTRIBUTE_QUEUE_TENANTS] == "greedy: 1"
+    assert spans[schema.SPAN_MOVE].attributes == {
+        schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: "decode-0",
+        schema.ATTRIBUTE_DECODE_WORKER_ID: "decode-1",
+        schema.ATTRIBUTE_PAYLOAD_BYTES: "64",
+        schema.ATTRIBUTE_MOVE_GAP_MS: "0.02",
+    }
