@@ -22,6 +22,7 @@ pytestmark = on_services(Path("models/tiny-gemma3"))
 @pytest.mark.parametrize(
     ("model", "engine_args"),
     [
+        pytest.param("tiny-llama", "", id="plain"),
         pytest.param("tiny-llama", "--async-scheduling", id="steps ahead"),
         pytest.param("tiny-gemma3", "", id="windows"),
     ],
