@@ -136,13 +136,13 @@ class LinkedAnswer(ABC):
         if not count:
             return
         if max(token_ids) >= self.vocabulary_size:
-            # Those after it would join what came before.
-            self._add = _ignore
             self.worker_failed(
                 ProtocolViolation(
                     f"sent token {max(token_ids)}, and the vocabulary has {self.vocabulary_size}"
                 )
             )
+            # Those after it would join what came before.
+            self._add = _ignore
             return
         self._used_tokens += count
         prompt_logprobs: Logprobs = ()
@@ -151,8 +151,8 @@ class LinkedAnswer(ABC):
         try:
             has_room = (self._add or self.add_batch)(token_ids, logprobs, prompt_logprobs)
         except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
-            self._add = _ignore
             self.fail(error)
+            self._add = _ignore
         else:
             if has_room and self._used_tokens * 2 >= self._window_tokens:
                 self.return_credit()

@@ -153,7 +153,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self._take_over = take_over
 
     def hold(self) -> None:
-        """The response gets no more tokens, until `let_go`. At most the window of a link is held."""
+        """The response gets no more tokens, until `let_go`. At most two windows of a link are held."""
         self._held = []
         self.forward(self._hold)
 
@@ -168,10 +168,13 @@ class Attempt(RunningAttempt, LinkedAnswer):
         if held is None or self.ended.done():
             return
         self.forward(self.response.add_tokens)
-        for batch in held:
-            self.response.add_tokens(*batch)
+        self.use(self._give, held)
         if not self.response.full:
             self.return_credit()
+
+    def _give(self, held: list[tuple[Sequence[int], Logprobs, Logprobs]]) -> None:
+        for batch in held:
+            self.response.add_tokens(*batch)
 
     def move_to(self, successor: Attempt) -> None:
         """The successor generates from the tokens that the response has. The held ones are dropped.

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import receipt_pb2, sampling_pb2
-from headrace_common.errors import ProtocolViolation, WorkerGone
+from headrace_common.errors import HeadraceError, ProtocolViolation, WorkerGone
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import status_of
 from headrace_router.decode_link.answer import LinkedAnswers
@@ -34,6 +34,23 @@ async def test_an_answer_fails_by_its_own_error_and_others_go_on() -> None:
     answer.receive_reserved(decode_pb2.Reserved())
     with pytest.raises(ValueError, match="another bug"):
         answer.poll()
+
+
+async def test_no_token_follows_one_beyond_the_vocabulary() -> None:
+    class Held(KeptEvents):
+        def worker_failed(self, error: HeadraceError) -> None:
+            # As that of an attempt that gives held tokens first.
+            self.forward(self.add_batch)
+            super().worker_failed(error)
+
+    answer = Held()
+    answer.vocabulary_size = 9
+    answer.opened(1, 8, lambda *_: None)
+    for token_id in (9, 1):
+        answer.add_tokens([token_id])
+    with pytest.raises(ProtocolViolation, match="vocabulary"):
+        answer.poll()
+    assert answer.poll() is None
 
 
 @pytest.mark.parametrize("has_room", [True, False])
