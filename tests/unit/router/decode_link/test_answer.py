@@ -9,7 +9,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import receipt_pb2, sampling_pb2
-from headrace_common.errors import HeadraceError, ProtocolViolation, WorkerGone
+from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_common.rpc.status import status_of
 from headrace_router.decode_link.answer import LinkedAnswers
@@ -38,7 +38,7 @@ async def test_an_answer_fails_by_its_own_error_and_others_go_on() -> None:
 
 async def test_no_token_follows_one_beyond_the_vocabulary() -> None:
     class Held(KeptEvents):
-        def worker_failed(self, error: HeadraceError) -> None:
+        def worker_failed(self, error: Exception) -> None:
             # As that of an attempt that gives held tokens first.
             self.forward(self.add_batch)
             super().worker_failed(error)
