@@ -12,6 +12,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import (
     Conflict,
@@ -28,7 +29,16 @@ from headrace_common.telemetry import schema
 from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch import moves
 from tests.kit.router import Rig, text_of
-from tests.kit.workers import TEXT, TOKENS, FakeDecode, Script, full, reserved, sampling
+from tests.kit.workers import (
+    TEXT,
+    TOKENS,
+    FakeDecode,
+    FakePrefill,
+    Script,
+    full,
+    reserved,
+    sampling,
+)
 from tests.waiting import forever, until
 
 EARLY = 9
@@ -358,6 +368,21 @@ async def test_a_client_that_leaves_ends_both(rig: Rig) -> None:
     with pytest.raises(asyncio.CancelledError):
         await reader.task
     assert not rig.router.moves.dispatcher.running
+
+
+async def test_the_usage_has_what_the_prefill_worker_had_cached(rig: Rig) -> None:
+    async def compute(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        done = prefill_pb2.TaskDone(transfer_id=task.transfer_id, cached_tokens=3)
+        await worker.send(prefill_pb2.PullRequest(done=done))
+
+    await rig.add_prefill(compute)
+    course = Course()
+    reader = await begin(rig, course)
+    (attempt,) = rig.router.moves.dispatcher.running.values()
+    await until(lambda: attempt.request.record.attempts[0].prefill_cached_tokens == 3)
+    course.target_begins.set()
+    await move(rig)
+    assert (await reader.whole()).usage.cached_tokens == 3
 
 
 async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:
