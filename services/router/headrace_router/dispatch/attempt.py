@@ -164,17 +164,18 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def let_go(self) -> None:
         """The response gets the held tokens, and all others again."""
+
+        def give(batches: list[tuple[Sequence[int], Logprobs, Logprobs]]) -> None:
+            for batch in batches:
+                self.response.add_tokens(*batch)
+
         held, self._held = self._held, None
         if held is None or self.ended.done():
             return
         self.forward(self.response.add_tokens)
-        self.use(self._give, held)
+        self.use(give, held)
         if not self.response.full:
             self.return_credit()
-
-    def _give(self, held: list[tuple[Sequence[int], Logprobs, Logprobs]]) -> None:
-        for batch in held:
-            self.response.add_tokens(*batch)
 
     def move_to(self, successor: Attempt) -> None:
         """The successor generates from the tokens that the response has. The held ones are dropped.
