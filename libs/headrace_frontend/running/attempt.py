@@ -199,12 +199,16 @@ async def finish_response(
     worker = response.decode_worker
     prompt_tokens = len(request.prepared.token_ids)
     last = record.attempts[-1] if record.attempts else AttemptRecord(0)
+    # An answer that has moved began with an earlier attempt.
+    prefill_cached = max(
+        (one.prefill_cached_tokens for one in record.attempts if not one.error), default=0
+    )
     usage = inference_pb2.Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=response.completion_tokens,
         decode_cached_tokens=outcome.cached_tokens,
         transferred_tokens=outcome.transferred_tokens,
-        cached_tokens=max(outcome.cached_tokens, min(last.prefill_cached_tokens, prompt_tokens)),
+        cached_tokens=max(outcome.cached_tokens, min(prefill_cached, prompt_tokens)),
         stored_tokens=last.block_tokens and prompt_tokens - prompt_tokens % last.block_tokens,
         receipt=record.receipt_now(),
     )

@@ -41,7 +41,7 @@ class LinkedAnswer(ABC):
     _prompt_logprobs: list[sampling_pb2.TokenLogprobs]
     _timer: asyncio.TimerHandle | None = None
     on_receipt: Callable[[receipt_pb2.Receipt], None] | None = None
-    """See report_late."""
+    """Gets a receipt that comes after the end."""
 
     @abstractmethod
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
@@ -82,10 +82,6 @@ class LinkedAnswer(ABC):
         self._window_tokens = self._allowed_tokens = window_tokens
         self._on_used, self._prompt_logprobs = on_used, []
 
-    def report_late(self, on_receipt: Callable[[receipt_pb2.Receipt], None]) -> None:
-        """`on_receipt` gets a receipt that comes after the end."""
-        self.on_receipt = on_receipt
-
     def forward(self, add: AddBatch) -> None:
         """From now on `add` gets new tokens."""
         self._add = add
@@ -115,10 +111,6 @@ class LinkedAnswer(ABC):
         self.reserved_ns = time.monotonic_ns()
         self.use(self.reserve, reserved)
 
-    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
-        """The worker's times until now."""
-        self.times = times
-
     def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
         """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
         self._prompt_logprobs += logprobs
@@ -136,13 +128,13 @@ class LinkedAnswer(ABC):
         if not count:
             return
         if max(token_ids) >= self.vocabulary_size:
-            # Those after it would join what came before.
-            self._add = _ignore
             self.worker_failed(
                 ProtocolViolation(
                     f"sent token {max(token_ids)}, and the vocabulary has {self.vocabulary_size}"
                 )
             )
+            # Those after it would join what came before.
+            self._add = _ignore
             return
         self._used_tokens += count
         prompt_logprobs: Logprobs = ()
@@ -151,8 +143,8 @@ class LinkedAnswer(ABC):
         try:
             has_room = (self._add or self.add_batch)(token_ids, logprobs, prompt_logprobs)
         except Exception as error:  # noqa: BLE001 - the attempt raises it, and other requests go on
-            self._add = _ignore
             self.fail(error)
+            self._add = _ignore
         else:
             if has_room and self._used_tokens * 2 >= self._window_tokens:
                 self.return_credit()
@@ -221,7 +213,7 @@ class LinkedAnswers:
         for timed in response.times:
             answer = answers.get(timed.stream_id)
             if answer is not None:
-                answer.add_times(timed.times)
+                answer.times = timed.times
         if response.HasField("tokens"):
             self._receive_columns(response.tokens)
         for one in response.tokens_with_logprobs:

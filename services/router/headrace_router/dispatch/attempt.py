@@ -153,7 +153,7 @@ class Attempt(RunningAttempt, LinkedAnswer):
         self._take_over = take_over
 
     def hold(self) -> None:
-        """The response gets no more tokens, until `let_go`. At most the window of a link is held."""
+        """The response gets no more tokens, until `let_go`. At most two windows of a link are held."""
         self._held = []
         self.forward(self._hold)
 
@@ -164,12 +164,16 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def let_go(self) -> None:
         """The response gets the held tokens, and all others again."""
+
+        def give(batches: list[tuple[Sequence[int], Logprobs, Logprobs]]) -> None:
+            for batch in batches:
+                self.response.add_tokens(*batch)
+
         held, self._held = self._held, None
         if held is None or self.ended.done():
             return
         self.forward(self.response.add_tokens)
-        for batch in held:
-            self.response.add_tokens(*batch)
+        self.use(give, held)
         if not self.response.full:
             self.return_credit()
 

@@ -19,9 +19,12 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
+    Cancelled,
     Conflict,
     DeadlineExceeded,
+    DecodeFull,
     HeadraceError,
     InvalidRequest,
     NotFound,
@@ -38,6 +41,7 @@ from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.tracing.attempt_record import Move
@@ -55,6 +59,8 @@ SWITCH_S: Final = 2.0
 _PAUSE_S: Final = 1.0
 """After a move that has failed, before the next one of the same answer."""
 _POLL_S: Final = 0.02
+_IDLE_S: Final = 0.2
+"""Between two looks at the answers that are left, while none of them is due."""
 
 CountMove: TypeAlias = Callable[[str, str], None]
 """Counts a move by its outcome, "moved" or an error's reason, and by what has asked for it."""
@@ -100,21 +106,30 @@ class _Course:
     sign: SignTask
     attempt: Attempt
     decision: Decision
-    load: LoadReservation
     _start_ns: int = field(default_factory=time.monotonic_ns, init=False)
     _payload_bytes: int = field(default=0, init=False)
-    _moved: asyncio.Future[Move] = field(default_factory=asyncio.Future, init=False)
-    """Done with the commit, from which on the target's attempt owns `load`."""
 
     async def run(self) -> Move:
         """Raises HeadraceError if the answer stays."""
-        try:
-            if not await self._warm(remote=True):
-                await self._warm(remote=False)
-            return await self._switch()
-        finally:
-            if not self._moved.done():
-                self.load.release()
+        if not await self._warm(remote=True):
+            await self._warm(remote=False)
+        give_up = Deadline.after(SWITCH_S)
+        while True:
+            try:
+                return await self._switch()
+            except DecodeFull:
+                # It frees what it had for the KV some milliseconds after that request's end.
+                if give_up.expired:
+                    raise
+                await asyncio.sleep(TAKEN_SLOT_PAUSE_S)
+
+    def _reserve(self) -> LoadReservation:
+        target = self.decision.worker.ref
+        workers, request = self.dispatcher.workers, self.attempt.request
+        load = workers.reserve_load(target, len(request.prefix_ids))
+        if load is None:
+            raise NotFound(f"{target} has left", metadata={"worker_id": target.worker_id})
+        return load
 
     async def _warm(self, *, remote: bool) -> bool:
         """The target gets the KV of the whole blocks that the source has, from there or by computing it.
@@ -140,7 +155,8 @@ class _Course:
         for name in ("stop_token_ids", "keep"):
             call.ClearField(name)
         warmed = _Warmed(attempt.vocabulary_size)
-        link = self.load.links.usable()
+        load = self._reserve()
+        link = load.links.usable()
         link.open(
             call,
             token_ids_message(token_ids[: end + 1]),
@@ -156,6 +172,7 @@ class _Course:
             raise DeadlineExceeded("the KV did not arrive at the target in time") from None
         finally:
             link.release(warmed)
+            load.release()
 
     async def _warmed_by(
         self, call: decode_pb2.GenerateRequest, warmed: _Warmed, generated: tuple[int, ...]
@@ -215,11 +232,11 @@ class _Course:
         """The target continues after the tokens that the client has, and the source's are held until it does."""
         source = self.attempt
         _require_running(source)
-        moved = self._moved
+        moved: asyncio.Future[Move] = asyncio.get_running_loop().create_future()
         name = self.decision.worker.ref.worker_id
         move = Move(source.decode_worker.worker_id, name, self._payload_bytes, self._start_ns)
+        target = self.dispatcher.continue_on(source, self.decision, self._reserve(), moved, move)
         source.hold()
-        target = self.dispatcher.continue_on(source, self.decision, self.load, moved, move)
         try:
             await _first_of(moved, target.ended, source.ended, timeout_s=SWITCH_S)
         finally:
@@ -228,10 +245,9 @@ class _Course:
                 target.close()
         if moved.done():
             return moved.result()
+        error = target.ended.exception() if target.ended.done() else None
         _require_running(source)
-        if target.ended.done() and (error := target.ended.exception()) is not None:
-            raise error
-        raise DeadlineExceeded(f"{name} had no token in {SWITCH_S:g} s")
+        raise error or DeadlineExceeded(f"{name} had no token in {SWITCH_S:g} s")
 
 
 @dataclass(eq=False, slots=True)
@@ -248,7 +264,8 @@ class Moves:
     """Identities of requests."""
     _workers: Counter[WorkerRef] = field(default_factory=Counter, init=False)
     """The moves from and to each worker."""
-    _leaving: set[WorkerRef] = field(default_factory=set, init=False)
+    leaving: set[WorkerRef] = field(default_factory=set, init=False)
+    """The workers that are emptied now."""
     _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     async def move(self, attempt: Attempt, asker: str, worker_id: str = "") -> Move:
@@ -256,9 +273,11 @@ class Moves:
 
         Raises HeadraceError if it stays where it is: nothing has changed then.
         """
-        outcome = "moved"
+        outcome = Cancelled.reason
         try:
-            return await self._move(attempt, worker_id)
+            moved = await self._move(attempt, worker_id)
+            outcome = "moved"
+            return moved
         except HeadraceError as error:
             outcome = error.reason
             raise
@@ -280,19 +299,14 @@ class Moves:
         return [await self.move(attempt, "operator", worker_id) for attempt in found]
 
     async def _move(self, attempt: Attempt, worker_id: str) -> Move:
-        request, dispatcher = attempt.request, self.dispatcher
         if not attempt.generates or attempt.ended.done():
             raise Conflict("the answer is not generated at this moment")
         if any(group.kind == STATE for group in attempt.worker.layout.groups):
             why = "has states, of which its worker has that of the last token only"
             raise InvalidRequest({"request_id": why})
-        decision = dispatcher.place_beside(attempt, worker_id)
-        target = decision.worker.ref
-        with self._counted(attempt, target):
-            load = dispatcher.workers.reserve_load(target, len(request.prefix_ids))
-            if load is None:
-                raise NotFound(f"{target} has left", metadata={"worker_id": target.worker_id})
-            return await _Course(dispatcher, self.sign, attempt, decision, load).run()
+        decision = self.dispatcher.place_beside(attempt, worker_id)
+        with self._counted(attempt, decision.worker.ref):
+            return await _Course(self.dispatcher, self.sign, attempt, decision).run()
 
     @contextmanager
     def _counted(self, attempt: Attempt, target: WorkerRef) -> Iterator[None]:
@@ -319,24 +333,26 @@ class Moves:
         return len(self._moving) >= OF_ROUTER_MAX
 
     def worker_leaves(self, worker: WorkerRef) -> None:
-        """Moves all answers from a worker, in the background. Repeats are ignored while that runs."""
-        if worker not in self._leaving:
-            self._leaving.add(worker)
+        """Moves all answers from a worker in the background, while they are to leave it. Repeats are ignored."""
+        if worker not in self.leaving:
+            self.leaving.add(worker)
             self._tasks.start(self._empty(worker))
 
     async def _empty(self, worker: WorkerRef) -> None:
         retry_s: dict[Attempt, float] = {}
         running = self.dispatcher.running
         try:
-            while left := [one for one in running.values() if one.decode_worker == worker]:
+            while self.dispatcher.workers.leaves(worker) and (
+                left := [one for one in running.values() if one.decode_worker == worker]
+            ):
                 now_s = time.monotonic()
                 due = [one for one in left if one.generates and retry_s.get(one, 0.0) <= now_s]
                 for attempt in due[: OF_WORKER_MAX - self._workers[worker]]:
                     retry_s[attempt] = math.inf
                     self._tasks.start(self._leave(attempt, retry_s))
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_POLL_S if due else _IDLE_S)
         finally:
-            self._leaving.discard(worker)
+            self.leaving.discard(worker)
 
     async def _leave(self, attempt: Attempt, retry_s: dict[Attempt, float]) -> None:
         """An answer that cannot be moved stays. Others are tried again."""

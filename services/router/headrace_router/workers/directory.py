@@ -206,6 +206,13 @@ class WorkerDirectory:
         role = registry_pb2.WORKER_ROLE_DECODE
         return frozenset(ref for ref, one in self._registered.items() if one.worker.role == role)
 
+    def leaves(self, ref: WorkerRef) -> bool:
+        """Whether answers are to leave this worker, or it has left the registry."""
+        connection = self._connections.get(ref)
+        if connection is None or connection.worker.role == registry_pb2.WORKER_ROLE_PREFILL:
+            return True
+        return connection.load().leaving
+
     def table(self, model: str) -> LoadTable:
         """The decode workers of `model` and their load at this moment."""
         while self._reserved:

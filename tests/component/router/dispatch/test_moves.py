@@ -12,6 +12,8 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import (
     Conflict,
     DeadlineExceeded,
@@ -27,7 +29,16 @@ from headrace_common.telemetry import schema
 from headrace_kv.layout import WorkerRef
 from headrace_router.dispatch import moves
 from tests.kit.router import Rig, text_of
-from tests.kit.workers import TEXT, TOKENS, FakeDecode, Script, full, reserved, sampling
+from tests.kit.workers import (
+    TEXT,
+    TOKENS,
+    FakeDecode,
+    FakePrefill,
+    Script,
+    full,
+    reserved,
+    sampling,
+)
 from tests.waiting import forever, until
 
 EARLY = 9
@@ -196,7 +207,7 @@ async def test_held_tokens_are_given_when_the_target_fails(rig: Rig) -> None:
             if request.generated_token_count:
                 course.continued.set()
                 await course.target_begins.wait()
-                raise DecodeFull("as scripted")
+                raise WorkerGone("as scripted")
             yield event
 
     reader = await begin(rig, course)
@@ -210,10 +221,54 @@ async def test_held_tokens_are_given_when_the_target_fails(rig: Rig) -> None:
     await rig.read_tokens.reach(before + len(TOKENS) - EARLY - 1)
     assert len(reader.tokens) == EARLY
     course.target_begins.set()
-    with pytest.raises(DecodeFull):
+    with pytest.raises(WorkerGone):
         await moving
     await until(lambda: len(reader.tokens) == len(TOKENS) - 1)
     source_ends.set()
+    assert (await reader.whole()).timing.decode_worker_id == "d0"
+
+
+async def test_a_target_that_has_the_place_of_the_warm_request_still_is_asked_again(
+    rig: Rig,
+) -> None:
+    course = Course()
+
+    async def full_once(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[Any]:
+        if request.generated_token_count and not course.continued.is_set():
+            course.continued.set()
+            raise DecodeFull("as scripted")
+        async for event in course.target(worker, request):
+            yield event
+
+    reader = await begin(rig, course)
+    rig.decodes[1].script = full_once
+    course.target_begins.set()
+    await move(rig)
+    await reader.whole()
+    asked = [request.generated_token_count for request in rig.decodes[1].requests]
+    assert asked.count(EARLY) == 2
+
+
+async def test_answers_leave_a_worker_only_while_the_policy_leaves_it_prompts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course, counted = Course(), Counter[tuple[str, str]]()
+    rig.router.moves.count = lambda *labels: counted.update([labels])
+    reader = await begin(rig, course)
+    source, target = rig.decodes
+    target.running_requests = target.member.max_num_seqs
+    target_ref = WorkerRef(target.member.worker_id, target.member.incarnation)
+    await until(lambda: rig.router.workers.loads()[target_ref].requests >= 8)
+    source.change_member(role=registry_pb2.Member.ROLE_BOTH)
+    rig.policy.worker_roles["d0"] = registry_pb2.WORKER_ROLE_PREFILL
+    rig.refresh()
+    await until(lambda: counted["DECODE_FULL", "drain"] > 0)
+    rig.policy.worker_roles["d0"] = registry_pb2.WORKER_ROLE_BOTH
+    rig.refresh()
+    await until(lambda: not rig.router.moves.leaving)
+    course.source_goes_on.set()
     assert (await reader.whole()).timing.decode_worker_id == "d0"
 
 
@@ -313,6 +368,21 @@ async def test_a_client_that_leaves_ends_both(rig: Rig) -> None:
     with pytest.raises(asyncio.CancelledError):
         await reader.task
     assert not rig.router.moves.dispatcher.running
+
+
+async def test_the_usage_has_what_the_prefill_worker_had_cached(rig: Rig) -> None:
+    async def compute(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        done = prefill_pb2.TaskDone(transfer_id=task.transfer_id, cached_tokens=3)
+        await worker.send(prefill_pb2.PullRequest(done=done))
+
+    await rig.add_prefill(compute)
+    course = Course()
+    reader = await begin(rig, course)
+    (attempt,) = rig.router.moves.dispatcher.running.values()
+    await until(lambda: attempt.request.record.attempts[0].prefill_cached_tokens == 3)
+    course.target_begins.set()
+    await move(rig)
+    assert (await reader.whole()).usage.cached_tokens == 3
 
 
 async def test_what_cannot_move_stays_and_says_why(rig: Rig) -> None:

@@ -36,6 +36,23 @@ async def test_an_answer_fails_by_its_own_error_and_others_go_on() -> None:
         answer.poll()
 
 
+async def test_no_token_follows_one_beyond_the_vocabulary() -> None:
+    class Held(KeptEvents):
+        def worker_failed(self, error: Exception) -> None:
+            # As that of an attempt that gives held tokens first.
+            self.forward(self.add_batch)
+            super().worker_failed(error)
+
+    answer = Held()
+    answer.vocabulary_size = 9
+    answer.opened(1, 8, lambda *_: None)
+    for token_id in (9, 1):
+        answer.add_tokens([token_id])
+    with pytest.raises(ProtocolViolation, match="vocabulary"):
+        answer.poll()
+    assert answer.poll() is None
+
+
 @pytest.mark.parametrize("has_room", [True, False])
 async def test_credit_is_returned_once_tokens_are_used(has_room: bool) -> None:
     granted: list[int] = []
@@ -66,7 +83,7 @@ async def test_failed_requests_that_had_blocks_await_a_receipt() -> None:
     for stream_id in (1, 2):
         answer = KeptEvents()
         answer.opened(stream_id, 8, lambda *_: None)
-        answer.report_late(lambda receipt: paid.append(receipt.decode_device_us))
+        answer.on_receipt = lambda receipt: paid.append(receipt.decode_device_us)
         answers.add(answer)
     status = status_of(WorkerGone("it stops")).SerializeToString()
     message = decode_pb2.LinkResponse()
