@@ -41,7 +41,7 @@ class LinkedAnswer(ABC):
     _prompt_logprobs: list[sampling_pb2.TokenLogprobs]
     _timer: asyncio.TimerHandle | None = None
     on_receipt: Callable[[receipt_pb2.Receipt], None] | None = None
-    """Gets a receipt that comes after the end."""
+    """See report_late."""
 
     @abstractmethod
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
@@ -82,6 +82,10 @@ class LinkedAnswer(ABC):
         self._window_tokens = self._allowed_tokens = window_tokens
         self._on_used, self._prompt_logprobs = on_used, []
 
+    def report_late(self, on_receipt: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_receipt` gets a receipt that comes after the end."""
+        self.on_receipt = on_receipt
+
     def forward(self, add: AddBatch) -> None:
         """From now on `add` gets new tokens."""
         self._add = add
@@ -110,6 +114,10 @@ class LinkedAnswer(ABC):
         """The blocks are reserved now."""
         self.reserved_ns = time.monotonic_ns()
         self.use(self.reserve, reserved)
+
+    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
+        """The worker's times until now."""
+        self.times = times
 
     def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
         """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
@@ -213,7 +221,7 @@ class LinkedAnswers:
         for timed in response.times:
             answer = answers.get(timed.stream_id)
             if answer is not None:
-                answer.times = timed.times
+                answer.add_times(timed.times)
         if response.HasField("tokens"):
             self._receive_columns(response.tokens)
         for one in response.tokens_with_logprobs:

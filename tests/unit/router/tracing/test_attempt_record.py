@@ -59,8 +59,10 @@ async def started(clocks: WorkerClocks) -> tuple[RequestRecord, QueuedTask, int]
     await asyncio.sleep(10e-6)
     answer.receive_reserved(decode_pb2.Reserved(end_token=5))
     unix_ns = answer.reserved_ns + AHEAD_NS
-    answer.times = decode_pb2.AttemptTimes(
-        received_unix_ns=unix_ns - 1_000, reserved_us=1, kv_arrived_us=700, first_token_us=900
+    answer.add_times(
+        decode_pb2.AttemptTimes(
+            received_unix_ns=unix_ns - 1_000, reserved_us=1, kv_arrived_us=700, first_token_us=900
+        )
     )
     task = queued_task()
     attempt.enqueued(task)
