@@ -75,8 +75,7 @@ class AttemptRecord(AttemptSteps):
     """Those of the answer before it."""
     decode_receipt: receipt_pb2.Receipt | None = None
     """What it has cost the decode worker, once that has ended it."""
-    on_late: Callable[[receipt_pb2.Receipt], None] | None = None
-    """Gets what workers report from now on."""
+    _on_late: Callable[[receipt_pb2.Receipt], None] | None = None
     end: int = 0
     """When it ended, by the clock of its steps; 0 before that."""
     context: SpanContext | None = None
@@ -104,10 +103,14 @@ class AttemptRecord(AttemptSteps):
         self.decode_receipt = receipt
         self.charge_late(receipt)
 
+    def report_late(self, on_late: Callable[[receipt_pb2.Receipt], None]) -> None:
+        """`on_late` gets what workers report from now on."""
+        self._on_late = on_late
+
     def charge_late(self, receipt: receipt_pb2.Receipt) -> None:
         """A worker has reported what it has cost, perhaps after the end of the request."""
-        if self.on_late is not None:
-            self.on_late(receipt)
+        if self._on_late is not None:
+            self._on_late(receipt)
 
     @property
     def has_reported(self) -> bool:

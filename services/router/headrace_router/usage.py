@@ -56,7 +56,7 @@ class UsageBook:
         self._charge(payer, line, receipt)
         for attempt in record.attempts:
             # Links keep it for a while, and should not keep the record.
-            attempt.on_late = partial(self._add_late, payer, end_unix_ns, attempt.reason)
+            attempt.report_late(partial(self._add_late, payer, end_unix_ns, attempt.reason))
 
     def _add_late(
         self, payer: _Payer, end_unix_ns: int, reason: str, part: receipt_pb2.Receipt
