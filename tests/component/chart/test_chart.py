@@ -332,6 +332,21 @@ def test_a_worker_of_several_hosts_is_a_leader_worker_set() -> None:
     assert "set hosts to 1" in template(*flags).stderr
 
 
+def test_routers_with_batches_have_a_volume_each(tmp_path: Path) -> None:
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "9Gi"}}}
+    given = values_file(tmp_path, {"router": {"batchVolume": claim}})
+    found = manifests(*TRIAL, "--values", given)
+    workload = workloads(found)["router"]
+    assert workload["kind"] == "StatefulSet"
+    (volume,) = workload["spec"]["volumeClaimTemplates"]
+    assert volume["spec"] == claim
+    mounts = container_of(workload)["volumeMounts"]
+    (folder,) = (one["mountPath"] for one in mounts if one["name"] == volume["metadata"]["name"])
+    settings = tomllib.loads(of_kind(found, "ConfigMap")["router"]["data"]["settings.toml"])
+    assert Path(settings["batch_folder"]).parent == Path(folder)
+    assert "volumeClaimTemplates" not in workloads(example("trial"))["router"]["spec"]
+
+
 def test_planner_and_keda_do_not_both_set_the_replicas() -> None:
     flags = ("--set", "planner.enabled=true,planner.mode=kubernetes,keda.enabled=true")
     done = template(*TRIAL, *flags)

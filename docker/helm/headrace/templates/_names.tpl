@@ -111,8 +111,9 @@ true
 {{- end -}}
 
 {{- define "headrace.routerKind" -}}
-{{- /* Certificates have names, and only pods of a StatefulSet have one each. */ -}}
-{{ ternary "StatefulSet" "Deployment" (eq .root.Values.credentials.kind "tls") }}
+{{- /* Certificates have names, and only pods of a StatefulSet have one each, and a volume each. */ -}}
+{{- $isSet := or (eq .root.Values.credentials.kind "tls") (not (empty .root.Values.router.batchVolume)) -}}
+{{ ternary "StatefulSet" "Deployment" $isSet }}
 {{- end -}}
 
 {{/* The registries: several need one etcd. */}}

@@ -62,6 +62,9 @@ livenessProbe:
 - { name: store-password, mountPath: /store-password, readOnly: true }
 {{- end }}
 {{- end }}
+{{- if and (eq .component "router") $values.router.batchVolume }}
+- { name: batches, mountPath: /batches }
+{{- end }}
 {{- if has .component (list "router" "prefill" "decode" "worker") }}
 {{- if $values.model.volume }}
 - { name: models, mountPath: /models, readOnly: true }

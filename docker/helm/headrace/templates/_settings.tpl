@@ -52,6 +52,10 @@ listen: {{ ternary "127.0.0.1:7060" (printf "0.0.0.0:%v" $ports.grpc) $values.ro
 http_listen: {{ ternary "0.0.0.0:7056" "" $values.router.http | quote }}
 status_listen: {{ ternary "0.0.0.0:7057" "" $values.router.status | quote }}
 endpoint_picker_listen: {{ ternary "0.0.0.0:9002" "" $values.inferencePool.enabled | quote }}
+{{- if $values.router.batchVolume }}
+# The folder of a volume may have lost+found.
+batch_folder: /batches/headrace
+{{- end }}
 model: [{{ printf "%s=%s" $values.model.name $values.model.path | quote }}]
 {{- end }}
 {{- if has .component (list "prefill" "decode" "worker") }}
