@@ -206,6 +206,8 @@ async def test_the_whole_flow_with_openais_client_on_every_router(
         assert only.id == batch.output_file_id
         assert (await other.files.content(file.id)).content == jsonl(*map(line, range(20)))
         assert (await other.files.delete(file.id)).deleted
+        with pytest.raises(openai.BadRequestError, match="must be 24h, or less"):
+            await batch_of(client, line(0), completion_window="7d")
         with pytest.raises(openai.NotFoundError, match="was deleted"):
             await client.files.retrieve(file.id)
 

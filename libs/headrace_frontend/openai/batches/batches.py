@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from headrace_common.callers.bounds import FewEach
 from headrace_common.deadlines import Deadline
@@ -65,6 +66,7 @@ _NO_ROOM_S: Final = 1.0
 _TRIES_MAX: Final = 3
 _RETRY_S_MAX: Final = 60.0
 _EMPTY: Final = {"code": "empty_file", "message": "the file has no line", "line": 1}
+_WINDOW: Final = re.compile(r"24h|(1?\d|2[0-3])h|\d{1,4}m|\d{1,5}s")
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600}
 _BODIES: Final[Mapping[str, type[Body]]] = {
     "/v1/chat/completions": ChatCompletionBody,
@@ -73,12 +75,18 @@ _BODIES: Final[Mapping[str, type[Body]]] = {
 }
 
 
+def _checked_window(window: str) -> str:
+    if _WINDOW.fullmatch(window) is None:
+        raise ValueError("must be 24h, or less, such as 30m or 90s")
+    return window
+
+
 class BatchBody(Body):
     """A request for a batch. Windows are shorter than OpenAI's where a client wants that."""
 
     input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Annotated[str, Field(pattern=r"^(24h|(1?\d|2[0-3])h|\d{1,4}m|\d{1,5}s)$")]
+    completion_window: Annotated[str, AfterValidator(_checked_window)]
     metadata: Metadata
 
 
