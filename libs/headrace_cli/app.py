@@ -18,7 +18,6 @@ from headrace_cli.commands.credentials import (
 )
 from headrace_cli.commands.doctor import doctor
 from headrace_cli.commands.incident import replay, save, show
-from headrace_cli.commands.pair import pair
 from headrace_cli.commands.planner import explain as explain_plan
 from headrace_cli.commands.policy import change_policy, get_policy
 from headrace_cli.commands.profile import profile, record
@@ -59,7 +58,6 @@ COMMANDS: Final[Mapping[str, Sequence[Callable[..., None]]]] = {
     ),
     "Credentials": (keygen, create_token_file, init_authority, create_api_key),
     "Numbers of workers": (advise, profile, record, simulate, explain_plan),
-    "Stock vLLM": (pair,),
 }
 register(app, COMMANDS)
 
