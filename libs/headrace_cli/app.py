@@ -24,7 +24,7 @@ from headrace_cli.commands.profile import profile, record
 from headrace_cli.commands.route import route
 from headrace_cli.commands.simulate import simulate
 from headrace_cli.commands.trace import explain, trace
-from headrace_cli.commands.up import add, demo, down, logs, up
+from headrace_cli.commands.up import add, demo, down, up
 from headrace_cli.commands.workers import drain, move, reset_cache, status, workers
 from headrace_cli.output import register
 from headrace_cli.usage import usage
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 # The help lists them in this order.
 COMMANDS: Final[Mapping[str, Sequence[Callable[..., None]]]] = {
-    "Deployment on this machine": (up, logs, add, down, demo),
+    "Deployment on this machine": (up, add, down, demo),
     "Requests": (chat, batch, route, trace, explain),
     "Operation": (
         workers,

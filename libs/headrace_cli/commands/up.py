@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, TextIO
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -62,7 +60,7 @@ from headrace_cli.state import (
     router_port,
 )
 from headrace_cli.up.deployment import Deployment, Signals, deployed
-from headrace_cli.up.keeping import NO_RESTARTS, RestartPolicy, run_up
+from headrace_cli.up.keeping import RestartPolicy, run_up
 from headrace_cli.up.topology import (
     SIM,
     VLLM_FLAGS,
@@ -82,7 +80,6 @@ from headrace_common.errors import (
     DeadlineExceeded,
     HeadraceError,
     InternalError,
-    NotFound,
     WorkerGone,
 )
 from headrace_common.trace_view.reading import read_trace
@@ -121,12 +118,6 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     trust_remote_code: TrustRemoteCode = False,
     settings: Settings = None,
     logs: Logs = None,
-    no_restart: Annotated[
-        bool,
-        option(
-            "End everything when a worker was killed, which otherwise starts again.", "--no-restart"
-        ),
-    ] = False,
     planner: Annotated[
         bool,
         option(
@@ -163,8 +154,7 @@ async def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         planner=planner,
         devices=parse_devices(devices) if devices else (),
     )
-    policy = NO_RESTARTS if no_restart else RestartPolicy()
-    await run_up(topology, logs, notice_console(), policy)
+    await run_up(topology, logs, notice_console(), RestartPolicy())
 
 
 def topology_of(
@@ -326,55 +316,6 @@ def add_worker(router: str, role: str) -> str:
     if text.startswith(ADD_FAILED):
         raise WorkerGone(text.removeprefix(ADD_FAILED))
     return text
-
-
-@command("logs", "headrace logs   |   headrace logs decode-0 --follow", cls=AddressedCommand)
-def logs(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Processes, such as router or decode-0."),
-    ] = None,
-    router: Router = DEFAULT_ROUTER,
-    lines: Annotated[
-        int, option("Newest lines of each log.", "--lines", "-n", metavar="N", min=0)
-    ] = 20,
-    follow: Annotated[bool, option("Show new lines until Ctrl-C.", "--follow", "-f")] = False,
-) -> None:
-    """Shows the logs of `headrace up`, also of one that has ended."""
-    paths = find_logs(router, names or [])
-    width = max(len(path.stem) for path in paths)
-    opened = [(f"{path.stem:<{width}} | " if len(paths) > 1 else "", _open(path)) for path in paths]
-    for prefix, file in opened:
-        _show(prefix, deque(file, maxlen=lines))
-    while follow:
-        time.sleep(_POLL_S)
-        for prefix, file in opened:
-            _show(prefix, file)
-
-
-def find_logs(router: str, names: Sequence[str]) -> list[Path]:
-    """The logs with these names, or all, of the deployment with this router. Raises NotFound or WorkerGone."""
-    state = read_state(router)
-    folder = Path(state.logs) if state is not None else default_folder(router_port(router))
-    found = {path.stem: path for path in sorted(folder.glob("*.log"))}
-    if not found:
-        raise nothing_serves(router)
-    unknown = [name for name in names if name not in found]
-    if unknown:
-        raise NotFound(
-            f"{folder} has no log of {', '.join(unknown)}: name one of {', '.join(found)}"
-        )
-    return [found[name] for name in names] or list(found.values())
-
-
-def _open(path: Path) -> TextIO:
-    return path.open(encoding="utf-8", errors="replace")
-
-
-def _show(prefix: str, lines: Iterator[str] | deque[str] | TextIO) -> None:
-    for line in lines:
-        sys.stdout.write(f"{prefix}{line}")
-    sys.stdout.flush()
 
 
 @command("down", "headrace down", cls=AddressedCommand)
