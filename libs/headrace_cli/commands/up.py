@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from headrace_cli.client import open_router, open_router_internally
-from headrace_cli.commands.chat import ChatOptions, CompleteAnswer, chat_once, summary
+from headrace_cli.commands.chat import ChatOptions, chat_once, summary
 from headrace_cli.commands.trace import show_trace
 from headrace_cli.options import (
     DEFAULT_MODEL,
@@ -79,10 +79,8 @@ from headrace_common.errors import (
     ConfigError,
     DeadlineExceeded,
     HeadraceError,
-    InternalError,
     WorkerGone,
 )
-from headrace_common.trace_view.reading import read_trace
 
 _POLL_S: Final = 0.2
 
@@ -200,34 +198,17 @@ DEFAULT_PROMPT = "What is the capital of France?"
     "demo",
     "headrace demo   |   headrace demo 'Name three rivers.'   |   headrace demo --engine sim",
 )
-async def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
+async def demo(
     prompt: Annotated[str, typer.Argument(envvar="PROMPT", help="Prompt to run.")] = DEFAULT_PROMPT,
     engine: Engine = "vllm",
     model: Model = "",
-    workers: WorkerCount = 0,
-    prefill: PrefillCount = None,
-    decode: DecodeCount = None,
-    port: Port = 0,
-    store: Store = "memory",
-    tensor_parallel: TensorParallel = "1",
-    cpu_threads: CpuThreads = 1,
     settings: Settings = None,
     logs: Logs = None,
     max_tokens: MaxTokens = 64,
 ) -> None:
     """Starts everything, runs one prompt, shows where the time went, and stops everything."""
 
-    counts = (prefill, decode, workers)
-    topology = topology_of(
-        engine,
-        model,
-        counts,
-        tensor_parallel,
-        settings,
-        port=port,
-        store=store,
-        cpu_threads=cpu_threads,
-    )
+    topology = topology_of(engine, model, (None, None, 0), "1", settings, port=0)
     options = ChatOptions(max_tokens=max_tokens, temperature=0.0)
     question = prompt.strip() or DEFAULT_PROMPT
     await run_demo(topology, logs, question, options, (answer_console(), notice_console()))
@@ -245,16 +226,13 @@ async def run_demo(
     with Signals() as signals:
         async with deployed(topology, folder, notices, signals) as deployment:
             notices.print(f"\n[bold]{len(deployment.children)} processes are ready. {prompt}[/]")
-            await signals.unless_stopped(
-                _ask_and_show(deployment, topology, prompt, options, consoles)
-            )
+            await signals.unless_stopped(_ask_and_show(deployment, prompt, options, consoles))
             notices.print("stopping")
         notices.print("all stopped")
 
 
 async def _ask_and_show(
     deployment: Deployment,
-    topology: Topology,
     prompt: str,
     options: ChatOptions,
     consoles: tuple[Console, Console],
@@ -269,18 +247,6 @@ async def _ask_and_show(
         trace = await operator.trace(answer.trace_id, TRACE_WAIT_S)
         answers.print()
         show_trace(trace, answers, layers=False)
-        writes = sum(len(link.writes) for link in read_trace(trace).links)
-        _check(answer, topology, writes, complete=trace.complete)
-
-
-def _check(answer: CompleteAnswer, topology: Topology, write_count: int, *, complete: bool) -> None:
-    """Raises InternalError when the demo did not show what it should."""
-    if answer.last.usage.completion_tokens < 1:
-        raise InternalError("the answer is empty")
-    if not complete:
-        raise InternalError("the trace is not complete")
-    if topology.prefill_count and not topology.worker_count and not write_count:
-        raise InternalError("no KV cache was transferred")
 
 
 @command("add", "headrace add decode", cls=AddressedCommand)
