@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from headrace_planner.goal_decision import Demand, decide_by_goals
+from headrace_planner.goal_decision import Demand, Forecast, decide_by_goals
 from headrace_planner.observation import Interval, WorkerCounts
 from headrace_planner.planner import apply_reasons, within_budget
 from headrace_planner.settings import WorkerProfile
@@ -43,11 +43,15 @@ class OracleDecisions:
         if not requests:
             return WorkerCounts(0, 0)
         demand = Demand(
-            len(requests),
-            sum(one.prompt_tokens for one in requests) / len(requests),
-            sum(one.answer_tokens for one in requests) / len(requests),
+            _known(len(requests)),
+            _known(sum(one.prompt_tokens for one in requests) / len(requests)),
+            _known(sum(one.answer_tokens for one in requests) / len(requests)),
             duration_s,
             cached_share=0.0,
         )
         reasons = decide_by_goals(self._scaling.planner, self._profile, demand)
         return apply_reasons(WorkerCounts(0, 0), reasons)
+
+
+def _known(value: float) -> Forecast:
+    return Forecast(value, "known", 0.0)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile
 from statistics import NormalDist
 from typing import Final
 
@@ -76,22 +75,35 @@ _OBSERVATION_NOISE: Final = 10.0
 _START_VARIANCE: Final = 1000.0
 _POINTS_MIN: Final = 5
 """With fewer values, the last one is the prediction."""
+_GROWTH_MAX: Final = 10.0
+"""A load that grows more than that from one period to the next does not repeat itself."""
+
+Predictor = Callable[[Sequence[float]], float]
+"""The next value of a series, which is not empty. The result is finite and not negative."""
 
 
-def predicted_count(history: Sequence[float]) -> float:
-    """The next value of a series, which is finite and not negative: level plus slope of a Kalman filter.
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A predicted value, the predictor's name, and that predictor's mean error on the end of the history."""
 
-    Values before the first request are skipped: a service without users has no trend. Values that are not finite
-    count as 0. Without values, the prediction is 0.
-    """
-    counts = [value if math.isfinite(value) and value > 0 else 0.0 for value in history]
-    values = list(dropwhile(lambda value: not value, counts))
-    if len(values) < _POINTS_MIN:
-        return values[-1] if values else 0.0
-    level, slope = values[0], 0.0
+    value: float
+    predictor: str
+    mean_error: float
+
+
+def last_value(history: Sequence[float]) -> float:
+    """The last value again."""
+    return max(0.0, history[-1])
+
+
+def local_trend(history: Sequence[float]) -> float:
+    """Level plus slope of a Kalman filter."""
+    if len(history) < _POINTS_MIN:
+        return last_value(history)
+    level, slope = history[0], 0.0
     # The covariance of level and slope: ((a, b), (b, d)).
     a, b, d = _START_VARIANCE, 0.0, _START_VARIANCE
-    for value in values[1:]:
+    for value in history[1:]:
         level += slope
         a, b, d = a + 2 * b + d + _LEVEL_NOISE, b + d, d + _SLOPE_NOISE
         total = a + _OBSERVATION_NOISE
@@ -102,34 +114,88 @@ def predicted_count(history: Sequence[float]) -> float:
     return max(0.0, level + slope)
 
 
+def seasonal(period: int) -> Predictor:
+    """A predictor for a load with a period: the value one period ago, times the growth since then.
+
+    Growth is the ratio of the means of the last quarter of a period and of the same quarter one period before. It is at
+    most 10.
+    """
+
+    def predict(history: Sequence[float]) -> float:
+        window = max(1, period // 4)
+        if len(history) < period + window:
+            return last_value(history)
+        recent = sum(history[-window:])
+        before = sum(history[-window - period : -period])
+        growth = min(_GROWTH_MAX, recent / before) if before > 0 else 1.0
+        return max(0.0, history[-period] * growth)
+
+    return predict
+
+
+def forecast(history: Sequence[float], period: int, backtest_share: float) -> Forecast:
+    """The prediction of the predictor with the least error on the last `backtest_share` of the history.
+
+    `period` is the length of the load's season in values, 0 for none. Values before the first request are skipped: a
+    service without users has no trend. Values that are not finite count as 0. Without values, the prediction is 0.
+    """
+    values = _from_first_request(history)
+    if not values:
+        return Forecast(0.0, "last value", 0.0)
+    predictors: dict[str, Predictor] = {"last value": last_value, "local trend": local_trend}
+    if period:
+        predictors["seasonal"] = seasonal(period)
+    start = max(1, len(values) - math.ceil(len(values) * backtest_share))
+    errors = {name: _mean_error(predict, values, start) for name, predict in predictors.items()}
+    best = min(errors, key=lambda name: errors[name])
+    return Forecast(predictors[best](values), best, errors[best])
+
+
+def _from_first_request(history: Sequence[float]) -> list[float]:
+    values = [value if math.isfinite(value) and value > 0 else 0.0 for value in history]
+    first = next((index for index, value in enumerate(values) if value), len(values))
+    return values[first:]
+
+
+def _mean_error(predict: Predictor, values: Sequence[float], start: int) -> float:
+    """Mean absolute error of the predictions of values[start:], each from the values before it."""
+    errors = [abs(predict(values[:index]) - values[index]) for index in range(start, len(values))]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """The predicted requests of the next interval."""
 
-    requests: float
-    prompt_tokens: float
-    answer_tokens: float
+    requests: Forecast
+    prompt_tokens: Forecast
+    answer_tokens: Forecast
     duration_s: float
     cached_share: float
 
     @property
     def context_tokens(self) -> float:
         """Mean length of a request's context during its answer."""
-        return self.prompt_tokens + self.answer_tokens / 2
+        return self.prompt_tokens.value + self.answer_tokens.value / 2
 
 
-def predict_demand(history: Sequence[Interval]) -> Demand | None:
+def predict_demand(settings: PlannerSettings, history: Sequence[Interval]) -> Demand | None:
     """The requests of the next interval, or None when no request was observed.
 
-    Their lengths and cached share are the last ones. An interval without requests counts with 0 requests.
+    An interval without requests counts with 0 requests, and changes neither lengths nor the cached share.
     """
     seen = [interval.requests for interval in history if interval.requests is not None]
     if not seen:
         return None
+
+    def predicted(values: Sequence[float], season_intervals: int) -> Forecast:
+        return forecast(values, season_intervals, settings.backtest_share)
+
+    counts = [float(i.requests.request_count) if i.requests else 0.0 for i in history]
     return Demand(
-        requests=predicted_count([i.requests.request_count if i.requests else 0 for i in history]),
-        prompt_tokens=seen[-1].prompt_tokens,
-        answer_tokens=seen[-1].answer_tokens,
+        requests=predicted(counts, settings.season_intervals),
+        prompt_tokens=predicted([requests.prompt_tokens for requests in seen], 0),
+        answer_tokens=predicted([requests.answer_tokens for requests in seen], 0),
         duration_s=history[-1].duration_s,
         cached_share=seen[-1].cached_share,
     )
@@ -139,7 +205,7 @@ def decide_by_goals(
     settings: PlannerSettings, profile: WorkerProfile, demand: Demand
 ) -> tuple[Reason, Reason]:
     """The fewest workers of each role for the demand, before floors and budget."""
-    rate = demand.requests / demand.duration_s
+    rate = demand.requests.value / demand.duration_s
     return (
         _prefill_rule(settings, profile, demand, rate),
         _decode_rule(settings, profile, demand, rate),
@@ -154,7 +220,7 @@ def pool_by_goals(
     At least the sum of the shares of workers that prompts and answers keep busy. At most the workers of two pools,
     because placement can use a pool so. Between these, all workers share: a prompt takes longer by what answers take.
     """
-    rate = demand.requests / demand.duration_s
+    rate = demand.requests.value / demand.duration_s
     answers = _answers(settings, profile, demand, rate)
     apart = _prefill_rule(settings, profile, demand, rate)
     length, service_s = apart.inputs["prompt_tokens"], apart.inputs["service_s"]
@@ -173,7 +239,7 @@ def pool_by_goals(
     lowest = min(highest, math.ceil(prompts + answers.workers))
     count = next((one for one in range(lowest, highest) if enough(one)), highest)
     sentence = (
-        f"{rate:.2f} requests per second with {length:.0f} new prompt tokens keep "
+        f"{rate:.2f} requests per second ({demand.requests.predictor}) with {length:.0f} new prompt tokens keep "
         f"{prompts:.2f} workers busy with prompts, and at most {answers.peak:.1f} answers at the same time "
         f"{answers.workers:.2f} workers: {count} workers do both"
     )
@@ -221,7 +287,7 @@ def _answers(
 ) -> _Answers:
     each = profile.answers_within(settings.goals.itl_s, demand.context_tokens)
     step_s = profile.step_s(each, demand.context_tokens)
-    tokens_per_s = rate * demand.answer_tokens
+    tokens_per_s = rate * demand.answer_tokens.value
     mean = tokens_per_s * step_s
     peak = mean + NormalDist().inv_cdf(settings.goals.share) * math.sqrt(mean)
     return _Answers(tokens_per_s, mean, peak, each, step_s)
@@ -230,10 +296,10 @@ def _answers(
 def _prefill_rule(
     settings: PlannerSettings, profile: WorkerProfile, demand: Demand, rate: float
 ) -> Reason:
-    length = max(1.0, demand.prompt_tokens * (1.0 - demand.cached_share))
+    length = max(1.0, demand.prompt_tokens.value * (1.0 - demand.cached_share))
     service_s = profile.prompt_s(length)
     # A hand-over and a step with the answer follow.
-    first_s = service_s + profile.handover_s(length) + profile.step_s(1, demand.prompt_tokens)
+    first_s = service_s + profile.handover_s(length) + profile.step_s(1, demand.prompt_tokens.value)
     wait_max_s = settings.goals.ttft_s - first_s
     is_in_reach = wait_max_s > 0.0
     # Where no number of workers reaches the goal, the wait is bounded by the time of service.
@@ -244,7 +310,7 @@ def _prefill_rule(
         late_share_max=1.0 - settings.goals.share,
     )
     sentence = (
-        f"{rate:.2f} requests per second with {length:.0f} new prompt tokens take "
+        f"{rate:.2f} requests per second ({demand.requests.predictor}) with {length:.0f} new prompt tokens take "
         f"{service_s * 1e3:.0f} ms each"
     )
     if is_in_reach:

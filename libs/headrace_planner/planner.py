@@ -332,7 +332,7 @@ def record_interval(
 
 def _floors(settings: PlannerSettings, history: Sequence[Interval]) -> tuple[Reason, ...]:
     profile = history[-1].profile
-    demand = predict_demand(history) if profile is not None else None
+    demand = predict_demand(settings, history) if profile is not None else None
     if profile is None or demand is None:
         return ()
     decide = pool_by_goals if history[-1].counts.is_pool else decide_by_goals

@@ -124,6 +124,7 @@ def learned_profile(
     return WorkerProfile(steps=steps, handovers=computing.handovers, max_num_seqs=max_num_seqs)
 
 
+_Share = Annotated[float, Field(gt=0, le=1)]
 _Load = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -224,9 +225,15 @@ class PlannerSettings(_Settings):
     history_intervals_max: PositiveCount = Field(
         default=100, description="Intervals that predictions are made from."
     )
+    season_intervals: NonNegativeCount = Field(
+        default=0, description="Intervals of one period of the load, such as a day; 0 for none."
+    )
     shrink_intervals: NonNegativeCount = Field(
         default=5,
         description="Decisions in which no rule may have needed a worker before it is removed.",
+    )
+    backtest_share: _Share = Field(
+        default=0.5, description="Share of the history on which predictors are compared."
     )
 
 

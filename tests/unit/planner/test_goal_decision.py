@@ -35,14 +35,14 @@ MEANS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05, share=0.5))
 
 
 def needed(observed: RequestStatistics, settings: PlannerSettings = MEANS) -> tuple[int, int]:
-    demand = predict_demand([interval(requests=observed)])
+    demand = predict_demand(settings, [interval(requests=observed)])
     assert demand is not None
     prefill, decode = decide_by_goals(settings, PROFILE, demand)
     return prefill.count, decode.count
 
 
 def pool(observed: RequestStatistics, settings: PlannerSettings = MEANS) -> Reason:
-    demand = predict_demand([interval(requests=observed)])
+    demand = predict_demand(settings, [interval(requests=observed)])
     assert demand is not None
     (reason,) = pool_by_goals(settings, PROFILE, demand)
     assert reason.role is PlannedRole.BOTH
@@ -119,7 +119,7 @@ def test_decode_workers_have_the_answers_that_the_goal_allows() -> None:
     assert needed(requests(630), settings=goals(0.02))[1] == 4
     # No step is shorter than 10.75 ms.
     assert needed(requests(600), settings=goals(0.005))[1] == math.ceil(2_000 * 0.01075)
-    demand = predict_demand([interval(requests=requests(600))])
+    demand = predict_demand(MEANS, [interval(requests=requests(600))])
     assert demand is not None
     _, decode = decide_by_goals(goals(0.005), PROFILE, demand)
     assert "No load of a worker reaches the goal of 5.0 ms" in decode.sentence
@@ -130,10 +130,10 @@ def goals(itl_s: float) -> PlannerSettings:
 
 
 def test_idle_intervals_lower_the_rate_and_keep_the_lengths() -> None:
-    demand = predict_demand([interval(requests=requests(60)), interval()])
+    demand = predict_demand(SETTINGS, [interval(requests=requests(60)), interval()])
     assert demand is not None
-    assert demand.requests == 0.0
-    assert demand.prompt_tokens == 1000.0
+    assert demand.requests.value == 0.0
+    assert demand.prompt_tokens.value == 1000.0
 
 
 def test_a_profile_has_the_time_of_a_prompt_and_its_hand_over() -> None:
