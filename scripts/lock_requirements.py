@@ -35,7 +35,7 @@ from package_index import open_index, resolve
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 FILES = {
-    "registry": ("The registry: no numpy, torch, vllm or mooncake.", ["headrace[registry]"]),
+    "registry": ("The registry: no numpy, torch, vllm or mooncake.", ["headrace[etcd]"]),
     "router": ("The router: no torch, vllm or mooncake.", ["headrace[router]"]),
     "planner": ("The planner: no numpy, torch, vllm or mooncake.", ["headrace[kubernetes]"]),
     "sim": (
@@ -185,6 +185,10 @@ def header(name: str) -> list[str]:
     if name == "worker":
         lines.append("# torch must be the CPU build: where pip's index has no such version,")
         lines.append("# point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds.")
+    if name == "registry":
+        lines.append(
+            "# etcd3 is source only: install build.txt first, and add --no-build-isolation."
+        )
     return lines
 
 

@@ -26,6 +26,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "registry": ("httptools",),
         "planner": ("httptools",),
         "kubernetes": ("httpx2", "lightkube"),
+        "etcd": ("etcd3", "tenacity"),
         "router": (
             "httpcore2",
             "httptools",

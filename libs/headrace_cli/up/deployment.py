@@ -56,6 +56,8 @@ WHAT = "a deployment on this machine"
 def require_extras(topology: Topology) -> None:
     """Raises ConfigError, which names the extra, when a service of the deployment could not start for want of one."""
     require_extra(WHAT, "router")
+    if topology.store.startswith("etcd:"):
+        require_extra("a registry with its records in etcd", "etcd")
     if topology.pool_gib:
         require_extra("the store of KV blocks", "sim")
     if topology.engine == VLLM:

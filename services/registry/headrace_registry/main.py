@@ -25,8 +25,6 @@ from headrace_common.telemetry.setup import init_telemetry
 from headrace_registry.config import MEMORY_STORE, RegistryConfig
 from headrace_registry.service import RegistryServicer, Store
 from headrace_registry.store.base import MemoryStore
-from headrace_registry.store.etcd_endpoint import EtcdAccess
-from headrace_registry.store.etcd_store import EtcdStore
 
 
 @asynccontextmanager
@@ -58,9 +56,13 @@ def _role_name(member: registry_pb2.Member) -> str:
 
 
 def open_store(config: RegistryConfig) -> Store:
-    """The store that the settings name, not started. Raises ConfigError when a file is missing."""
+    """The store that the settings name, not started. Raises ConfigError when its package or a file is missing."""
     if config.store == MEMORY_STORE:
         return MemoryStore(config.history_size)
+    # Imported here, so that a registry without etcd does not need etcd3.
+    from headrace_registry.store.etcd_endpoint import EtcdAccess
+    from headrace_registry.store.etcd_store import EtcdStore
+
     return EtcdStore(
         EtcdAccess(
             endpoints=config.etcd_endpoints,

@@ -10,6 +10,7 @@ import pytest
 from headrace.registry.v1 import registry_pb2_grpc
 from headrace_registry.service import Store
 from headrace_registry.store.base import MemoryStore
+from headrace_registry.store.etcd_connection import load_etcd3
 from tests.component.registry.harness import (
     ETCD,
     EtcdServer,
@@ -20,6 +21,10 @@ from tests.component.registry.harness import (
 )
 
 _PREFIX_NUMBERS = itertools.count()
+
+# It parses source. A finalizer that formats a traceback at the same time crashes the parser of Python 3.11, and during
+# the collection of tests none runs.
+load_etcd3()
 
 
 def _serve_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:

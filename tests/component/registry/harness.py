@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -33,7 +32,6 @@ from tests.ports import free_port
 from tests.waiting import until
 
 ETCD = Path("/usr/bin/etcd")
-ETCD_CONTROL = "/usr/bin/etcdctl"
 
 
 @dataclass
@@ -103,19 +101,6 @@ class EtcdServer:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):
             return True
         return False
-
-    async def control(self, *arguments: str, given: bytes | None = None, user: str = "") -> None:
-        """Runs etcdctl, as a user "NAME:PASSWORD" if one is given. `given` is its input."""
-        command = [ETCD_CONTROL, f"--endpoints=127.0.0.1:{self.port}", *arguments]
-        await asyncio.to_thread(
-            subprocess.run,
-            [*command, f"--user={user}"] if user else command,
-            input=given,
-            check=True,
-            capture_output=True,
-            timeout=20,
-            env={**os.environ, "ETCDCTL_API": "3"},
-        )
 
     def store(self, prefix: str = "/headrace/v1/", **changes: object) -> EtcdStore:
         """A store in this etcd, not started."""

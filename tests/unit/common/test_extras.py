@@ -70,6 +70,7 @@ def test_a_program_names_the_extra_that_it_lacks(
     ("hidden", "topology", "extra"),
     [
         ("httptools", Topology(engine=SIM), "router"),
+        ("etcd3", Topology(engine=SIM, store="etcd://127.0.0.1:2379"), "etcd"),
         ("xxhash", Topology(engine=SIM), "router"),
         ("mooncake", Topology(engine=SIM), "sim"),
         ("vllm", Topology(), "vllm-cpu or vllm-cuda"),

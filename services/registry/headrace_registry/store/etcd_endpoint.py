@@ -1,18 +1,16 @@
-"""One endpoint of etcd: its channel, and the token of its user."""
+"""One endpoint of etcd: its client, and the token of its user."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import grpc.aio
-from google.protobuf.message import Message
+import grpc
 
-from headrace.etcd.v3 import etcd_pb2
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.tls import check_files
 from headrace_common.errors import ConfigError
@@ -20,7 +18,6 @@ from headrace_common.reloading import ReloadedFiles
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Response = TypeVar("_Response", bound=Message)
 
 # Pings detect a dead connection. etcd rejects more than one in 5 s.
 _CHANNEL_OPTIONS: Final = (
@@ -88,114 +85,109 @@ class EtcdAccess:
 
 
 class EtcdEndpoint:
-    """One endpoint of etcd. Connects on first use.
+    """One endpoint of etcd, through an etcd3 client. Connects on first use. Any thread may call it.
 
-    When TLS files change, the next call opens a new channel, which presents the new certificate. Calls and the watch
-    end on the old one.
+    When TLS files change, the next call makes a new client, which presents the new certificate. Calls and watches in
+    progress end on the old one, which is closed at the next change.
     """
 
-    def __init__(self, access: EtcdAccess, host: str, port: int) -> None:
+    def __init__(self, etcd3: Any, access: EtcdAccess, host: str, port: int) -> None:
         """Raises ConfigError when a file cannot be read."""
         self.name = f"{host}:{port}"
+        self.messages: Any = etcd3.etcdrpc
+        self._etcd3 = etcd3
+        self._host, self._port = host, port
+        self._errors: tuple[type[Exception], ...] = (etcd3.Etcd3Exception, grpc.RpcError)
         self._access = access
-        self._authenticating = asyncio.Lock()
+        self._authenticating = threading.Lock()
         self._token: str | None = None
+        self._clients: list[Any] = []
+        """The client in use last. Before it, the one that it replaced."""
         if access.user:
             access.password()
-        self._channel = ReloadedFiles([path for path in astuple(access.tls) if path], self._connect)
+        self._client = ReloadedFiles([path for path in astuple(access.tls) if path], self._connect)
 
     @property
-    def channel(self) -> grpc.aio.Channel:
-        """The channel for the next call."""
-        return self._channel.current()
+    def client(self) -> Any:
+        """The client for the next call."""
+        return self._client.current()
 
     @property
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """By which etcd recognizes the user. A call credential would do the same, but gRPC sends none in plaintext."""
+    def token_metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata by which etcd recognizes the user. None before the first call, or without a user."""
         return (("token", self._token),) if self._token else ()
 
-    async def call(self, method: str, request: Message, response: type[_Response]) -> _Response:
-        """Calls a method of the package etcdserverpb. Raises AioRpcError."""
-        unary = self.channel.unary_unary(
-            f"/etcdserverpb.{method}", type(request).SerializeToString, response.FromString
-        )
-        answer: _Response = await unary(
-            request, timeout=self._access.timeout_s, metadata=self._metadata
-        )
-        return answer
-
-    def stream(
-        self,
-        method: str,
-        request: type[Message],
-        response: type[Message],
-        *metadata: tuple[str, str],
-        timeout_s: float | None = None,
-    ) -> Any:
-        """A stream of requests and responses."""
-        start = self.channel.stream_stream(
-            f"/etcdserverpb.{method}", request.SerializeToString, response.FromString
-        )
-        return start(timeout=timeout_s, metadata=(*metadata, *self._metadata))
-
-    async def run(self, function: Callable[[EtcdEndpoint], Awaitable[_T]]) -> _T:
-        """Calls `function`, and authenticates first where a user is set.
+    def run(self, function: Callable[[Any], _T]) -> _T:
+        """Calls `function` with the client, which authenticates first where a user is set. Blocks.
 
         Raises EtcdCallFailed. A call that etcd refuses because of its token is repeated once with a new token.
         """
         try:
             if self._access.user and self._token is None:
-                await self._authenticate(None)
+                self._authenticate(None)
             token = self._token
             try:
-                return await function(self)
-            except grpc.aio.AioRpcError as error:
+                return function(self.client)
+            except self._errors as error:
                 if not (self._access.user and _needs_token(error)):
                     raise
-            await self._authenticate(token)
-            return await function(self)
-        except grpc.aio.AioRpcError as error:
-            refused = error.code() in _REFUSALS
-            remedy = _remedy_of(error.code()) if refused else UNREACHABLE_REMEDY
+            self._authenticate(token)
+            return function(self.client)
+        except self._errors as error:
+            code = code_of(error)
+            refused = code in _REFUSALS
+            remedy = _remedy_of(code) if refused else UNREACHABLE_REMEDY
             raise EtcdCallFailed(cause_of(error), remedy, refused=refused) from error
         except ConfigError as error:
             raise EtcdCallFailed(error.detail, _ACCESS_REMEDY, refused=True) from error
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Closes the connection. Calls in progress fail."""
-        await self.channel.close()
+        for client in self._clients:
+            client.close()
 
-    def _connect(self) -> grpc.aio.Channel:
-        """A channel with the files of now. Raises ConfigError."""
+    def _connect(self) -> Any:
+        """A client with the files of now. Raises ConfigError."""
         tls = self._access.tls
         check_files(tls, "store_")
-        if not any(astuple(tls)):
-            return grpc.aio.insecure_channel(self.name, _CHANNEL_OPTIONS)
-        files = (tls.tls_authority_file, tls.tls_key_file, tls.tls_certificate_file)
-        contents = (Path(path).read_bytes() if path else None for path in files)
-        return grpc.aio.secure_channel(
-            self.name, grpc.ssl_channel_credentials(*contents), _CHANNEL_OPTIONS
+        client: Any = self._etcd3.client(
+            host=self._host,
+            port=self._port,
+            timeout=self._access.timeout_s,
+            grpc_options=_CHANNEL_OPTIONS,
+            ca_cert=tls.tls_authority_file or None,
+            cert_cert=tls.tls_certificate_file or None,
+            cert_key=tls.tls_key_file or None,
         )
+        self._present_token(client)
+        *closed, replaced = self._clients or [None]
+        for old in closed:
+            old.close()
+        self._clients = [client] if replaced is None else [replaced, client]
+        return client
 
-    async def _authenticate(self, refused: str | None) -> None:
-        """Gets a token in place of `refused`, unless another call has done so."""
-        async with self._authenticating:
+    def _authenticate(self, refused: str | None) -> None:
+        """Gets a token in place of `refused`, unless another thread has done so."""
+        with self._authenticating:
             if self._token != refused:
                 return
-            request = etcd_pb2.AuthenticateRequest(
+            request = self.messages.AuthenticateRequest(
                 name=self._access.user, password=self._access.password()
             )
-            self._token = ""
+            stub = self.messages.AuthStub(self.client.channel)
             try:
-                answer = await self.call(
-                    "Auth/Authenticate", request, etcd_pb2.AuthenticateResponse
-                )
-                self._token = answer.token
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
-                    self._token = refused
+                token = str(stub.Authenticate(request, self._access.timeout_s).token)
+            except grpc.RpcError as error:
+                if code_of(error) is not grpc.StatusCode.FAILED_PRECONDITION:
                     raise
                 _log.warning("etcd at %s needs no password: its authentication is off", self.name)
+                token = ""
+            self._token = token
+            self._present_token(self.client)
+
+    def _present_token(self, client: Any) -> None:
+        # A call credential would do the same, but gRPC sends none over plaintext.
+        client.metadata = self.token_metadata
 
 
 class EtcdCallFailed(Exception):
@@ -208,15 +200,38 @@ class EtcdCallFailed(Exception):
         self.refused = refused
 
 
-def cause_of(error: grpc.aio.AioRpcError) -> str:
-    """One line about an error of gRPC."""
-    return f"{error.code().name}: {error.details()}"
+def code_of(error: BaseException) -> grpc.StatusCode | None:
+    """gRPC's status code of an error of etcd3 or gRPC."""
+    call = _call_of(error)
+    return None if call is None else call.code()
 
 
-def _remedy_of(code: grpc.StatusCode) -> str:
+def cause_of(error: BaseException) -> str:
+    """One line about an error of etcd3 or gRPC."""
+    call = _call_of(error)
+    if call is not None:
+        return f"{call.code().name}: {call.details()}"
+    return str(error) or type(error).__name__
+
+
+def _remedy_of(code: grpc.StatusCode | None) -> str:
     """What to do about a call that etcd refuses."""
-    return _QUOTA_REMEDY if code is grpc.StatusCode.RESOURCE_EXHAUSTED else _ACCESS_REMEDY
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return _QUOTA_REMEDY
+    return _ACCESS_REMEDY
 
 
-def _needs_token(error: grpc.aio.AioRpcError) -> bool:
-    return error.code() is grpc.StatusCode.UNAUTHENTICATED or error.details() in _TOKEN_NEEDED
+def _call_of(error: BaseException) -> grpc.Call | None:
+    # etcd3 raises its own exceptions while it handles gRPC's, which have the details.
+    candidates: tuple[Any, ...] = (error, error.__context__)
+    for candidate in candidates:
+        if isinstance(candidate, grpc.Call):
+            return candidate
+    return None
+
+
+def _needs_token(error: BaseException) -> bool:
+    call = _call_of(error)
+    if call is None:
+        return False
+    return call.code() is grpc.StatusCode.UNAUTHENTICATED or call.details() in _TOKEN_NEEDED

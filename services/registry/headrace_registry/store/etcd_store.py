@@ -7,9 +7,8 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from headrace.etcd.v3 import etcd_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import ConfigError, HeadraceError, RegistryUnavailable, WatchExpired
@@ -131,7 +130,7 @@ class EtcdStore:
     def __init__(
         self, access: EtcdAccess, *, prefix: str, history_size: int, start_timeout_s: float
     ) -> None:
-        """Raises ConfigError when a file cannot be read."""
+        """Raises ConfigError when etcd3 is missing or a file cannot be read."""
         self.feed = ChangeFeed(history_size)
         self._connection = EtcdConnection(access)
         self._prefix = prefix
@@ -142,7 +141,7 @@ class EtcdStore:
         self._descriptors: dict[str, layout_pb2.KvDescriptor] = {}
         self._corrupt = CorruptRecords()
         self._renewals = BatchedRenewals(
-            lambda leases: self._call(lambda table: table.renew_all(leases, self._timeout_s))
+            lambda leases: self._call(lambda table: table.renew_all(leases))
         )
         self._follower: asyncio.Task[None] | None = None
         self._failure_count = 0
@@ -159,7 +158,7 @@ class EtcdStore:
                 break
             except RegistryUnavailable as error:
                 if asyncio.get_running_loop().time() >= deadline_s:
-                    await self._connection.close()
+                    self._connection.close()
                     raise ConfigError(
                         f"store: {error.detail} Correct this, or give --store memory",
                         metadata=error.metadata,
@@ -170,7 +169,7 @@ class EtcdStore:
     async def close(self) -> None:
         await end_task(self._follower)
         await self._renewals.close()
-        await self._connection.close()
+        self._connection.close()
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
         registration = await self._call(lambda table: table.register(member, ttl_s))
@@ -189,7 +188,7 @@ class EtcdStore:
             return
         worker_id = self._leases.worker_of(lease)
         await self._call(lambda table: table.revoke(lease))
-        # This waits for the change itself.
+        # etcd3 does not return the revision of a revocation, so this waits for the change itself.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READ_OWN_WRITE_S):
                 while worker_id is not None and self._leases.worker_of(lease) == worker_id:
@@ -244,12 +243,10 @@ class EtcdStore:
         async for response in self.feed.watch(start_revision, wanted, allow_future=True):
             yield response
 
-    async def _call(
-        self, function: Callable[[EtcdTable], Awaitable[_T]], *, repeatable: bool = True
-    ) -> _T:
+    async def _call(self, function: Callable[[EtcdTable], _T], *, repeatable: bool = True) -> _T:
         """As EtcdConnection.call, with the records."""
         return await self._connection.call(
-            lambda endpoint: function(EtcdTable(endpoint, self._prefix)), repeatable=repeatable
+            lambda client: function(EtcdTable(client, self._prefix)), repeatable=repeatable
         )
 
     async def _has_member(self, lease: int) -> bool:
@@ -271,8 +268,8 @@ class EtcdStore:
 
     async def _follow_watch(self) -> None:
         watch = self._connection.watch(self._prefix, self.feed.revision + 1)
-        async with contextlib.aclosing(watch) as responses:
-            async for response in responses:
+        try:
+            async for response in watch.responses(self._timeout_s):
                 if response.canceled or response.compact_revision:
                     raise RegistryUnavailable(
                         f"etcd cancelled the watch: {response.cancel_reason or 'compacted'}"
@@ -281,6 +278,8 @@ class EtcdStore:
                     _log.info("following etcd at %s again", self._connection.endpoint.name)
                 self._failure_count = 0
                 self._apply_events(response.events)
+        finally:
+            watch.close()
 
     def _load(self, listing: Listing) -> None:
         before = self._leases.take_all()
@@ -309,7 +308,7 @@ class EtcdStore:
             len(removed),
         )
 
-    def _apply_events(self, events: Iterable[etcd_pb2.Event]) -> None:
+    def _apply_events(self, events: Any) -> None:
         """Applies the events of one watch response, revision by revision."""
         by_revision: dict[int, list[Record]] = {}
         for event in events:

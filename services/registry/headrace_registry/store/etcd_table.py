@@ -1,4 +1,4 @@
-"""The registry's records in etcd: their keys, their contents, and atomic changes of them.
+"""The registry's records in etcd: their keys, their contents, and atomic changes of them. Blocking.
 
 - `<prefix>members/<worker id>`: Member, bound to the member's lease
 - `<prefix>descriptors/<worker id>/<incarnation>`: KvDescriptor, bound to the same lease
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
-import grpc.aio
+import grpc
 from google.protobuf.message import DecodeError
 
-from headrace.etcd.v3 import etcd_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict
@@ -31,8 +30,8 @@ from headrace_registry.store.base import (
     require_owner,
     require_policy_revision,
 )
-from headrace_registry.store.etcd_connection import prefix_end
-from headrace_registry.store.etcd_endpoint import EtcdEndpoint
+from headrace_registry.store.etcd_connection import load_etcd3
+from headrace_registry.store.etcd_endpoint import code_of
 
 _log = logging.getLogger(__name__)
 
@@ -161,103 +160,94 @@ _ATTEMPTS = 5
 
 
 class EtcdTable:
-    """The records under one prefix, at one endpoint. Has no state.
+    """The records under one prefix, through one etcd3 client. Has no state; any thread may call it.
 
     A corrupt record counts as absent, so the next write of its key replaces it.
 
-    Raises AioRpcError, which EtcdConnection converts to RegistryUnavailable.
+    Raises etcd3's and gRPC's exceptions, which EtcdConnection converts to RegistryUnavailable.
     """
 
-    def __init__(self, endpoint: EtcdEndpoint, prefix: str) -> None:
-        self._endpoint = endpoint
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client = client
         self.prefix = prefix
 
-    async def list_records(self) -> Listing:
+    def list_records(self) -> Listing:
         """All records under the prefix, as of etcd's leader."""
-        response = await self._range(self.prefix.encode(), prefix_end(self.prefix))
-        records = [parse_record(self.prefix, pair) for pair in response.kvs]
+        response = self._client.get_prefix_response(self.prefix)
         return Listing(
             cluster_id=response.header.cluster_id,
             revision=response.header.revision,
-            records=tuple((record, try_read(record)) for record in records),
+            records=tuple((record, try_read(record)) for record in self._parse(response.kvs)),
         )
 
-    async def current_revision(self) -> int:
+    def current_revision(self) -> int:
         """etcd's current revision."""
-        return (await self._read_at("policy"))[1]
+        response = self._client.get_response(self._key("policy"))
+        return int(response.header.revision)
 
-    async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
+    def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
         """As Store.register."""
         key = _member_key(member.worker_id)
         for _ in range(_ATTEMPTS):
-            found, revision_read = await self._read_at(key)
+            found, revision_read = self._read_at(key)
             current = _parse_member(found)
             record = registered(current, member, revision_read)
-            lease = await self._endpoint.call(
-                "Lease/LeaseGrant",
-                etcd_pb2.LeaseGrantRequest(ttl=ttl_s),
-                etcd_pb2.LeaseGrantResponse,
-            )
+            lease = self._client.lease(ttl_s)
             writes = {key: (record.SerializeToString(), lease.id)}
             unchanged = [found or Record(key, None, 0, 0)]
             if current is not None and current.incarnation == member.incarnation:
-                kept = await self._read(_descriptor_key(member))
+                kept = self._read(_descriptor_key(member))
                 if kept is not None and kept.value is not None:
                     writes[kept.key] = (kept.value, lease.id)
                     unchanged.append(kept)
-            revision = await self._write_if_unchanged(unchanged, writes)
+            revision = self._write_if_unchanged(unchanged, writes)
             if revision is None:
-                await self.revoke(lease.id)
+                self.revoke(lease.id)
                 continue
             # The lease of a corrupt record may be that of another program.
             if found is not None and found.lease and current is not None:
-                await self.revoke(found.lease)
-            return Registration(
-                f"{lease.id:x}", int(lease.ttl), revision, record.registration_order
-            )
+                self.revoke(found.lease)
+            order = record.registration_order
+            return Registration(f"{lease.id:x}", int(lease.ttl), revision, order)
         raise _conflict(f"member {member.worker_id}")
 
-    async def has_member(self, lease: int) -> bool:
+    def has_member(self, lease: int) -> bool:
         """Whether a member's record is bound to the lease.
 
         False for a replaced incarnation's lease, and for a lease of another program.
         """
-        members = self._key("members/")
-        request = etcd_pb2.LeaseTimeToLiveRequest(id=lease, keys=True)
+        members = self._key("members/").encode()
         try:
-            found = await self._endpoint.call(
-                "Lease/LeaseTimeToLive", request, etcd_pb2.LeaseTimeToLiveResponse
-            )
-        except grpc.aio.AioRpcError as error:
+            keys = self._client.get_lease_info(lease).keys
+        except grpc.RpcError as error:
             # The lease has keys that our user may not read.
-            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+            if code_of(error) is grpc.StatusCode.PERMISSION_DENIED:
                 return False
             raise
-        return any(key.startswith(members) for key in found.keys)
+        return any(key.startswith(members) for key in keys)
 
-    async def renew_all(self, leases: Collection[int], timeout_s: float) -> Mapping[int, float]:
+    def renew_all(self, leases: Collection[int]) -> Mapping[int, float]:
         """Renews leases on one stream. Returns the seconds to live of those that exist."""
-        call = self._endpoint.stream(
-            "Lease/LeaseKeepAlive",
-            etcd_pb2.LeaseKeepAliveRequest,
-            etcd_pb2.LeaseKeepAliveResponse,
-            timeout_s=timeout_s,
+        messages = load_etcd3().etcdrpc
+        requests = [messages.LeaseKeepAliveRequest(ID=lease) for lease in leases]
+        client = self._client
+        responses = client.leasestub.LeaseKeepAlive(
+            iter(requests),
+            client.timeout,
+            credentials=client.call_credentials,
+            metadata=client.metadata,
         )
-        for lease in leases:
-            await call.write(etcd_pb2.LeaseKeepAliveRequest(id=lease))
-        await call.done_writing()
-        return {one.id: float(one.ttl) async for one in call if one.ttl > 0}
+        return {response.ID: float(response.TTL) for response in responses if response.TTL > 0}
 
-    async def revoke(self, lease: int) -> None:
+    def revoke(self, lease: int) -> None:
         """Ends a lease, if it exists."""
-        request = etcd_pb2.LeaseRevokeRequest(id=lease)
         try:
-            await self._endpoint.call("Lease/LeaseRevoke", request, etcd_pb2.LeaseRevokeResponse)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.NOT_FOUND:
+            self._client.revoke_lease(lease)
+        except grpc.RpcError as error:
+            if code_of(error) is not grpc.StatusCode.NOT_FOUND:
                 raise
 
-    async def put_descriptor(
+    def put_descriptor(
         self,
         lease: int,
         reference: registry_pb2.MemberRef,
@@ -265,10 +255,10 @@ class EtcdTable:
     ) -> int:
         """As Store.put_descriptor."""
         for _ in range(_ATTEMPTS):
-            found = await self._read(_member_key(reference.worker_id))
+            found = self._read(_member_key(reference.worker_id))
             held = found is not None and found.lease == lease
             require_owner(_parse_member(found), held, f"{lease:x}", reference)
-            revision = await self._write_if_unchanged(
+            revision = self._write_if_unchanged(
                 [found] if found is not None else [],
                 {_descriptor_key(reference): (descriptor.SerializeToString(), lease)},
             )
@@ -276,79 +266,75 @@ class EtcdTable:
                 return revision
         raise _conflict(f"descriptor of {reference.worker_id}")
 
-    async def get_descriptor(
-        self, reference: registry_pb2.MemberRef
-    ) -> layout_pb2.KvDescriptor | None:
+    def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor | None:
         """The descriptor of one incarnation, or None."""
-        found = await self._read(_descriptor_key(reference))
+        found = self._read(_descriptor_key(reference))
         content = None if found is None else try_read(found)
         return content if isinstance(content, layout_pb2.KvDescriptor) else None
 
-    async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
+    def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
         """As Store.set_policy."""
         for _ in range(_ATTEMPTS):
-            found = await self._read("policy") or Record("policy", None, 0, 0)
+            found = self._read("policy") or Record("policy", None, 0, 0)
             require_policy_revision(found.revision, expected_revision)
-            revision = await self._write_if_unchanged(
+            revision = self._write_if_unchanged(
                 [found], {"policy": (policy.SerializeToString(), 0)}
             )
             if revision is not None:
                 return revision
         raise _conflict("policy")
 
-    async def ensure_prefix_hash_key(self, proposed: int) -> int:
+    def ensure_prefix_hash_key(self, proposed: int) -> int:
         """As Store.ensure_prefix_hash_key."""
         name, chosen = "prefix_hash_key", proposed or new_prefix_hash_key()
         written = {name: (chosen.to_bytes(PREFIX_HASH_KEY_BYTES).hex().encode(), 0)}
         for _ in range(_ATTEMPTS):
-            found = await self._read(name) or Record(name, None, 0, 0)
+            found = self._read(name) or Record(name, None, 0, 0)
             if found.value is not None:
                 with contextlib.suppress(CorruptRecord):
                     return read_key(found.value)
-            if await self._write_if_unchanged([found], written) is not None:
+            if self._write_if_unchanged([found], written) is not None:
                 return chosen
         raise _conflict(name)
 
-    def _key(self, key: str) -> bytes:
-        return f"{self.prefix}{key}".encode()
+    def _parse(self, pairs: Iterable[Any]) -> Iterator[Record]:
+        return (parse_record(self.prefix, pair) for pair in pairs)
 
-    async def _range(self, key: bytes, end: bytes = b"") -> etcd_pb2.RangeResponse:
-        request = etcd_pb2.RangeRequest(key=key, range_end=end)
-        return await self._endpoint.call("KV/Range", request, etcd_pb2.RangeResponse)
+    def _key(self, key: str) -> str:
+        return self.prefix + key
 
-    async def _read(self, key: str) -> Record | None:
-        return (await self._read_at(key))[0]
+    def _read(self, key: str) -> Record | None:
+        return self._read_at(key)[0]
 
-    async def _read_at(self, key: str) -> tuple[Record | None, int]:
+    def _read_at(self, key: str) -> tuple[Record | None, int]:
         """A record, and etcd's revision at that moment."""
-        response = await self._range(self._key(key))
-        found = [parse_record(self.prefix, pair) for pair in response.kvs]
-        return (found[0] if found else None), response.header.revision
+        response = self._client.get_response(self._key(key))
+        return next(self._parse(response.kvs), None), int(response.header.revision)
 
-    async def _write_if_unchanged(
+    def _write_if_unchanged(
         self, unchanged: Iterable[Record], writes: dict[str, tuple[bytes, int]]
     ) -> int | None:
         """Writes {key: (value, lease)} in one transaction and returns the revision.
 
         Returns None, and writes nothing, when a record of `unchanged` has changed.
         """
-        request = etcd_pb2.TxnRequest()
-        for record in unchanged:
-            request.compare.add(
-                target=etcd_pb2.Compare.TARGET_MOD,
-                key=self._key(record.key),
-                mod_revision=record.revision,
-            )
-        for key, (value, lease) in writes.items():
-            put = etcd_pb2.PutRequest(key=self._key(key), value=value, lease=lease)
-            request.success.add(request_put=put)
-        done = await self._endpoint.call("KV/Txn", request, etcd_pb2.TxnResponse)
-        return done.header.revision if done.succeeded else None
+        operations = self._client.transactions
+        succeeded, responses = self._client.transaction(
+            compare=[
+                operations.mod(self._key(record.key)) == record.revision for record in unchanged
+            ],
+            success=[
+                operations.put(self._key(key), value, lease=lease)
+                for key, (value, lease) in writes.items()
+            ],
+            failure=[],
+        )
+        return int(responses[0].response_put.header.revision) if succeeded else None
 
 
-def parse_record(prefix: str, pair: etcd_pb2.KeyValue, *, deleted: bool = False) -> Record:
+def parse_record(prefix: str, pair: Any, *, deleted: bool = False) -> Record:
     """The Record of an etcd KeyValue."""
-    key = pair.key.decode("utf-8", errors="replace").removeprefix(prefix)
+    key = bytes(pair.key).decode("utf-8", errors="replace").removeprefix(prefix)
     return Record(key, None if deleted else pair.value, pair.lease, pair.mod_revision)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.etcd.v3 import etcd_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, RegistryUnavailable
 from tests.component.registry.harness import ETCD, EtcdServer, running_cluster, worker
@@ -71,9 +71,10 @@ async def test_refusals_use_no_other_endpoint(shared_etcd: EtcdServer, etcd_pref
     with pytest.raises(Conflict):
         await store.set_policy(registry_pb2.Policy(), 1)
 
+    def refused(client: Any) -> None:
+        client.get_response(b"")
+
     with pytest.raises(RegistryUnavailable, match="INVALID_ARGUMENT"):
-        await store._connection.call(
-            lambda one: one.call("KV/Range", etcd_pb2.RangeRequest(), etcd_pb2.RangeResponse)
-        )
+        await store._connection.call(refused)
     assert store._connection.endpoint is first
     await store.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from headrace.etcd.v3 import etcd_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import NotFound
@@ -28,12 +28,11 @@ pytestmark = pytest.mark.etcd
 GARBAGE = b"\xff\xff\xff"
 
 
-async def put(store: EtcdStore, key: str, value: bytes) -> None:
+async def put(store: EtcdStore, key: str, value: bytes, **options: Any) -> None:
     """Writes a key of the store as another program would."""
-    request = etcd_pb2.TxnRequest()
-    name = f"{store._prefix}{key}".encode()
-    request.success.add(request_put=etcd_pb2.PutRequest(key=name, value=value))
-    await store._connection.call(lambda one: one.call("KV/Txn", request, etcd_pb2.TxnResponse))
+    await store._connection.call(
+        lambda client: client.put(f"{store._prefix}{key}", value, **options)
+    )
 
 
 async def test_corrupt_records_are_skipped_and_counted(
@@ -81,7 +80,9 @@ async def test_corrupt_records_are_skipped_and_counted(
     assert await store.ensure_prefix_hash_key(77) == 77
     await store.set_policy(registry_pb2.Policy(retry_budget=6), store.feed.policy.revision)
     await until(lambda: store.corrupt_record_count == 1, PATIENCE_S, "the replaced records")
-    await shared_etcd.control("del", f"{etcd_prefix}descriptors/decode-0/0000000000000009")
+    await store._connection.call(
+        lambda client: client.delete(f"{etcd_prefix}descriptors/decode-0/0000000000000009")
+    )
     await until(lambda: not store.corrupt_record_count, PATIENCE_S, "the deleted record")
     await store.close()
     await other.close()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,15 @@ async def test_replaced_certificates_are_used_without_a_restart(
         await store.register(other, 30)
         # The watch uses the new certificate too.
         await until(lambda: "decode-1" in store.feed.members, PATIENCE_S, "the member")
+        # The connections of the second and third certificates stay open.
+        endpoint = store._connection.endpoint
+        closed: list[object] = []
+        first, second = endpoint._clients
+        monkeypatch.setattr(first, "close", lambda: closed.append(first))
+        copy_into(files, new.sign("registry"), "tls_certificate_file", "tls_key_file")
+        await until(lambda: endpoint.client is not second, PATIENCE_S, "a new client")
+        assert closed == [first]
+        assert endpoint._clients == [second, endpoint.client]
         await store.close()
 
 
@@ -119,14 +129,44 @@ class Users:
         self.root_settings = {"store_user": "root", "store_password_file": str(root_file)}
 
     async def enable(self) -> None:
-        control = self.etcd.control
-        await control("role", "add", "mine")
-        await control("role", "grant-permission", "mine", "--prefix=true", "readwrite", PREFIX)
-        for name, role in (("registry", "mine"), ("root", "root")):
-            password = "first password" if name == "registry" else "root password"
-            await control("user", "add", f"{name}:{password}")
-            await control("user", "grant-role", name, role)
-        await control("auth", "enable")
+        store = self.etcd.store("/any/")
+        # Waits until etcd serves.
+        await store.start()
+        messages = store._connection.endpoint.messages
+        end = PREFIX[:-1].encode() + b"0"
+        # 2 is READWRITE.
+        permission = {"permType": 2, "key": PREFIX.encode(), "range_end": end}
+        requests = [
+            ("RoleAdd", messages.AuthRoleAddRequest(name="mine")),
+            ("RoleAdd", messages.AuthRoleAddRequest(name="root")),
+            (
+                "RoleGrantPermission",
+                messages.AuthRoleGrantPermissionRequest(name="mine", perm=permission),
+            ),
+            ("UserAdd", messages.AuthUserAddRequest(name="registry", password="first password")),
+            ("UserAdd", messages.AuthUserAddRequest(name="root", password="root password")),
+            ("UserGrantRole", messages.AuthUserGrantRoleRequest(user="registry", role="mine")),
+            ("UserGrantRole", messages.AuthUserGrantRoleRequest(user="root", role="root")),
+            ("AuthEnable", messages.AuthEnableRequest()),
+        ]
+        for name, request in requests:
+            await store._connection.call(self._request(messages, name, request))
+        await store.close()
+
+    async def as_root(self, name: str, make: Any) -> None:
+        """Calls etcd's Auth service as root. `make` builds the request."""
+        store = self.etcd.store("/any/", **self.root_settings)
+        messages = store._connection.endpoint.messages
+        await store._connection.call(self._request(messages, name, make(messages)))
+        await store.close()
+
+    @staticmethod
+    def _request(messages: Any, name: str, request: Any) -> Any:
+        def send(client: Any) -> None:
+            stub = messages.AuthStub(client.channel)
+            getattr(stub, name)(request, 10, metadata=client.metadata)
+
+        return send
 
 
 @pytest.fixture
@@ -180,14 +220,12 @@ async def test_a_token_that_etcd_no_longer_knows_is_replaced(users: Users) -> No
     await asyncio.to_thread(users.etcd.start)
     await until_renewed(store, lease_id)
     # So does a change of the password. The new one is in the file.
-    users.file.write_text("second-password\n")
-    await users.etcd.control(
-        "user",
-        "passwd",
-        "registry",
-        "--interactive=false",
-        given=b"second-password\n",
-        user="root:root password",
+    users.file.write_text("second password\n")
+    await users.as_root(
+        "UserChangePassword",
+        lambda messages: messages.AuthUserChangePasswordRequest(
+            name="registry", password="second password"
+        ),
     )
     assert await store.keep_alive(lease_id) is not None
     revision = await store.set_policy(registry_pb2.Policy(retry_budget=7), 0)

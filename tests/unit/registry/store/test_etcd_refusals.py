@@ -5,22 +5,32 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import grpc.aio
+import grpc
 import pytest
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import RegistryUnavailable
 from headrace_registry.store.etcd_connection import EtcdConnection
-from headrace_registry.store.etcd_endpoint import EtcdAccess, EtcdEndpoint
+from headrace_registry.store.etcd_endpoint import EtcdAccess
 from headrace_registry.store.etcd_table import EtcdTable
 from tests.ports import free_port
 
 
-def refusal(code: str, details: str) -> grpc.aio.AioRpcError:
+class Refusal(grpc.RpcError):
     """A status that etcd sends."""
-    return grpc.aio.AioRpcError(
-        grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata(), details
-    )
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__()
+        self._status = (code, details)
+
+    def code(self) -> grpc.StatusCode:
+        return self._status[0]
+
+    def details(self) -> str:
+        return self._status[1]
+
+
+grpc.Call.register(Refusal)
 
 
 @pytest.mark.parametrize(
@@ -36,26 +46,25 @@ async def test_the_remedy_fits_the_cause(code: str, details: str, remedy: str) -
         EtcdAccess((("127.0.0.1", free_port()),), timeout_s=1.0, tls=TlsFiles())
     )
 
-    async def call(endpoint: EtcdEndpoint) -> None:
-        raise refusal(code, details)
+    def call(client: Any) -> None:
+        raise Refusal(grpc.StatusCode[code], details)
 
     try:
         with pytest.raises(RegistryUnavailable, match=details) as caught:
             await connection.call(call)
         assert remedy in caught.value.detail
     finally:
-        await connection.close()
+        connection.close()
 
 
-async def test_a_lease_with_keys_that_the_user_may_not_read_has_no_member() -> None:
+def test_a_lease_with_keys_that_the_user_may_not_read_has_no_member() -> None:
     # Newer versions of etcd check the permission for the keys of a lease.
-    async def has_member(code: str) -> bool:
-        async def refuse(*_: object) -> None:
-            raise refusal(code, "as a test wants it")
+    def has_member(code: grpc.StatusCode) -> bool:
+        def refuse(lease: int) -> Any:
+            raise Refusal(code, "as a test wants it")
 
-        endpoint: Any = SimpleNamespace(call=refuse)
-        return await EtcdTable(endpoint, "/mine/").has_member(7)
+        return EtcdTable(SimpleNamespace(get_lease_info=refuse), "/mine/").has_member(7)
 
-    assert not await has_member("PERMISSION_DENIED")
-    with pytest.raises(grpc.aio.AioRpcError):
-        await has_member("UNAVAILABLE")
+    assert not has_member(grpc.StatusCode.PERMISSION_DENIED)
+    with pytest.raises(grpc.RpcError):
+        has_member(grpc.StatusCode.UNAVAILABLE)
