@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_cli.commands.trace import conversation_turns
 from headrace_common.errors import NotFound
-from headrace_common.telemetry import schema
 from tests.ports import free_port
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 
@@ -163,9 +163,11 @@ async def test_a_conversation_continues_on_another_router_and_over_grpc(tmp_path
             {"role": "user", "content": "go on"},
         ]
         assert third.output_text == await whole_text(client, history)
-        trace = await it.operator.trace(third.id.removeprefix("resp_"), 2.0)
-        (root,) = (span for span in trace.spans if span.name == schema.SPAN_REQUEST)
-        assert root.attributes[schema.ATTRIBUTE_CONVERSATION_ID] == "second"
+        turns = await conversation_turns(it.operator, first.id)
+        assert [turn.answer_tokens for turn in turns] == [8]
+        assert [turn.request_id for turn in await conversation_turns(it.operator, "second")] == [
+            third.id.removeprefix("resp_")
+        ]
         with pytest.raises(openai.NotFoundError) as raised:
             await client.responses.create(input="x", previous_response_id="lost", **options)
         assert raised.value.code == "previous_response_not_found"

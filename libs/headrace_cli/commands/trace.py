@@ -36,16 +36,19 @@ from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
+from headrace_common.trace_view.conversation import Turn, turns_of
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.regret import regrets_of
 from headrace_common.trace_view.verdict import format_ms, verdict
 
 PIPED_WIDTH: Final = 80
 COMPARE: Final = "compare"
+CONVERSATION: Final = "conversation"
 LAST: Final = "last"
 SLOWEST: Final = "slowest"
 FAILED: Final = "failed"
 _TRACE_TITLES: Final = "started (UTC),request,status,model,TTFT,prompt,answer,verdict"
+_TURN_TITLES: Final = "request,prompt,cached,sent,computed,answer,kept,workers,why"
 _REGRET_TITLES: Final = "best other decision,requests,earlier,sum,most,request"
 SEARCHED_MAX: Final = 256
 """Traces, newest first, among which the slowest or the last failed one is searched."""
@@ -71,7 +74,8 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         list[str] | None,
         typer.Argument(
             metavar="[WHICH]...",
-            help=f"{LAST} (default), {SLOWEST}, {FAILED}, a trace id or request id, or {COMPARE} A B.",
+            help=f"{LAST} (default), {SLOWEST}, {FAILED}, a trace id or request id, {COMPARE} A B, or "
+            f"{CONVERSATION} ID: its turns.",
         ),
     ] = None,
     router: Router = DEFAULT_ROUTER,
@@ -103,6 +107,8 @@ async def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         if list_count:
             listed = newest_traces(client, list_count)
             show_list([one async for one in listed], sort, as_json=as_json)
+        elif names[0] == CONVERSATION and len(names) > 1:
+            show_turns(await conversation_turns(client, names[1]), as_json=as_json)
         elif len(names) > 1:
             both = [await chosen_trace(client, name, spans_wait) for name in names]
             show_comparison(both, as_json=as_json)
@@ -143,11 +149,12 @@ async def explain(
 
 
 def chosen_names(words: list[str]) -> list[str]:
-    """One trace, or two to compare. Raises ConfigError."""
-    if len(words) == (3 if words[0] == COMPARE else 1):
+    """One trace, two to compare, or CONVERSATION and its id. Raises ConfigError."""
+    if len(words) == {COMPARE: 3, CONVERSATION: 2}.get(words[0], 1):
         return words[1:] if words[0] == COMPARE else words
     raise ConfigError(
-        f"name one trace, or two after {COMPARE}, as in `headrace trace {COMPARE} {LAST} {SLOWEST}`"
+        f"name one trace, two after {COMPARE}, or an id after {CONVERSATION}, as in "
+        f"`headrace trace {COMPARE} {LAST} {SLOWEST}`"
     )
 
 
@@ -187,6 +194,31 @@ async def newest_traces(
         # The router may have dropped it meanwhile.
         with suppress(NotFound):
             yield await client.trace(summary.trace_id, 0.0)
+
+
+async def conversation_turns(client: RouterClient, conversation_id: str) -> list[Turn]:
+    """The turns of a conversation that are stored, oldest first. Raises NotFound."""
+    turns = turns_of([trace async for trace in newest_traces(client)], conversation_id)
+    if not turns:
+        raise NotFound(
+            f"none of the last {SEARCHED_MAX} requests belongs to conversation {conversation_id}",
+            metadata={"id": conversation_id},
+        )
+    return turns
+
+
+def show_turns(turns: Iterable[Turn], *, as_json: bool) -> None:
+    """Prints one row for each turn."""
+    if as_json:
+        print_json({"turns": list(map(asdict, turns))})
+        return
+    rows: list[list[str]] = []
+    for turn in turns:
+        counts = [turn.prompt_tokens, turn.cached_tokens, turn.transferred_tokens]
+        counts += [turn.computed_tokens, turn.answer_tokens, turn.kept_tokens]
+        workers = " > ".join(filter(None, (turn.prefill_worker, turn.decode_worker)))
+        rows.append([turn.request_id, *map(str, counts), workers, turn.reason])
+    _print_table(_TURN_TITLES, rows)
 
 
 def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> None:
