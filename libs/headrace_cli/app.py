@@ -18,14 +18,13 @@ from headrace_cli.commands.credentials import (
 )
 from headrace_cli.commands.doctor import doctor
 from headrace_cli.commands.incident import replay, save, show
-from headrace_cli.commands.pair import pair
 from headrace_cli.commands.planner import explain as explain_plan
 from headrace_cli.commands.policy import change_policy, get_policy
 from headrace_cli.commands.profile import profile, record
 from headrace_cli.commands.route import route
 from headrace_cli.commands.simulate import simulate
 from headrace_cli.commands.trace import explain, trace
-from headrace_cli.commands.up import add, demo, down, logs, up
+from headrace_cli.commands.up import add, demo, down, up
 from headrace_cli.commands.workers import drain, move, reset_cache, status, workers
 from headrace_cli.output import register
 from headrace_cli.usage import usage
@@ -41,7 +40,7 @@ app = typer.Typer(
 
 # The help lists them in this order.
 COMMANDS: Final[Mapping[str, Sequence[Callable[..., None]]]] = {
-    "Deployment on this machine": (up, logs, add, down, demo),
+    "Deployment on this machine": (up, add, down, demo),
     "Requests": (chat, batch, route, trace, explain),
     "Operation": (
         workers,
@@ -59,7 +58,6 @@ COMMANDS: Final[Mapping[str, Sequence[Callable[..., None]]]] = {
     ),
     "Credentials": (keygen, create_token_file, init_authority, create_api_key),
     "Numbers of workers": (advise, profile, record, simulate, explain_plan),
-    "Stock vLLM": (pair,),
 }
 register(app, COMMANDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -30,6 +31,10 @@ def main() -> None:
         exit_without_extras("headrace", ("cli",))
         raise
     signal.signal(signal.SIGINT, handler)
+    # Where the terminal has no block characters, drawings have "?".
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app(prog_name="headrace")
     except KeyboardInterrupt:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from headrace.registry.v1 import registry_pb2
@@ -20,7 +18,7 @@ from headrace_cli.client import (
     read_policy,
     worker_status,
 )
-from headrace_cli.output import Column, fitted_table, message_object, notice_console, print_json
+from headrace_cli.output import Column, fitted_table, message_object
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import HeadraceError, LayoutMismatch
 from headrace_common.registry.duties import role_by_policy
@@ -223,37 +221,3 @@ def _prefixes(row: Row) -> str:
         return "-"
     size = f"{row.hashing.block_tokens}/" if row.hashing.block_tokens else ""
     return f"{size}{row.hashing.key_fingerprint:08x}"
-
-
-ReadRows = Callable[[], Awaitable[Sequence[Row]]]
-
-
-async def watch_table(read: ReadRows, console: Console, interval_s: float) -> None:
-    """Replaces the table on a terminal; elsewhere prints one after the other. Never returns.
-
-    While the registry gives no answer, the last table stays, with the cause below it.
-    """
-    rows: Sequence[Row] = ()
-    with Live(console=console, auto_refresh=False, transient=False) as live:
-        while True:
-            note = Text(time.strftime("%H:%M:%S"), style="dim")
-            try:
-                rows = await read()
-            except HeadraceError as error:
-                note = Text(f"{time.strftime('%H:%M:%S')} {error.detail}", style="red")
-            view = Group(workers_view(rows, console), note)
-            if console.is_terminal:
-                live.update(view, refresh=True)
-            else:
-                console.print(view)
-            await asyncio.sleep(interval_s)
-
-
-async def watch_objects(registry: str, read: ReadRows, interval_s: float) -> None:
-    """Prints one document a line. Never returns. Failures are lines on stderr."""
-    while True:
-        try:
-            print_json(workers_object(registry, await read()), one_line=True)
-        except HeadraceError as error:
-            notice_console().print(error.detail, style="red", markup=False)
-        await asyncio.sleep(interval_s)

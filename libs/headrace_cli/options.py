@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
 import tomllib
@@ -14,16 +13,12 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand
 
-from headrace.registry.v1 import registry_pb2
-from headrace_cli.client import list_members, registry_of
 from headrace_cli.output import failures_as_exit, option
 from headrace_common import ports
 from headrace_common.config import split_host_port
-from headrace_common.errors import ConfigError, HeadraceError
+from headrace_common.errors import ConfigError
 
 FILE_VARIABLE: Final = "HEADRACE_CONFIG"
-_OLD_FILE: Final = "contexts.json"
-_OLD_VARIABLE: Final = "HEADRACE_CONTEXT"
 _ADDRESSES: Final = ("router", "registry", "internal")
 ROUTER_VARIABLE = "HEADRACE_ENDPOINT"
 REGISTRY_VARIABLE = "HEADRACE_REGISTRY"
@@ -78,10 +73,6 @@ def apply_file(ctx: typer.Context) -> None:
 
 def read_file() -> Mapping[str, str]:
     """The settings of the user's file; paths are absolute. Empty without a file. Raises ConfigError."""
-    if os.environ.get(_OLD_VARIABLE):
-        raise ConfigError(
-            f"{_OLD_VARIABLE} is no longer read: name a file by {FILE_VARIABLE} (docs/commands.md)"
-        )
     base = os.environ.get("XDG_CONFIG_HOME", "")
     folder = (Path(base) if base else Path.home() / ".config") / "headrace"
     named = os.environ.get(FILE_VARIABLE)
@@ -99,11 +90,6 @@ def read_file() -> Mapping[str, str]:
     except FileNotFoundError:
         if named:
             raise ConfigError(f"{FILE_VARIABLE} names {path}, which does not exist") from None
-        if (folder / _OLD_FILE).exists():
-            raise ConfigError(
-                f"{folder / _OLD_FILE} is no longer read: write its addresses and files to {path} "
-                "(docs/commands.md), and remove it"
-            ) from None
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -239,26 +225,3 @@ SystemMessage = Annotated[
 ]
 _TOKENS = "Most tokens to generate. Without it, as many as the context leaves."
 MaxTokens = Annotated[int | None, option(_TOKENS, metavar="N", min=1)]
-
-
-_TIMEOUT_S = 1.0
-
-
-def complete_workers(incomplete: str) -> list[str]:
-    """The ids of the workers of the deployment that the environment names, or of that on this machine."""
-    try:
-        router = os.environ.get(ROUTER_VARIABLE, "") or DEFAULT_ROUTER
-        registry = os.environ.get(REGISTRY_VARIABLE, "")
-        members = asyncio.run(asyncio.wait_for(_members(router, registry), _TIMEOUT_S))
-    except (HeadraceError, TimeoutError):
-        return []
-    return [
-        member.worker_id
-        for member in members
-        if member.role != registry_pb2.Member.ROLE_ROUTER
-        and member.worker_id.startswith(incomplete)
-    ]
-
-
-async def _members(router: str, registry: str) -> list[registry_pb2.Member]:
-    return await list_members(await registry_of(router, registry))

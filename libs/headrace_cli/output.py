@@ -51,11 +51,6 @@ def notice_console() -> Console:
     return PlainConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
-def can_draw_blocks(console: Console) -> bool:
-    """Whether the encoding of the console has block characters."""
-    return console.encoding.lower().startswith("utf")
-
-
 def option(text: str, *words: str, **others: Any) -> Any:
     """An option with this help. Without `words`, its name is that of the parameter."""
     return typer.Option(*words, help=text, **others)
@@ -71,15 +66,15 @@ def message_object(message: Message) -> dict[str, Any]:
     )
 
 
-def json_text(document: Mapping[str, Any], *, one_line: bool = False) -> str:
+def json_text(document: Mapping[str, Any]) -> str:
     """The document as text."""
-    text = json.dumps(document, indent=None if one_line else 2, ensure_ascii=False)
+    text = json.dumps(document, indent=2, ensure_ascii=False)
     return text.translate(CONTROL_ESCAPES)
 
 
-def print_json(document: Mapping[str, Any], *, one_line: bool = False) -> None:
+def print_json(document: Mapping[str, Any]) -> None:
     """Writes the document to stdout."""
-    sys.stdout.write(f"{json_text(document, one_line=one_line)}\n")
+    sys.stdout.write(f"{json_text(document)}\n")
     sys.stdout.flush()
 
 

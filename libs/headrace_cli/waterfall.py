@@ -33,20 +33,11 @@ _TICK_COLUMNS_MIN: Final = 10
 _NS_PER_MS: Final = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Charset:
-    """The characters of a drawing. `shades` begins with the lightest."""
-
-    full: str
-    thin: str
-    more: str
-    ellipsis: str
-    shades: str
-
-
-BLOCKS: Final = Charset("\N{FULL BLOCK}", "\N{LEFT ONE QUARTER BLOCK}", "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}",
-    "\N{HORIZONTAL ELLIPSIS}", "\N{LIGHT SHADE}\N{MEDIUM SHADE}\N{DARK SHADE}\N{FULL BLOCK}")  # fmt: skip
-ASCII: Final = Charset("#", "|", ">", "~", ".:+#")
+_FULL: Final = "\N{FULL BLOCK}"
+_THIN: Final = "\N{LEFT ONE QUARTER BLOCK}"
+_MORE: Final = "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}"
+_ELLIPSIS: Final = "\N{HORIZONTAL ELLIPSIS}"
+_SHADES: Final = "\N{LIGHT SHADE}\N{MEDIUM SHADE}\N{DARK SHADE}\N{FULL BLOCK}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,7 @@ class Scale:
             return 0
         return max(0, min(self.width - 1, time_ns * self.width // self.end_ns))
 
-    def bar(self, start_ns: int, end_ns: int, marks: Charset) -> str:
+    def bar(self, start_ns: int, end_ns: int) -> str:
         """A bar of exactly `width` columns. What goes on beyond the end has a mark there."""
         if self.width <= 0:
             return ""
@@ -70,9 +61,9 @@ class Scale:
         limit = self.end_ns if self.end_ns > 0 else 1
         end = min(self.width, max(start + 1, math.ceil(end_ns * self.width / limit)))
         short = (end_ns - start_ns) * self.width * 2 < limit
-        bar = marks.thin if end - start == 1 and short else marks.full * (end - start)
+        bar = _THIN if end - start == 1 and short else _FULL * (end - start)
         if end_ns > self.end_ns > 0:
-            bar = bar[:-1] + marks.more
+            bar = bar[:-1] + _MORE
         return (" " * start + bar).ljust(self.width)
 
     def axis(self) -> str:
@@ -92,11 +83,11 @@ class Scale:
         return "".join(line)
 
 
-def shade_line(amounts: Sequence[float], most: float, marks: Charset) -> str:
+def shade_line(amounts: Sequence[float], most: float) -> str:
     """One character for each amount, from none for 0 to the darkest for `most`."""
-    steps = len(marks.shades)
+    steps = len(_SHADES)
     return "".join(
-        marks.shades[min(steps - 1, int(amount / most * steps))] if amount > 0 and most > 0 else " "
+        _SHADES[min(steps - 1, int(amount / most * steps))] if amount > 0 and most > 0 else " "
         for amount in amounts
     )
 
@@ -113,11 +104,9 @@ def spread(intervals: Iterable[tuple[int, int, float]], scale: Scale) -> list[fl
     return columns
 
 
-def clip(text: str, width: int, marks: Charset) -> str:
+def clip(text: str, width: int) -> str:
     """The text in at most `width` columns."""
-    return (
-        text if len(text) <= width else text[: max(0, width - 1)] + marks.ellipsis[: max(0, width)]
-    )
+    return text if len(text) <= width else text[: max(0, width - 1)] + _ELLIPSIS[: max(0, width)]
 
 
 def _tick_ns(end_ns: int, width: int) -> int:
@@ -153,47 +142,47 @@ def clamp_width(width: int) -> int:
     return max(WIDTH_MIN, min(WIDTH_MAX, width))
 
 
-def draw_trace(view: TraceView, *, width: int, ascii_only: bool = False) -> list[Text]:
+def draw_trace(view: TraceView, *, width: int) -> list[Text]:
     """The sum, the waterfall on the scale of the time to first token, and the layers of the last link."""
-    width, marks = clamp_width(width), ASCII if ascii_only else BLOCKS
-    lines = draw_sum(view, width=width, ascii_only=ascii_only)
+    width = clamp_width(width)
+    lines = draw_sum(view, width=width)
     scale = Scale(view.ttft_ns, width - _LABEL_WIDTH - _NUMBER_WIDTH - 2)
     if view.ttft_ns > 0:
         lines.append(Text(""))
         lines.append(Text(f"{'ms':>{_LABEL_WIDTH}} {scale.axis()}", style="dim"))
         for step in view.steps:
-            lines += _step_lines(step, scale, width, marks)
-        lines += _link_lines(view, scale, width, marks)
-        lines += _after_lines(view, width, marks)
-        lines += _answer_lines(view, width, marks)
+            lines += _step_lines(step, scale, width)
+        lines += _link_lines(view, scale, width)
+        lines += _after_lines(view, width)
+        lines += _answer_lines(view, width)
     return lines
 
 
-def draw_sum(view: TraceView, *, width: int, ascii_only: bool = False) -> list[Text]:
+def draw_sum(view: TraceView, *, width: int) -> list[Text]:
     """The request, its verdict, and the parts with their shares."""
-    width, marks = clamp_width(width), ASCII if ascii_only else BLOCKS
-    lines = [Text(clip(_headline(view), width, marks), style="bold")]
+    width = clamp_width(width)
+    lines = [Text(clip(_headline(view), width), style="bold")]
     sentence = textwrap.wrap(verdict(view), width, break_long_words=True) or [""]
     lines += [Text(line, style="red" if view.error else "bold") for line in sentence]
     if not view.parts:
         return lines
     name = "time to first token" if view.answered else "until the end"
-    lines += _sum_lines(name, view.parts, width, marks)
+    lines += _sum_lines(name, view.parts, width)
     if view.second_parts:
-        lines += _sum_lines("first to second token", view.second_parts, width, marks)
+        lines += _sum_lines("first to second token", view.second_parts, width)
     notes = _notes(view)
     lines += [Text(line, style="dim") for line in textwrap.wrap(notes, width)] if notes else []
     return lines
 
 
-def draw_layers(view: TraceView, *, width: int, ascii_only: bool = False) -> list[Text]:
+def draw_layers(view: TraceView, *, width: int) -> list[Text]:
     """Every write of every link: when its layer was ready, submitted and landed, and what its time went to."""
-    width, marks = clamp_width(width), ASCII if ascii_only else BLOCKS
+    width = clamp_width(width)
     lines: list[Text] = []
     for link in view.links:
-        lines += [Text(""), Text(clip(_link_text(link), width, marks), style="bold")]
+        lines += [Text(""), Text(clip(_link_text(link), width), style="bold")]
         head = f"{'layer':>7}{'ready ms':>11}{'submitted':>11}{'landed':>11}{'bytes':>11}  time went to"
-        lines.append(Text(clip(head, width, marks)))
+        lines.append(Text(clip(head, width)))
         for write in link.writes:
             cause = f"{write.cause} {format_ms(write.cause_ns)}" if write.cause else ""
             landed = f"{write.landed_ns / 1e6:>11.2f}" if write.finished else f"{'never':>11}"
@@ -201,7 +190,7 @@ def draw_layers(view: TraceView, *, width: int, ascii_only: bool = False) -> lis
                 f"{write.layer:>7}{write.ready_ns / 1e6:>11.2f}{write.submitted_ns / 1e6:>11.2f}{landed}"
                 f"{format_bytes(write.payload_bytes):>11}  {cause}"
             )
-            lines.append(Text(clip(text.rstrip(), width, marks)))
+            lines.append(Text(clip(text.rstrip(), width)))
     return lines
 
 
@@ -211,16 +200,16 @@ def _headline(view: TraceView) -> str:
     return f"trace {view.trace_id}{state}  {view.request_id}{tokens}"
 
 
-def _sum_lines(name: str, parts: Mapping[str, int], width: int, marks: Charset) -> list[Text]:
+def _sum_lines(name: str, parts: Mapping[str, int], width: int) -> list[Text]:
     """An empty line, the parts with their shares, and their sum by this name."""
     bar_width, total_ns = width - _PART_WIDTH - _NUMBER_WIDTH - 10, sum(parts.values())
     lines = [Text("")]
     for part, part_ns in parts.items():
-        line = Text(f"  {clip(part, _PART_WIDTH, marks):<{_PART_WIDTH}}")
+        line = Text(f"  {clip(part, _PART_WIDTH):<{_PART_WIDTH}}")
         share = format_percent(part_ns, total_ns)
         line.append(f"{format_ms(part_ns):>{_NUMBER_WIDTH}}{share:>6} ")
         cells = round(bar_width * part_ns / total_ns) if total_ns > 0 else 0
-        line.append(marks.full * min(bar_width, cells), style=_PART_STYLES.get(part, "blue"))
+        line.append(_FULL * min(bar_width, cells), style=_PART_STYLES.get(part, "blue"))
         line.rstrip()
         lines.append(line)
     head = f"  {name:<{_PART_WIDTH}}"[: 2 + _PART_WIDTH]
@@ -241,23 +230,23 @@ def _notes(view: TraceView) -> str:
     return "; ".join(notes)
 
 
-def _step_lines(step: TraceStep, scale: Scale, width: int, marks: Charset) -> list[Text]:
+def _step_lines(step: TraceStep, scale: Scale, width: int) -> list[Text]:
     if step.name in UNDRAWN_STEPS or step.start_ns >= scale.end_ns:
         return []
     label = f"{step.worker or step.service:<10} {'  ' * max(0, step.depth - 1)}{step.label}"
-    line = Text(f"{clip(label, _LABEL_WIDTH, marks):<{_LABEL_WIDTH}} ")
+    line = Text(f"{clip(label, _LABEL_WIDTH):<{_LABEL_WIDTH}} ")
     line.append(
-        scale.bar(step.start_ns, step.start_ns + step.duration_ns, marks),
+        scale.bar(step.start_ns, step.start_ns + step.duration_ns),
         style="red" if step.error else _SERVICE_STYLES.get(step.service, ""),
     )
     line.append(f" {format_ms(step.duration_ns):>{_NUMBER_WIDTH}}")
     lines = [line]
     if step.error:
-        lines.append(Text(clip(f"{'':11}! {step.error}", width, marks), style="red"))
+        lines.append(Text(clip(f"{'':11}! {step.error}", width), style="red"))
     return lines
 
 
-def _answer_lines(view: TraceView, width: int, marks: Charset) -> list[Text]:
+def _answer_lines(view: TraceView, width: int) -> list[Text]:
     """Attempts and gaps until the end of the answer, on its scale, if there is a gap or a later attempt."""
     if not any(step.name in _OF_ANSWER and step.start_ns >= view.ttft_ns for step in view.steps):
         return []
@@ -265,11 +254,11 @@ def _answer_lines(view: TraceView, width: int, marks: Charset) -> list[Text]:
     lines = [Text(""), Text(f"{'ms':>{_LABEL_WIDTH}} {scale.axis()}", style="dim")]
     for step in view.steps:
         if step.name in _OF_ANSWER or step.name == schema.SPAN_DECODE:
-            lines += _step_lines(step, scale, width, marks)
+            lines += _step_lines(step, scale, width)
     return lines
 
 
-def _link_lines(view: TraceView, scale: Scale, width: int, marks: Charset) -> list[Text]:
+def _link_lines(view: TraceView, scale: Scale, width: int) -> list[Text]:
     """A lane for each of the links that ended last: a column is as dark as many bytes were on the way."""
     chosen = sorted(view.links, key=lambda link: link.end_ns)[-LINKS_DRAWN:]
     lanes = [
@@ -280,21 +269,21 @@ def _link_lines(view: TraceView, scale: Scale, width: int, marks: Charset) -> li
     lines: list[Text] = []
     for link, lane in zip(chosen, lanes, strict=True):
         label = link.name.replace(" -> ", ">")
-        line = Text(f"{clip(label, _LABEL_WIDTH, marks):<{_LABEL_WIDTH}} ")
-        line.append(shade_line(lane, most, marks), style="red" if link.error else "magenta")
+        line = Text(f"{clip(label, _LABEL_WIDTH):<{_LABEL_WIDTH}} ")
+        line.append(shade_line(lane, most), style="red" if link.error else "magenta")
         speed = f"{format_gb_s(link.gb_s)} GB/s" if link.moving_ns > 0 else "-"
-        line.append(f" {clip(speed, _NUMBER_WIDTH, marks):>{_NUMBER_WIDTH}}")
+        line.append(f" {clip(speed, _NUMBER_WIDTH):>{_NUMBER_WIDTH}}")
         lines.append(line)
     hidden = len(view.links) - len(chosen)
     if hidden:
         text = f"and {hidden} more links that ended earlier, median {format_gb_s(view.median_gb_s)} GB/s"
-        lines.append(Text(clip(f"{'':{_LABEL_WIDTH}} {text}", width, marks), style="dim"))
+        lines.append(Text(clip(f"{'':{_LABEL_WIDTH}} {text}", width), style="dim"))
     if view.last_link is not None:
-        lines += _strip_lines(view.last_link, width, marks)
+        lines += _strip_lines(view.last_link, width)
     return lines
 
 
-def _strip_lines(link: Link, width: int, marks: Charset) -> list[Text]:
+def _strip_lines(link: Link, width: int) -> list[Text]:
     """One cell a layer, as dark as long the layer took from ready to landed. Then the bytes of all links."""
     times: dict[int, int] = {}
     for write in link.writes:
@@ -305,10 +294,10 @@ def _strip_lines(link: Link, width: int, marks: Charset) -> list[Text]:
     cells = _folded([times[layer] for layer in layers], width - _LABEL_WIDTH - _NUMBER_WIDTH - 2)
     slowest = max(times, key=lambda layer: times[layer])
     label = f"its layers {layers[0]}-{layers[-1]}, ready to landed"
-    line = Text(f"{clip(label, _LABEL_WIDTH, marks):<{_LABEL_WIDTH}} ")
-    line.append(shade_line(cells, max(cells), marks), style="magenta")
+    line = Text(f"{clip(label, _LABEL_WIDTH):<{_LABEL_WIDTH}} ")
+    line.append(shade_line(cells, max(cells)), style="magenta")
     text = f"{'':{_LABEL_WIDTH}} slowest: layer {slowest}, {format_ms(times[slowest])}"
-    return [line, Text(clip(text, width, marks), style="dim")]
+    return [line, Text(clip(text, width), style="dim")]
 
 
 def _folded(values: Sequence[int], width: int) -> list[float]:
@@ -329,14 +318,14 @@ def _link_text(link: Link) -> str:
     return text + (f", by {way}" if way else "")
 
 
-def _after_lines(view: TraceView, width: int, marks: Charset) -> Iterable[Text]:
+def _after_lines(view: TraceView, width: int) -> Iterable[Text]:
     """What the scale leaves out."""
     text = transfer_text(view.links)
     lines = [Text(line) for line in textwrap.wrap(text, width)] if text else []
     if view.answered and view.total_ns > view.ttft_ns:
         later = format_ms(view.total_ns - view.ttft_ns)
         tokens = f", {view.completion_tokens:,} tokens in all" if view.completion_tokens else ""
-        lines.append(Text(clip(f"after the first token: {later}{tokens}", width, marks)))
+        lines.append(Text(clip(f"after the first token: {later}{tokens}", width)))
     return lines
 
 
@@ -355,22 +344,20 @@ def transfer_text(links: Sequence[Link]) -> str:
     return f"{size} of {len(layers)} layers in {writes} writes on {count}{by}{counts}"
 
 
-def draw_comparison(
-    first: TraceView, second: TraceView, *, width: int, ascii_only: bool = False
-) -> list[Text]:
+def draw_comparison(first: TraceView, second: TraceView, *, width: int) -> list[Text]:
     """The verdict of both, and the difference of each part, the greatest first."""
-    width, marks = clamp_width(width), ASCII if ascii_only else BLOCKS
+    width = clamp_width(width)
     rows = [*differences(first, second), ("sum", first.ttft_ns, second.ttft_ns)]
     lines = [
-        Text(clip(f"{mark}  {view.request_id}: {verdict(view)}", width, marks))
+        Text(clip(f"{mark}  {view.request_id}: {verdict(view)}", width))
         for mark, view in (("A", first), ("B", second))
     ]
-    lines.append(Text(clip(conclusion(first, second), width, marks), style="bold"))
+    lines.append(Text(clip(conclusion(first, second), width), style="bold"))
     lines.append(Text(f"  {'':<18}{'A':>13}{'B':>13}{'B - A':>13}", style="dim"))
     for name, one_ns, other_ns in rows:
         change = f"{'+' if other_ns >= one_ns else '-'}{format_ms(abs(other_ns - one_ns))}"
-        text = f"  {clip(name, 18, marks):<18}{format_ms(one_ns):>13}{format_ms(other_ns):>13}{change:>13}"
-        lines.append(Text(clip(text, width, marks), style="bold" if name == "sum" else ""))
+        text = f"  {clip(name, 18):<18}{format_ms(one_ns):>13}{format_ms(other_ns):>13}{change:>13}"
+        lines.append(Text(clip(text, width), style="bold" if name == "sum" else ""))
     return lines
 
 

@@ -23,7 +23,6 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "typer",
             "uvloop",
         ),
-        "pair": ("aiohttp",),
         "registry": ("httptools",),
         "planner": ("httptools",),
         "kubernetes": ("httpx2", "lightkube"),

@@ -16,9 +16,7 @@ from headrace_common.tasks import Recent
 
 NAMES_MAX: Final = 8_192
 """Requests and transfers of which the process remembers the trace, for its log."""
-REPEAT_S: Final = 10.0
-"""Time in which a cause is logged once."""
-_CAUSES_MAX: Final = 1_024
+_KINDS_MAX: Final = 1_024
 MESSAGE_CHARACTERS_MAX: Final = 4_096
 """Characters of a record's message: peers send a part of it."""
 _CONTROLS: Final = (
@@ -73,28 +71,6 @@ TRACE_NAMES: Final = TraceNames()
 """Those of this process."""
 
 
-class CauseLog:
-    """Logs a cause once in REPEAT_S as a warning, and repeats of it for debugging only."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        self._seen: Recent[str, tuple[float, int]] = Recent(_CAUSES_MAX)
-
-    def warn(self, cause: str, message: str, *arguments: object) -> None:
-        """Logs the message. The next warning of the same cause states how many repeats were left out."""
-        now_s = time.monotonic()
-        since_s, repeats = self._seen.pop(cause, (now_s - REPEAT_S, 0))
-        if now_s - since_s < REPEAT_S:
-            self._seen[cause] = (since_s, repeats + 1)
-            self._log.debug(message, *arguments)
-            return
-        self._seen[cause] = (now_s, 0)
-        if repeats:
-            message += " (%d more like this before)"
-            arguments = (*arguments, repeats)
-        self._log.warning(message, *arguments)
-
-
 def _moment(record: logging.LogRecord) -> str:
     seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
     return f"{seconds}.{int(record.msecs):03d}Z"
@@ -117,7 +93,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._monotonic_s = monotonic_s
         # Since when records may be logged, at the rate of the bound. And the records that were left out.
-        self._kinds: Recent[tuple[str, int, str], tuple[float, int]] = Recent(_CAUSES_MAX)
+        self._kinds: Recent[tuple[str, int, str], tuple[float, int]] = Recent(_KINDS_MAX)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the record, unless it is one too many."""

@@ -24,8 +24,6 @@ WORKER: Final = 7055
 """`internal_listen` of workers of both roles, where a port is fixed."""
 PAIRS: Final = 7730
 """`listen` of prefill servers of stock vLLM."""
-PAIR_PROXY: Final = 8000
-"""`headrace pair`: OpenAI HTTP for clients of two servers of stock vLLM."""
 ROUTER_HTTP: Final = 7056
 """`http_listen` of routers: OpenAI HTTP for clients."""
 ROUTER_STATUS: Final = 7057

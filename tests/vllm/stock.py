@@ -18,6 +18,7 @@ from tests.waiting import until
 
 MODEL = Path("models/tiny-llama")
 BLOCK_TOKENS = 32
+PROXY = Path(__file__).parents[2] / "examples" / "pair.py"
 START_TIMEOUT_S = 300.0
 TIMEOUT_S = 60.0
 ENVIRONMENT = {
@@ -168,9 +169,9 @@ def environment_of_tests() -> dict[str, str]:
 
 @asynccontextmanager
 async def pairing(folder: Path, prefill: Server, decode: Server) -> AsyncIterator[int]:
-    """Runs `headrace pair` for two servers. Yields its port."""
+    """Runs examples/pair.py for two servers. Yields its port."""
     port = free_port()
-    command = [sys.executable, "-m", "headrace_cli", "pair", "--port", str(port)]
+    command = [sys.executable, str(PROXY), "--port", str(port)]
     command += ["--prefill", f"http://127.0.0.1:{prefill.port}"]
     command += ["--decode", f"http://127.0.0.1:{decode.port}"]
     command += ["--pair-address", f"127.0.0.1:{prefill.pair_port}"]

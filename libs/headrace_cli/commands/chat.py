@@ -30,7 +30,6 @@ from headrace_cli.output import (
 from headrace_client import build_request
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import ConfigError, InternalError
-from headrace_common.latency.parts import sum_from_proto
 
 EXIT_WORDS = ("/exit", "/quit")
 
@@ -50,7 +49,6 @@ class ChatOptions:
     seed: int | None = None
     system: str = ""
     timeout_s: float = 300.0
-    timing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class CompleteAnswer:
     "headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   echo Hello | headrace chat",
     cls=AddressedCommand,
 )
-def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
+def chat(
     prompt: Annotated[
         str,
         typer.Argument(
@@ -81,14 +79,11 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     temperature: Temperature = None,
     seed: Seed = None,
     timeout: Annotated[float, option("Seconds that an answer may take.", min=0.1)] = 300,
-    timing: Annotated[
-        bool, option("Show the parts of the time to the first token.", "--timing")
-    ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Runs one prompt, or on a terminal a conversation."""
-    options = ChatOptions(model, max_tokens, temperature, seed, system, timeout, timing)
+    options = ChatOptions(model, max_tokens, temperature, seed, system, timeout)
 
     if not prompt and sys.stdin.isatty():
         if as_json:
@@ -106,8 +101,6 @@ async def _answer_once(router: str, question: str, options: ChatOptions, *, as_j
             return
         if sys.stderr.isatty():
             notice_console().print(summary(answer), style="dim")
-        if options.timing:
-            notice_console().print("\n".join(latency_lines(answer)), highlight=False)
 
 
 async def ask(
@@ -127,7 +120,6 @@ async def ask(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
-        include_latency=options.timing,
     )
     text: list[str] = []
     trace_id = ""
@@ -195,23 +187,6 @@ def summary(answer: CompleteAnswer) -> str:
         f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, first after {first_ms:.0f} ms, "
         f"all after {total_s:.1f} s, {path}; {usage.transferred_tokens} tokens' KV transferred"
     )
-
-
-def latency_lines(answer: CompleteAnswer) -> list[str]:
-    """The parts of the times to the first tokens, one a line."""
-    latency = answer.last.timing.latency
-    lines: list[str] = []
-    for name, message in (
-        ("first token", latency.first_token),
-        ("second token", latency.second_token),
-    ):
-        if not message.total_us:
-            continue
-        lines.append(f"{name} {message.total_us / 1e3:9.1f} ms")
-        for part, duration_us in sum_from_proto(message).parts_us.items():
-            share = duration_us / message.total_us
-            lines.append(f"  {part.label:<17} {duration_us / 1e3:9.1f} ms {share:6.1%}")
-    return lines
 
 
 def chat_object(answer: CompleteAnswer) -> dict[str, Any]:

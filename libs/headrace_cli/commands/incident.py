@@ -22,7 +22,6 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
-    can_draw_blocks,
     command,
     fitted_table,
     notice_console,
@@ -38,7 +37,6 @@ _SAVE_S: Final = 60.0
 _REPLAY_S: Final = 600.0
 _BUCKETS: Final = 48
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-_ASCII: Final = " .:-=+*#@"
 _NOTED_KINDS: Final = ("Alarm", "LogLine", "TaskDone")
 _NOTED: Final = ("WARNING", "ERROR", "CRITICAL")
 _NOTES_MAX: Final = 40
@@ -123,12 +121,11 @@ def show(file: File) -> None:
         return
     begin_s, end_s = min(one[0] for one in found), max(one[0] for one in found)
     notes = [(at_s, name, note) for at_s, name, event in found if (note := _note(event))]
-    levels = _BLOCKS if can_draw_blocks(console) else _ASCII
     rows = []
     for name in members:
         times = [at_s for at_s, other, _ in found if other == name]
         warnings = sum(other == name for _, other, _ in notes)
-        drawn = _drawn(times, begin_s, end_s, levels)
+        drawn = _drawn(times, begin_s, end_s)
         rows.append((name, drawn, str(len(times)), str(warnings)))
     columns = (
         Column("Member"),
@@ -141,13 +138,13 @@ def show(file: File) -> None:
         console.print(f"{_time(at_s)} {name}: {note}", markup=False)
 
 
-def _drawn(times: Sequence[float], begin_s: float, end_s: float, levels: str) -> str:
+def _drawn(times: Sequence[float], begin_s: float, end_s: float) -> str:
     """How many events there were, by time."""
     width_s = max(1e-3, (end_s - begin_s) / _BUCKETS)
     counts = Counter(min(_BUCKETS - 1, int((at_s - begin_s) / width_s)) for at_s in times)
     most = max(counts.values(), default=1)
-    top = len(levels) - 1
-    return "".join(levels[-(-counts[bucket] * top // most)] for bucket in range(_BUCKETS))
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[-(-counts[bucket] * top // most)] for bucket in range(_BUCKETS))
 
 
 def _time(unix_s: float) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from google.protobuf import json_format
@@ -34,7 +33,6 @@ from headrace_cli.output import (
     message_object,
     print_json,
 )
-from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError
 
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
@@ -115,26 +113,29 @@ def apply_change(policy: registry_pb2.Policy, change: str) -> None:
     keyed = field.message_type is not None and field.message_type.GetOptions().map_entry
     if keyed != bool(key):
         raise ConfigError(f"{change!r} is wrong: write {name}{'.NAME' if keyed else ''}=VALUE")
-    text = text.strip()
-    if keyed and not text:
-        getattr(policy, name).pop(key, None)
-    elif keyed:
-        kind = _value_of(field).enum_type
-        getattr(policy, name)[key] = (
-            _number(change, text, float) if kind is None else _named_value(change, kind, text)
-        )
-    elif not text:
+    if not keyed:
         policy.ClearField(name)  # type: ignore[arg-type]  # the stubs list the names one by one
-    elif field.enum_type is not None:
-        _set(policy, change, name, _named_value(change, field.enum_type, text))
-    elif field.message_type is Duration.DESCRIPTOR:
-        seconds = _number(change, text.removesuffix("s"), float)
-        if seconds < 0:
-            raise ConfigError(f"{change!r} is wrong: give 0 or more seconds")
-        getattr(policy, name).CopyFrom(duration_from_seconds(seconds))
-    else:
-        whole = field.type == FieldDescriptor.TYPE_UINT32
-        _set(policy, change, name, _number(change, text, int if whole else float))
+    if not (text := text.strip()):
+        if keyed:
+            getattr(policy, name).pop(key, None)
+        return
+    value, remedy = _json_value(_value_of(field) if keyed else field, text)
+    try:
+        document = {name: {key: value} if keyed else value}
+        policy.MergeFrom(json_format.ParseDict(document, registry_pb2.Policy()))
+    except json_format.ParseError:
+        raise ConfigError(f"{change!r} is wrong: give {remedy}") from None
+
+
+def _json_value(field: FieldDescriptor, text: str) -> tuple[str, str]:
+    """A value as protobuf's JSON has it, and what may be given."""
+    if field.enum_type is not None:
+        names = [_short_name(field.enum_type, one.name) for one in field.enum_type.values[1:]]
+        return f"{_prefix(field.enum_type)}{text.upper()}", " or ".join(names)
+    if field.message_type is Duration.DESCRIPTOR:
+        return f"{text.removesuffix('s')}s", "seconds, such as 2s"
+    whole = field.type == FieldDescriptor.TYPE_UINT32
+    return text, "a whole number from 0" if whole else "a number"
 
 
 def policy_table(policy: registry_pb2.Policy, console: Console) -> Table:
@@ -168,32 +169,9 @@ def _shown(name: str, entry: float | str) -> str:
     return f"{entry:g}" if kind is None else _short_name(kind, str(entry))
 
 
-def _named_value(change: str, kind: EnumDescriptor, text: str) -> int:
-    """The number of an enum value, given by its name without the prefix of the enum."""
-    names = {_short_name(kind, value.name): value.number for value in kind.values if value.number}
-    if text.lower() not in names:
-        raise ConfigError(f"{change!r} is wrong: give {' or '.join(names)}")
-    return names[text.lower()]
-
-
 def _short_name(kind: EnumDescriptor, name: str) -> str:
-    prefix = kind.values[0].name.removesuffix("UNSPECIFIED")
-    return name.removeprefix(prefix).lower()
+    return name.removeprefix(_prefix(kind)).lower()
 
 
-def _number(change: str, text: str, kind: type[int] | type[float]) -> Any:
-    try:
-        number = kind(text)
-        if not math.isfinite(number):
-            raise ValueError(text)
-        return number
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{change!r} is wrong: give {what}") from None
-
-
-def _set(policy: registry_pb2.Policy, change: str, name: str, value: float) -> None:
-    try:
-        setattr(policy, name, value)
-    except ValueError:
-        raise ConfigError(f"{change!r} is wrong: the number does not fit") from None
+def _prefix(kind: EnumDescriptor) -> str:
+    return kind.values[0].name.removesuffix("UNSPECIFIED")

@@ -37,7 +37,6 @@ from headrace_cli.output import (
     command,
     fitted_table,
     message_object,
-    option,
     print_json,
 )
 from headrace_client import build_request
@@ -46,7 +45,7 @@ from headrace_common.errors import NotFound
 
 @command(
     "route",
-    "headrace route 'Why is the sky blue?'   |   headrace route --explain 'Why is the sky blue?'",
+    "headrace route 'Why is the sky blue?'",
     cls=AddressedCommand,
 )
 async def route(
@@ -56,9 +55,6 @@ async def route(
     internal: RouterInternal = "",
     model: RequestModel = "",
     system: SystemMessage = "",
-    explain: Annotated[
-        bool, option("List the candidates and the cost of each.", "--explain")
-    ] = False,
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
@@ -74,7 +70,7 @@ async def route(
             print_json(message_object(routed))
         else:
             console = answer_console()
-            console.print(route_view(routed, console, explain=explain))
+            console.print(route_view(routed, console))
 
 
 async def find_internal(internal: str, registry: str, router: str) -> str:
@@ -112,13 +108,11 @@ async def find_internal(internal: str, registry: str, router: str) -> str:
     )
 
 
-def route_view(
-    routed: inference_pb2.RouteResponse, console: Console, *, explain: bool
-) -> RenderableType:
-    """One line. With `explain`, also a row for each candidate, the chosen one first."""
+def route_view(routed: inference_pb2.RouteResponse, console: Console) -> RenderableType:
+    """A line, and a row for each candidate, the chosen one first."""
     how = "prefilled by a prefill worker" if routed.remote_prefill else "prefilled there"
     line = Text(f"{routed.worker_id}, {how}: {routed.explanation}")
-    return Group(line, candidates_table(routed, console)) if explain else line
+    return Group(line, candidates_table(routed, console))
 
 
 def candidates_table(routed: inference_pb2.RouteResponse, console: Console) -> Table:

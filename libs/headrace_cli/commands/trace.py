@@ -24,7 +24,6 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
-    can_draw_blocks,
     command,
     fitted_table,
     message_object,
@@ -166,12 +165,7 @@ def show_comparison(traces: Sequence[trace_pb2.Trace], *, as_json: bool) -> None
         return
     first, second = map(read_trace, traces)
     console = answer_console()
-    _print(
-        console,
-        draw_comparison(
-            first, second, width=_width(console), ascii_only=not can_draw_blocks(console)
-        ),
-    )
+    _print(console, draw_comparison(first, second, width=_width(console)))
 
 
 async def chosen_trace(client: RouterClient, name: str, wait_s: float) -> trace_pb2.Trace:
@@ -230,10 +224,10 @@ def show_turns(turns: Iterable[Turn], *, as_json: bool) -> None:
 def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> None:
     """Prints the sum and the waterfall, and with `layers` every write."""
     view = read_trace(trace)
-    width, ascii_only = _width(console), not can_draw_blocks(console)
-    lines = draw_trace(view, width=width, ascii_only=ascii_only)
+    width = _width(console)
+    lines = draw_trace(view, width=width)
     if layers:
-        lines += draw_layers(view, width=width, ascii_only=ascii_only)
+        lines += draw_layers(view, width=width)
     _print(console, lines)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Annotated, Final
 
 import grpc
@@ -27,8 +26,6 @@ from headrace_cli.client import (
 )
 from headrace_cli.members import (
     member_rows,
-    watch_objects,
-    watch_table,
     workers_object,
     workers_view,
 )
@@ -37,7 +34,6 @@ from headrace_cli.options import (
     AddressedCommand,
     Registry,
     Router,
-    complete_workers,
 )
 from headrace_cli.output import Json, answer_console, command, message_object, option, print_json
 from headrace_common import ports
@@ -142,9 +138,7 @@ async def _wait_gone(channel: grpc.aio.Channel, worker_id: str, timeout_s: float
 async def drain(
     worker: Annotated[
         str,
-        typer.Argument(
-            help="Its id, as `headrace workers` shows it.", autocompletion=complete_workers
-        ),
+        typer.Argument(help="Its id, as `headrace workers` shows it."),
     ],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
@@ -187,7 +181,7 @@ async def move(
     request: Annotated[str, typer.Argument(help="Id of a running request.")],
     worker: Annotated[
         str,
-        typer.Argument(help="The decode worker for it.", autocompletion=complete_workers),
+        typer.Argument(help="The decode worker for it."),
     ] = "",
     any_worker: Annotated[bool, option("Let the router choose the worker.", "--any")] = False,
     router: Router = DEFAULT_ROUTER,
@@ -232,7 +226,7 @@ async def move_answer(
 
 @command(
     "workers",
-    "headrace workers   |   headrace workers --watch   |   headrace workers --registry 127.0.0.1:7051 --json",
+    "headrace workers   |   headrace workers --registry 127.0.0.1:7051 --json",
     cls=AddressedCommand,
 )
 async def workers(
@@ -240,24 +234,16 @@ async def workers(
     registry: Registry = "",
     wait: Wait = WAIT_S,
     as_json: Json = False,
-    watch: Annotated[bool, option("Show it again until Ctrl-C.", "--watch", "-w")] = False,
-    interval: Annotated[
-        float, option("With --watch: seconds between two looks.", min=0.1, max=3600)
-    ] = 2.0,
 ) -> None:
     """Lists the registered processes and the state of each worker."""
 
     found = await registry_of(router, registry)
-    read = partial(member_rows, found)
-    if watch and as_json:
-        await watch_objects(found, read, interval)
-    elif watch:
-        await watch_table(read, answer_console(), interval)
-    elif as_json:
-        print_json(workers_object(found, await read()))
+    rows = await member_rows(found)
+    if as_json:
+        print_json(workers_object(found, rows))
     else:
         console = answer_console()
-        console.print(workers_view(await read(), console))
+        console.print(workers_view(rows, console))
 
 
 @command(
@@ -268,7 +254,7 @@ async def workers(
 async def reset_cache(
     worker_ids: Annotated[
         list[str],
-        typer.Argument(metavar="WORKER...", help="Worker ids.", autocompletion=complete_workers),
+        typer.Argument(metavar="WORKER...", help="Worker ids."),
     ],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",

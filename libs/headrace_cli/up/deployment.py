@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import open_router_internally
@@ -26,7 +23,7 @@ from headrace_cli.state import (
     make_folder,
     write_state,
 )
-from headrace_cli.up.supervisor import Child, Spawn, Supervisor, log_tail, spawn_program
+from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
     SIM,
     VLLM,
@@ -80,75 +77,8 @@ def _require_vllm() -> None:
         ) from error
 
 
-REFRESH_PER_S = 4
-NAME_WIDTH = 12
-OTHER_COLUMNS_WIDTH = 32
-
-
-class StartProgress:
-    """On a terminal, a live line for each process. Elsewhere, one line when a process becomes ready."""
-
-    def __init__(self, console: Console, children: Sequence[Child]) -> None:
-        self._console = console
-        self._children = children
-        self._printed: set[str] = set()
-        self._live = (
-            Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._table)
-            if console.is_terminal
-            else None
-        )
-
-    def __enter__(self) -> StartProgress:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.print_ready()
-        if self._live is not None:
-            self._live.stop()
-
-    def print_ready(self) -> None:
-        """Prints a line for each process that has become ready since the last call.
-
-        On a terminal it does nothing, because the live lines refresh themselves.
-        """
-        if self._live is not None:
-            return
-        for child in self._children:
-            if child.endpoint and child.spec.name not in self._printed:
-                self._printed.add(child.spec.name)
-                self._console.print(
-                    f"{child.spec.name:<{NAME_WIDTH}} ready on {child.endpoint} "
-                    f"after {_elapsed_s(child):.1f} s"
-                )
-
-    def _table(self) -> Table:
-        room = max(0, self._console.width - OTHER_COLUMNS_WIDTH)
-        table = Table.grid(padding=(0, 1))
-        table.add_column(width=NAME_WIDTH, no_wrap=True)
-        table.add_column(width=8, no_wrap=True)
-        table.add_column(width=7, justify="right", no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
-        for child in self._children:
-            ready = bool(child.endpoint)
-            note = child.endpoint if ready else _last_line(child, room)
-            table.add_row(
-                child.spec.name,
-                "[green]ready[/]" if ready else "[yellow]starting[/]",
-                f"{_elapsed_s(child):.1f} s",
-                note,
-            )
-        return table
-
-
-def _elapsed_s(child: Child) -> float:
-    return (child.ready_s or time.monotonic()) - child.started_s
-
-
-def _last_line(child: Child, width: int) -> str:
-    lines = log_tail(child.spec.log_file, 1)
-    return lines[0][:width].replace("[", "\\[") if lines else ""
+def _ready_line(child: Child) -> str:
+    return f"{child.spec.name:<12} ready on {child.endpoint} after {child.ready_s - child.started_s:.1f} s"
 
 
 Result = TypeVar("Result")
@@ -315,21 +245,24 @@ async def _start(
 
     The same holds for the store of KV blocks and the workers.
     """
-    children: list[Child] = []
     pool_address = ""
     planner_address = f"127.0.0.1:{free_port()}" if topology.planner else ""
-    with StartProgress(console, supervisor.children) as progress:
+
+    def show_ready(child: Child) -> None:
+        console.print(_ready_line(child), markup=False)
+
+    with console.status("starting; engines load models for minutes"):
         registry = await supervisor.start(registry_spec(topology, folder))
         if topology.pool_gib:
             pool_address = f"127.0.0.1:{free_port()}"
-            children.append(await supervisor.start(pool_spec(topology, folder, pool_address)))
-        await supervisor.wait_ready([registry, *children])
-        router_address = f"127.0.0.1:{topology.port}"
+            await supervisor.start(pool_spec(topology, folder, pool_address))
+        await supervisor.wait_ready(supervisor.children, show_ready)
+        first = len(supervisor.children)
         # Other commands wait for the rest by themselves.
         write_state(
             default_folder(topology.port),
             UpState(
-                router=router_address,
+                router=f"127.0.0.1:{topology.port}",
                 registry=registry.endpoint,
                 pid=os.getpid(),
                 planner=planner_address,
@@ -337,26 +270,18 @@ async def _start(
             ),
         )
         router = await supervisor.start(router_spec(topology, folder, registry.endpoint))
-        children += [registry, router]
         specs = worker_specs(topology, folder, registry.endpoint, pool_address)
         if topology.planner:
             specs.append(planner_spec(topology, folder, registry.endpoint, planner_address))
         for spec in specs:
-            children.append(await supervisor.start(spec))
-        waiting = asyncio.create_task(supervisor.wait_ready(children))
-        try:
-            while not waiting.done():
-                progress.print_ready()
-                await asyncio.wait({waiting}, timeout=POLL_S)
-            waiting.result()
-        finally:
-            waiting.cancel()
+            await supervisor.start(spec)
+        await supervisor.wait_ready(supervisor.children[first:], show_ready)
     deployment = Deployment(
         router.client_endpoint,
         router.endpoint,
         registry.endpoint,
         folder,
-        tuple(children),
+        tuple(supervisor.children),
         supervisor,
         pool=pool_address,
         planner=planner_address,

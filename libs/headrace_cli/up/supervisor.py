@@ -169,12 +169,17 @@ class Supervisor:
         self._notify_watchdog(f"+{child.process.pid}")
         return child
 
-    async def wait_ready(self, children: Sequence[Child]) -> None:
-        """Waits until all of these serve. Raises as `check` does when any child ends."""
+    async def wait_ready(
+        self, children: Sequence[Child], on_ready: Callable[[Child], None] = lambda child: None
+    ) -> None:
+        """Waits until all of these serve, and calls back for each. Raises as `check` does when any child ends."""
+        waiting = list(children)
         while True:
             self.check()
-            ready = [child.read_port_file() for child in children]
-            if all(ready):
+            for child in [one for one in waiting if one.read_port_file()]:
+                waiting.remove(child)
+                on_ready(child)
+            if not waiting:
                 return
             await asyncio.sleep(POLL_S)
 

@@ -14,7 +14,6 @@ import grpc.aio
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_common.durations import duration_from_seconds, timestamp_from_unix_s
 from headrace_common.errors import ConfigError, HeadraceError, InvalidRequest
-from headrace_common.logs import CauseLog
 from headrace_planner.observation import Interval, LoadSample, Reason, WorkerCounts
 from headrace_planner.settings import WorkerProfile
 from headrace_planner_service.config import PlannerConfig
@@ -22,7 +21,6 @@ from headrace_planner_service.observer import Observer, Reading, Totals, request
 from headrace_planner_service.steering import DecisionEntry, Outcome, Steering, Target
 
 _LOG = logging.getLogger(__name__)
-_FAULTS = CauseLog(_LOG)
 
 
 @dataclass(slots=True)
@@ -89,10 +87,11 @@ class PlanningLoop:
         try:
             reading: Reading = await self._observer.read()
         except HeadraceError as error:
+            if error.detail != self.fault:
+                _LOG.warning("the load could not be observed: %s", error.detail)
             self.fault = error.detail
             collected.miss(error.detail)
             self._on_miss()
-            _FAULTS.warn(error.reason, "the load could not be observed: %s", error.detail)
             return
         self.fault = ""
         self.last_sample = reading.sample

@@ -67,12 +67,12 @@ async def test_a_command_waits_for_the_service_that_it_calls_and_for_no_member()
     "words",
     [
         *("chat x", "route x", "trace", "workers", "drain decode-0", "reset-cache decode-0"),
-        *("status", "policy get", "planner explain", "logs", "down"),
+        *("status", "policy get", "planner explain", "down"),
     ],
 )
 def test_every_command_says_the_same_where_nothing_is_running(words: str) -> None:
     router = f"127.0.0.1:{free_port()}"
-    wait = () if words in ("logs", "down") else ("--wait", "0")
+    wait = () if words == "down" else ("--wait", "0")
     ended = CliRunner().invoke(app, [*words.split(), "--router", router, *wait])
     assert ended.exit_code == 1
     assert ended.stderr == (

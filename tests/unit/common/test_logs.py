@@ -18,7 +18,6 @@ from headrace_common.logs import (
     NAMES_MAX,
     TRACE_NAMES,
     BoundedHandler,
-    CauseLog,
     EndedCallFilter,
     GrpcServerLogger,
     JsonFormatter,
@@ -136,25 +135,6 @@ def test_the_known_names_are_bounded() -> None:
     assert names.find(line_about("r0")) == ("", "")
     assert names.find(line_about("r2")) == (TRACE_ID, SPAN_ID)
     assert names.find(line_about("broken")) == ("", "")
-
-
-def test_a_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("test.cause")
-    causes = CauseLog(log)
-    with caplog.at_level(logging.DEBUG, log.name), pytest.MonkeyPatch.context() as patch:
-        clock = iter([0.0, 1.0, 2.0, 3.0, 30.0])
-        patch.setattr("headrace_common.logs.time.monotonic", lambda: next(clock))
-        for number in range(3):
-            causes.warn("d0 is gone", "request %d failed", number)
-        causes.warn("d1 is gone", "request %d failed", 8)
-        causes.warn("d0 is gone", "request %d failed", 9)
-    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert warnings == [
-        "request 0 failed",
-        "request 8 failed",
-        "request 9 failed (2 more like this before)",
-    ]
-    assert sum(one.levelno == logging.DEBUG for one in caplog.records) == 2
 
 
 def grpc_record(error: Exception) -> logging.LogRecord:

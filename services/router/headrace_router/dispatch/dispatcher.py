@@ -16,7 +16,6 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, QueueFull, WorkerGone
-from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord, now_us
@@ -66,7 +65,6 @@ class RequestDispatcher:
     """May raise an error by the first placement of a request."""
     running: dict[int, Attempt] = field(default_factory=dict, init=False)
     """The attempts that lead, by the identity of their request."""
-    _failures: CauseLog = field(default_factory=lambda: CauseLog(_LOG), init=False)
     _lengths: AnswerLengths = field(default_factory=AnswerLengths, init=False)
 
     async def run(self, request: AdmittedRequest) -> None:
@@ -346,13 +344,10 @@ class RequestDispatcher:
                 outcome = replace(outcome, cached_tokens=cached, transferred_tokens=sent)
             return outcome
         except HeadraceError as error:
-            line = ("attempt %d of %s: %s", number, request.prepared.request_id, error.detail)
-            # DecodeFull is frequent under load.
-            if isinstance(error, DecodeFull):
-                _LOG.debug(*line)
-            else:
-                # A lost worker fails all its requests at once.
-                self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
+            # DecodeFull is frequent. The log bounds the lines about a lost worker, which fails all its requests.
+            level = logging.DEBUG if isinstance(error, DecodeFull) else logging.WARNING
+            line = (attempt.decode_worker, number, request.prepared.request_id, error.detail)
+            _LOG.log(level, "%s: attempt %d of %s: %s", *line)
             error.add_metadata(attempts=str(number))
             gone = error.metadata.get("worker_id") if isinstance(error, WorkerGone) else None
             if gone == attempt.decode_worker.worker_id:

@@ -150,10 +150,10 @@ class RandomViews:
 @pytest.mark.parametrize("first_seed", range(0, 400, 100))
 def test_every_line_fits_whatever_the_trace_says(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 100):
-        one, width, ascii_only = RandomViews(seed).view(), seed * 7 % 160, seed % 2 == 0
-        lines = draw_trace(one, width=width, ascii_only=ascii_only)
-        lines += draw_layers(one, width=width, ascii_only=ascii_only)
-        lines += draw_comparison(one, one, width=width, ascii_only=ascii_only)
+        one, width = RandomViews(seed).view(), seed * 7 % 160
+        lines = draw_trace(one, width=width)
+        lines += draw_layers(one, width=width)
+        lines += draw_comparison(one, one, width=width)
         for line in lines:
             assert len(line.plain) <= clamp_width(width), (seed, line.plain)
             assert "\n" not in line.plain
@@ -170,11 +170,11 @@ def test_an_attempt_after_the_first_token_is_drawn() -> None:
     )
     gaps = (TokenGap(300 * MS, 500 * MS, "failure"),)
     one = view({"prefill": 100.0}, steps=steps, gaps=gaps, total_ns=1_000 * MS)
-    shown = "\n".join(line.plain.rstrip() for line in draw_trace(one, width=80, ascii_only=True))
+    shown = "\n".join(line.plain.rstrip() for line in draw_trace(one, width=80))
     assert "50 % without a token: 500 ms after attempt 1 failed: worker gone" in shown
     *_, axis, first, reason, gap, second = shown.splitlines()
     assert axis.split() == ["ms", "0", "500", "1,000"]
-    assert (first.count("#"), gap.count("#"), second.count("#")) == (15, 19, 22)
+    assert (first.count("█"), gap.count("█"), second.count("█")) == (15, 19, 22)
     assert reason.strip() == "! worker gone"
 
 

@@ -1,4 +1,4 @@
-"""The proxy of `headrace pair`, with two small HTTP servers."""
+"""The proxy for two stock vLLM servers (examples/pair.py), with two small HTTP servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace_cli.pair import PairOptions, serving, split
+from examples.pair import PairOptions, serving, split
 from tests.waiting import until
 
 PATH = "/v1/completions"

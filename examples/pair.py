@@ -1,32 +1,25 @@
-"""The proxy: one address for a prefill and a decode vLLM server that hand KV caches over."""
+"""The proxy: one address for a prefill and a decode vLLM server that hand KV caches over.
+
+    python examples/pair.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+
+It needs the package aiohttp, which vLLM installs. docs/stock-vllm.md describes both servers.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
-
-from headrace_common.config import split_host_port
-from headrace_common.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    HeadraceError,
-    InternalError,
-    InvalidRequest,
-    TransferTimeout,
-    WorkerGone,
-)
-from headrace_common.identity import new_transfer_id
-from headrace_common.logs import setup_logging
 
 PAIRED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 PROMPT_TOKENS_MIN = 2
@@ -102,13 +95,8 @@ def _is_single(body: Mapping[str, Any]) -> bool:
     )
 
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pair")
 
-_STATUSES: Final[Mapping[type[HeadraceError], HTTPStatus]] = {
-    InvalidRequest: HTTPStatus.BAD_REQUEST,
-    WorkerGone: HTTPStatus.BAD_GATEWAY,
-    DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
-}
 REQUESTS_MAX: Final = 4_096
 BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _CONNECT_S: Final = 5.0
@@ -117,6 +105,14 @@ _END_S: Final = 1.0
 _HOP_HEADERS: Final = frozenset(
     {"connection", "expect", "host", "keep-alive", "transfer-encoding", "upgrade"}
 )
+
+
+class Failed(Exception):
+    """A request that is answered with an error. `reason` is its type."""
+
+    def __init__(self, status: HTTPStatus, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.reason = status, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +136,11 @@ class PairProxy:
     """Forwards requests. When prefill fails, decode computes the whole request."""
 
     def __init__(self, options: PairOptions, session: aiohttp.ClientSession) -> None:
-        """Raises ConfigError for an address that is wrong."""
         self._options = options
         self._session = session
-        self._prefill, self._decode = map(_checked_url, (options.prefill, options.decode))
-        try:
-            self._pair_address = split_host_port(options.pair_address)
-        except ValueError as error:
-            raise ConfigError(
-                f"--pair-address {options.pair_address!r} is wrong: {error}"
-            ) from error
+        self._prefill, self._decode = options.prefill.rstrip("/"), options.decode.rstrip("/")
+        host, _, port = options.pair_address.rpartition(":")
+        self._pair_address = (host, int(port))
         self._in_flight = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -157,18 +148,20 @@ class PairProxy:
         self._in_flight += 1
         try:
             if self._in_flight > REQUESTS_MAX:
-                raise WorkerGone(f"{REQUESTS_MAX} requests are in flight already")
+                raise _gone(f"{REQUESTS_MAX} requests are in flight already")
             async with asyncio.timeout(self._options.timeout_s):
                 return await self._answer(request)
         except TimeoutError:
             limit_s = f"{self._options.timeout_s:g}"
-            return _error_response(DeadlineExceeded(f"the request took more than {limit_s} s"))
+            detail = f"the request took more than {limit_s} s"
+            return _error_response(Failed(HTTPStatus.GATEWAY_TIMEOUT, "DEADLINE_EXCEEDED", detail))
         except aiohttp.ClientError as error:
             why = str(error) or type(error).__name__
-            return _error_response(WorkerGone(f"{self._decode} does not answer: {why}"))
+            return _error_response(_gone(f"{self._decode} does not answer: {why}"))
         except RecursionError:
-            return _error_response(InvalidRequest({"body": "has too many levels of JSON"}))
-        except HeadraceError as error:
+            detail = "body: has too many levels of JSON"
+            return _error_response(Failed(HTTPStatus.BAD_REQUEST, "INVALID_FIELD", detail))
+        except Failed as error:
             return _error_response(error)
         finally:
             self._in_flight -= 1
@@ -182,7 +175,7 @@ class PairProxy:
             # Clients must not choose where servers connect to.
             del body["kv_transfer_params"]
             content = json.dumps(body).encode()
-        transfer_id = new_transfer_id()
+        transfer_id = uuid.uuid4().hex
         pair = split(
             request.path,
             body,
@@ -225,7 +218,7 @@ class PairProxy:
             raise
 
     async def _run_prefill(self, request: web.Request, content: bytes) -> None:
-        """Raises ClientError or WorkerGone when it fails, TransferTimeout when it takes too long."""
+        """Raises ClientError or Failed."""
         try:
             async with asyncio.timeout(self._options.transfer_timeout_s):
                 response, first = await self._start(self._prefill, request, content)
@@ -233,10 +226,10 @@ class PairProxy:
                     body = first + await response.read()
         except TimeoutError:
             limit_s = f"{self._options.transfer_timeout_s:g}"
-            raise TransferTimeout(f"{self._prefill} took more than {limit_s} s") from None
+            raise _gone(f"{self._prefill} took more than {limit_s} s") from None
         if response.status != HTTPStatus.OK:
             start = body[:300].decode(errors="replace")
-            raise WorkerGone(f"{self._prefill} responded with {response.status} {start}")
+            raise _gone(f"{self._prefill} responded with {response.status} {start}")
 
 
 async def _forward(
@@ -266,49 +259,27 @@ def _forwarded(headers: Mapping[str, str], *, without: str = "") -> tuple[tuple[
     return tuple(pair for pair in headers.items() if pair[0].lower() not in left_out)
 
 
-def _error_response(error: HeadraceError) -> web.Response:
+def _gone(detail: str) -> Failed:
+    return Failed(HTTPStatus.BAD_GATEWAY, "WORKER_GONE", detail)
+
+
+def _error_response(error: Failed) -> web.Response:
     """A response with the error in the format of OpenAI's API."""
-    log.warning("%s", error.detail)
-    status = _STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
-    content = {"message": error.detail, "type": error.reason, "code": int(status)}
-    return web.json_response({"error": content}, status=status)
-
-
-@web.middleware
-async def _bugs_as_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException:
-        raise
-    except Exception as error:
-        log.exception("a request failed because of a bug")
-        return _error_response(InternalError(f"{type(error).__name__}: {error}"))
-
-
-def _checked_url(url: str) -> str:
-    """The URL without a path. Raises ConfigError."""
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "http" or not parts.hostname or not port or parts.path not in ("", "/"):
-        raise ConfigError(f"{url!r} is wrong: write it as http://host:port")
-    return url.rstrip("/")
+    log.warning("%s", error)
+    content = {"message": str(error), "type": error.reason, "code": int(error.status)}
+    return web.json_response({"error": content}, status=error.status)
 
 
 @asynccontextmanager
 async def serving(options: PairOptions) -> AsyncIterator[int]:
-    """Serves, and yields the port. Raises ConfigError for an invalid or used address."""
+    """Serves, and yields the port. Raises OSError for a used address."""
     session = aiohttp.ClientSession(
         auto_decompress=False,
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
     )
     async with session:
-        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_bugs_as_errors])
+        app = web.Application(client_max_size=BODY_BYTES_MAX)
         app.router.add_route("*", "/{path:.*}", PairProxy(options, session).handle)
         runner = web.AppRunner(
             app,
@@ -321,19 +292,29 @@ async def serving(options: PairOptions) -> AsyncIterator[int]:
         try:
             await web.TCPSite(runner, options.host, options.port).start()
             yield runner.addresses[0][1]
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {options.host}:{options.port}: {error.strerror or error}; set --port"
-            ) from error
         finally:
             await runner.cleanup()
 
 
-async def run_pair(options: PairOptions) -> None:
-    """Serves until cancelled. Raises as `serving` does."""
-    setup_logging("info", "pair", "")
+async def main() -> None:
+    """Serves until it is interrupted."""
+    parser = argparse.ArgumentParser(
+        description="Joins two vLLM servers with Headrace's connector."
+    )
+    parser.add_argument("--prefill", required=True, help="URL of the server that prefills")
+    parser.add_argument("--decode", required=True, help="URL of the server that decodes")
+    parser.add_argument("--pair-address", default="127.0.0.1:7730", help="prefill's `listen`")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--timeout", dest="timeout_s", type=float, default=600.0)
+    parser.add_argument("--transfer-timeout", dest="transfer_timeout_s", type=float, default=60.0)
+    options = PairOptions(**vars(parser.parse_args()))
+    logging.basicConfig(level=logging.INFO)
     async with serving(options) as port:
-        log.info(
-            "serving %s and %s on http://%s:%d", options.prefill, options.decode, options.host, port
-        )
+        log.info("serving on http://%s:%d", options.host, port)
         await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        asyncio.run(main())
