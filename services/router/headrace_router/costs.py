@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -43,6 +43,7 @@ from headrace_router.workers.table import NO_TIMES, TOKEN_ROW, Flags, LoadTable,
 
 Rows = NDArray[np.intp]
 _Bound: TypeAlias = float | Numbers | None
+_Column: TypeAlias = Numbers | Sequence[float]
 LOCAL: Final = "local prefill"
 REMOTE: Final = "remote prefill"
 OTHER_PREFILL: Final = "other prefill worker"
@@ -62,7 +63,7 @@ MESSAGES_S: Final = 0.02
 _WAIT_MAX_S: Final = 3_600.0
 """Of the prefill queue: a full one has an infinite wait."""
 _SHARE_MIN: Final = 0.05
-_DIVIDED_MIN_S: Final = 0.1
+DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
 _LENGTH_GAIN: Final = 0.05
 _FIRST_LENGTH: Final = 128.0
@@ -324,45 +325,70 @@ def division(
     answers, which would wait too, and the other one no prompts. Both have learned their times.
     """
     undivided_s = float(costs.first_s[row])
-    if undivided_s < _DIVIDED_MIN_S or table.requests[row] or row in table.times.with_prompts:
+    if undivided_s < DIVIDED_MIN_S or table.requests[row] or row in table.times.with_prompts:
         return None
     computed_s = costs.computed_s.copy()
     computed_s[[row, *table.times.with_prompts]] = np.inf
     other = int(computed_s.argmin())
-    step_tokens = min(table.workers[row].step_tokens, table.workers[other].step_tokens)
-    if not step_tokens or not math.isfinite(computed_s[other]):
-        return None
-    last, size = asked.needed_tokens + 1, table.workers[row].layout.block_tokens
-    has = (asked.needed_tokens - asked.missing).astype(int)
-    least = max(has[other], has[row], last - 1 - step_tokens)
-    tokens = np.arange(-(-(least + 1) // size) * size, last, size)
-    if not len(tokens):
-        return None
-    first_s, last_s = _parts_s(table, other, int(has[other]), tokens, step_tokens)
-    own_s, _ = _parts_s(table, row, tokens, last, step_tokens)
     # Answers of the other one take a share of its time.
-    slower = computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other))
-    fixed_s, byte_s = table.times.handovers[:, other]
-    layer_s = byte_s * table.token_bytes[row] * tokens / table.workers[row].layout.layer_count
-    handed_s = fixed_s + layer_s + MESSAGES_S
-    begun_s = np.maximum(first_s, first_s - last_s + own_s) * max(1.0, slower) + handed_s
-    best = int(begun_s.argmin())
-    if begun_s[best] > (1.0 - gain) * undivided_s:
+    slower = computed_s[other] / max(DIVIDED_MIN_S, _alone_s(table, asked, other))
+    workers, steps = table.workers, table.times.steps
+    found = best_part(
+        steps[:, other],
+        steps[:, row],
+        table.times.handovers[:, other],
+        cached_tokens=(asked.needed_tokens - asked.missing[[other, row]]).astype(int),
+        end_token=asked.needed_tokens + 1,
+        step_tokens=min(workers[row].step_tokens, workers[other].step_tokens),
+        block_tokens=workers[row].layout.block_tokens,
+        layer_bytes=table.token_bytes[row] / workers[row].layout.layer_count,
+        slower=max(1.0, slower),
+    )
+    if found is None or found[1] > (1.0 - gain) * undivided_s:
         return None
-    return Division(other, int(tokens[best]), float(begun_s[best]))
+    return Division(other, *found)
 
 
-def _parts_s(
-    table: LoadTable, row: int, start: int | Rows, end: int | Rows, step_tokens: int
+def best_part(
+    first: _Column,
+    second: _Column,
+    handover: _Column,
+    *,
+    cached_tokens: Sequence[int] | Rows,
+    end_token: int,
+    step_tokens: int,
+    block_tokens: int,
+    layer_bytes: float,
+    slower: float = 1.0,
+) -> tuple[int, float] | None:
+    """The best token from which a second worker computes a prompt below `end_token`, and when it has computed.
+
+    `first` and `second` are their steps, `handover` is that of the first one: columns of TimeColumns. The second one
+    computes one step at most. `cached_tokens`: of both. `layer_bytes`: of a token in a layer.
+    """
+    least = max(*cached_tokens, end_token - 1 - step_tokens)
+    tokens = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
+    if not (step_tokens and len(tokens) and math.isfinite(slower)):
+        return None
+    first_s, last_s = parts_s(first, int(cached_tokens[0]), tokens, step_tokens)
+    own_s, _ = parts_s(second, tokens, end_token, step_tokens)
+    handed_s = handover[0] + handover[1] * layer_bytes * tokens + MESSAGES_S
+    begun_s = np.maximum(first_s, first_s - last_s + own_s) * slower + handed_s
+    best = int(begun_s.argmin())
+    return int(tokens[best]), float(begun_s[best])
+
+
+def parts_s(
+    steps: _Column, start: int | Rows, end: int | Rows, step_tokens: int
 ) -> tuple[Numbers, Numbers]:
-    """How long a worker computes tokens [start, end) of a prompt, and the last of its steps."""
-    fixed, prompt, token, attended, _, _, sent = table.times.steps[:, row]
+    """How long a worker with these steps computes tokens [start, end) of a prompt, and the last of its steps."""
+    fixed, prompt, token, attended, _, _, sent = steps
     count = np.asarray(end - start, np.float64)
-    steps = np.ceil(count / step_tokens)
-    tail = count - (steps - 1) * step_tokens
-    all_s = steps * (fixed + prompt) + (token + sent + attended * (start + count / 2)) * count
-    tail_s = fixed + prompt + (token + sent + attended * (end - tail / 2)) * tail
-    return all_s, tail_s
+    step_count = np.ceil(count / step_tokens)
+    tail = count - (step_count - 1) * step_tokens
+    each_s = fixed + prompt
+    all_s = step_count * each_s + (token + sent + attended * (start + count / 2)) * count
+    return all_s, each_s + (token + sent + attended * (end - tail / 2)) * tail
 
 
 def _alone_s(table: LoadTable, asked: Asked, row: int) -> float:

@@ -248,7 +248,9 @@ class RequestDispatcher:
             adapter=request.adapter,
             targets=targets,
             early_first=maker != BY_DECODE,
-            may_divide=_may_divide(request) and retries.last_error is None,
+            # The worker that generates makes the first token.
+            may_divide=_may_divide(request, retries)
+            and request.first_token in (first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED, BY_DECODE),
         )
         try:
             decision = self.placement.choose(asked, candidates)
@@ -324,6 +326,7 @@ class RequestDispatcher:
             tenant=prepared.tenant,
             planned=decision.prefill,
             images=request.prepared.images,
+            divide_gain=self.policy().divide_gain if _may_divide(prepared, retries) else 0.0,
         )
         return self.task_terms(decision.worker, token_ids, prepared.cache_salt, asked)
 
@@ -439,8 +442,8 @@ class RequestDispatcher:
         return target
 
 
-def _may_divide(request: PreparedRequest) -> bool:
-    """Whether two workers may compute the prompt. An image must not be divided, and decode makes the first token."""
+def _may_divide(request: PreparedRequest, retries: RetryState) -> bool:
+    """Whether two workers may compute the prompt. An image must not be divided."""
     anywhere = request.placement == inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
-    by_decode = request.first_token in (first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED, BY_DECODE)
-    return anywhere and by_decode and not (request.images or request.generated)
+    is_first = retries.last_error is None
+    return is_first and anywhere and not (request.images or request.generated)

@@ -6,16 +6,18 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Final, NamedTuple
 
 from sortedcontainers import SortedDict
 
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_router.costs import DIVIDED_MIN_S, best_part, parts_s
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
 from headrace_router.prefill_queue.waiting import GroupTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
+from headrace_router.workers.table import time_values
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512
@@ -143,6 +145,15 @@ class AffinityWaits:
         for queued in ended:
             self._on_end(queued)
         self._start_timer()
+
+
+class Parts(NamedTuple):
+    """`first` computes the tokens of a prompt below `token`, and `second`, at this endpoint, the others beside it."""
+
+    first: PrefillWorkerStream
+    second: PrefillWorkerStream
+    token: int
+    endpoint: str
 
 
 # To wait for a worker is worth it when that saves at least this share of the prompt.
@@ -312,7 +323,8 @@ class QueueGroup:
     ) -> None:
         """A worker completed a task, of which it had `cached_tokens`."""
         self.task_ended(stream, queued)
-        self.tasks.corrected(queued, max(1, queued.tokens - cached_tokens))
+        had_tokens = max(cached_tokens, queued.task.first_part.end_token)
+        self.tasks.corrected(queued, max(1, queued.tokens - had_tokens))
 
     def _assign_or_queue(self, queued: QueuedTask) -> None:
         """Sends a task to a worker with credits, or lets it wait for a better one, or adds it to a lane."""
@@ -333,6 +345,40 @@ class QueueGroup:
     def _send(self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float) -> None:
         stream.send_task(queued, now_s)
         self.tasks.handed_out(queued)
+
+    def division(self, queued: QueuedTask, gain: float) -> Parts | None:
+        """How two idle workers compute a new task earlier than one, at least by the share `gain` of its time."""
+        first = self._with_credits.best_for(queued, restricted=False)
+        if first is None or not first.may_divide:
+            return None
+        others = (one for one in self.worker_streams.values() if one is not first and one.may_divide)
+        far = queued.extra_tokens or (lambda _: 0.0)
+        fit = (one for one in others if one.ref not in queued.avoid)
+        second = min(fit, key=lambda one: far(one.ref), default=None)
+        if second is None or first.beside is None or second.beside is None:
+            return None
+        models = self.times.of(first.ref), self.times.of(second.ref)
+        one, other = (() if it is None else time_values(it.steps, it.handovers) for it in models)
+        if not one or not other:
+            return None
+        cached_tokens = queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)
+        step_tokens = min(first.beside.step_tokens, second.beside.step_tokens)
+        found = best_part(
+            one[:7],
+            other[:7],
+            one[7:],
+            cached_tokens=cached_tokens,
+            end_token=queued.tokens,
+            step_tokens=step_tokens,
+            block_tokens=second.block_tokens,
+            layer_bytes=self.token_bytes / self.layout.layer_count,
+        )
+        if found is None:
+            return None
+        alone_s = float(parts_s(one[:7], cached_tokens[0], queued.tokens, step_tokens)[0])
+        token, divided_s = found
+        worth_it = alone_s >= DIVIDED_MIN_S and divided_s <= (1.0 - gain) * alone_s
+        return Parts(first, second, token, second.beside.endpoint) if worth_it else None
 
     def _workers_worth_waiting_for(
         self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float

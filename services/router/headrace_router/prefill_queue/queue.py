@@ -10,11 +10,13 @@ because a decode worker admits one sender incarnation to a transfer and rejects 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -34,9 +36,15 @@ from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.group import QueueGroup
+from headrace_router.prefill_queue.group import Parts, QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing
-from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
+from headrace_router.prefill_queue.task import (
+    QueuedTask,
+    SignTask,
+    TaskOutcome,
+    TaskTerms,
+    sent_tokens,
+)
 from headrace_router.prefill_queue.worker_stream import ConnectedWorkers, PrefillWorkerStream
 from headrace_router.workers.table import NO_TIMES
 
@@ -183,9 +191,49 @@ class PrefillQueue:
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
+        parts = group.division(queued, terms.divide_gain) if terms.divide_gain else None
+        if parts is not None:
+            self._divide(queued, parts, terms)
         queued.joined_queue(group.tasks.before(queued))
         group.add(queued)
+        if queued.part is not None:
+            group.add(queued.part)
         return queued
+
+    def _divide(self, queued: QueuedTask, parts: Parts, terms: TaskTerms) -> None:
+        """A new task gets a part. A worker that fails ends the work of the other one for it."""
+        first, second = parts.first, parts.second
+        task = queued.first_part(parts.token, second.ref, parts.endpoint)
+        ticket = first.ticket(task)
+        part = QueuedTask(
+            task=task,
+            group_key=queued.group_key,
+            terms=replace(terms, planned=first.ref, returns_max=0),
+            number=next(self._numbers),
+            cancel=self.cancel,
+        )
+        ref = first.ref
+        queued.divide(
+            part,
+            prefill_pb2.FirstPart(
+                worker_id=ref.worker_id,
+                incarnation=ref.incarnation,
+                handoff_ticket=ticket,
+                end_token=parts.token,
+            ),
+            second.ref,
+        )
+
+        def ended(outcome: asyncio.Future[TaskOutcome]) -> None:
+            if outcome.result().error is None:
+                return
+            if outcome is queued.outcome:
+                part.cancel()
+            elif not queued.outcome.done():
+                second.send_cancel(task.transfer_id)
+
+        for one in (queued, part):
+            one.outcome.add_done_callback(ended)
 
     def add_worker(
         self,
@@ -196,7 +244,8 @@ class PrefillQueue:
     ) -> PrefillWorkerStream:
         """A worker has opened its stream. Raises DuplicateTransfer when this incarnation has one already."""
         key = fingerprint(layout)
-        stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
+        number, sign = next(self._numbers), self._sign
+        stream = PrefillWorkerStream(ref, model, key, number, sign, adapters, layout.block_tokens)
         self.workers.add(stream)
         group = self._groups.get(key)
         if group is None:

@@ -19,6 +19,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_frontend.request.images import PromptImages
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.messages import prefix_transfer
 
 _PREFERRED_WORKERS_MAX: Final = 8
 _AT_FRONT: Final = 0
@@ -45,7 +46,8 @@ class TaskTerms:
     `deadline_s` is by the router's monotonic clock. The queue never hands the task to a worker in `avoid`. `cached`
     gives the prompt tokens that each worker has cached. A worker may return the task unopened `returns_max` times.
     `front` puts the task before all tasks of its tenant and class that were never handed out.
-    `planned` gets the task if it has room. `images` are those of the task's prompt.
+    `planned` gets the task if it has room. `images` are those of the task's prompt. Two workers compute it where that
+    takes less time by the share `divide_gain`; 0: never.
     """
 
     deadline_s: float
@@ -57,6 +59,7 @@ class TaskTerms:
     tenant: str = DEFAULT_TENANT
     planned: WorkerRef | None = None
     images: PromptImages = ()
+    divide_gain: float = 0.0
 
     def missing_tokens(self, tokens: int) -> int:
         """Of `tokens`, those that the worker with the longest cached prefix has to compute."""
@@ -120,6 +123,8 @@ class QueuedTask:
         self.may_wait = bool(terms.cached) and terms.planned is None
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
+        self.part: QueuedTask | None = None
+        """The task of another worker that computes the first tokens at the same time."""
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
@@ -202,6 +207,24 @@ class QueuedTask:
         if not self.first_token.done():
             self.first_token.set_result(first)
 
+    def first_part(self, end_token: int, second: WorkerRef, endpoint: str) -> prefill_pb2.PrefillTask:
+        """A task for the tokens before `end_token`, whose KV goes to the worker that computes the others."""
+        part = prefill_pb2.PrefillTask()
+        part.CopyFrom(self.task)
+        part.ClearField("sampling")
+        part.transfer_id = prefix_transfer(self.task.transfer_id)
+        part.token_ids.extend(self._token_ids.ids[:end_token])
+        part.start_token, part.send_hidden_state = 0, False
+        part.decode_worker_id, part.decode_incarnation = second.worker_id, second.incarnation
+        part.decode_endpoint = endpoint
+        return part
+
+    def divide(self, part: QueuedTask, first: prefill_pb2.FirstPart, second: WorkerRef) -> None:
+        """`second` computes the tokens after those of `part`, which the first worker computes."""
+        self.part, self.planned, self.may_wait = part, second, False
+        self.cached = {second: first.end_token}
+        self.task.first_part.CopyFrom(first)
+
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""
         self.returns_left -= 1
@@ -209,6 +232,7 @@ class QueuedTask:
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
         self.pulled_ns = 0
+        self.task.ClearField("first_part")
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""

@@ -33,6 +33,17 @@ _LoadKey: TypeAlias = tuple[int, int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """How a prefill worker computes a prompt's last tokens beside another one, which sends it the others.
+
+    `step_tokens`: those of a step at most. `endpoint`: where it receives.
+    """
+
+    step_tokens: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillLoad:
     """A prefill worker at one moment. `load_tokens` are those that it has still to compute."""
 
@@ -53,8 +64,10 @@ class PrefillWorkerStream:
         number: int,
         sign: SignTask,
         adapters: frozenset[Adapter] = frozenset(),
+        block_tokens: int = 1,
     ) -> None:
         self.ref = ref
+        self.block_tokens = block_tokens
         self.model = model
         self.adapters = adapters
         """Those of new prompts."""
@@ -75,6 +88,7 @@ class PrefillWorkerStream:
         """Whether the worker takes no more tasks."""
         self.restricted = False
         """See `restrict`."""
+        self.beside: Beside | None = None
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
         self.tenants: Counter[str] = Counter()
@@ -105,6 +119,12 @@ class PrefillWorkerStream:
         busy = len(self.tasks) >= _BUSY_TASKS and self.load_tokens >= _BUSY_TOKENS
         return self.credits == 1 and busy
 
+    @property
+    def may_divide(self) -> bool:
+        """Whether it can compute a prompt together with another worker now: it has nothing else to do."""
+        idle = self.credits > 0 and not self.tasks and not self.restricted
+        return idle and self.beside is not None
+
     def may_take(self, tenant: str) -> bool:
         """Whether a task of a tenant may have a credit."""
         return self.credits > 0 and not (self.keeps_credit and tenant in self.tenants)
@@ -126,11 +146,14 @@ class PrefillWorkerStream:
         if not self.retired:
             self.credits += task_count
 
-    def replace_adapters(self, adapters: frozenset[Adapter]) -> None:
-        """The worker announces others, or the same ones."""
+    def update(self, member: registry_pb2.Member) -> None:
+        """The worker announces this."""
+        adapters = adapters_from_proto(member.adapters)
         if adapters != self.adapters:
             self.usable_adapters = adapters | self.adapters
             self.adapters = adapters
+        if member.computes_beside:
+            self.beside = Beside(member.max_num_batched_tokens, member.endpoint)
 
     def restrict(self, restricted: bool) -> None:
         """Whether the worker gets only tasks that no other worker may take, from now on."""
@@ -149,7 +172,11 @@ class PrefillWorkerStream:
         self.tasks[queued.task.transfer_id] = queued
         self.tenants[queued.tenant] += 1
         queued.handed_to(self.ref, now_s)
-        self.outbox.put_nowait(queued.message(self._sign(queued.task, self.ref, self._layout_hash)))
+        self.outbox.put_nowait(queued.message(self.ticket(queued.task)))
+
+    def ticket(self, task: prefill_pb2.PrefillTask) -> bytes:
+        """The worker's handoff ticket for a task."""
+        return self._sign(task, self.ref, self._layout_hash)
 
     def send_cancel(self, transfer_id: str) -> None:
         """Asks the worker to stop a task."""
@@ -187,6 +214,7 @@ class ConnectedWorkers:
         self._restricted: frozenset[WorkerRef] = frozenset()
         self._streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
+        self._members: dict[WorkerRef, registry_pb2.Member] = {}
 
     @property
     def restricted(self) -> frozenset[WorkerRef]:
@@ -215,6 +243,8 @@ class ConnectedWorkers:
             )
         stream.restrict(ref in self._restricted)
         self._streams[ref] = stream
+        if ref in self._members:
+            stream.update(self._members[ref])
 
     def remove(self, stream: PrefillWorkerStream) -> None:
         """A worker's stream has ended."""
@@ -234,14 +264,15 @@ class ConnectedWorkers:
         else:
             self._pulling.pop(layout, None)
 
-    def update_adapters(self, members: Iterable[registry_pb2.Member]) -> None:
-        """From now on, connected workers get new tasks for the adapters that the registry has of them."""
-        for member in members:
-            if member.role not in COMPUTE_PROMPTS:
-                continue
-            stream = self._streams.get(WorkerRef(member.worker_id, member.incarnation))
-            if stream is not None:
-                stream.replace_adapters(adapters_from_proto(member.adapters))
+    def update(self, members: Iterable[registry_pb2.Member]) -> None:
+        """From now on, connected workers get new tasks by what the registry has of them, such as their adapters."""
+        self._members = {
+            WorkerRef(member.worker_id, member.incarnation): member
+            for member in members
+            if member.role in COMPUTE_PROMPTS
+        }
+        for ref in self._members.keys() & self._streams.keys():
+            self._streams[ref].update(self._members[ref])
 
     def pulling(self, adapter: Adapter | None = None) -> Mapping[KvLayout, frozenset[WorkerRef]]:
         """The workers that take tasks, by layout fingerprint: all, or those with an adapter.
