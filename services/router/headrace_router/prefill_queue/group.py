@@ -351,7 +351,9 @@ class QueueGroup:
         first = self._with_credits.best_for(queued, restricted=False)
         if first is None or not first.may_divide:
             return None
-        others = (one for one in self.worker_streams.values() if one is not first and one.may_divide)
+        others = (
+            one for one in self.worker_streams.values() if one is not first and one.may_divide
+        )
         far = queued.extra_tokens or (lambda _: 0.0)
         fit = (one for one in others if one.ref not in queued.avoid)
         second = min(fit, key=lambda one: far(one.ref), default=None)

@@ -207,7 +207,9 @@ class QueuedTask:
         if not self.first_token.done():
             self.first_token.set_result(first)
 
-    def first_part(self, end_token: int, second: WorkerRef, endpoint: str) -> prefill_pb2.PrefillTask:
+    def first_part(
+        self, end_token: int, second: WorkerRef, endpoint: str
+    ) -> prefill_pb2.PrefillTask:
         """A task for the tokens before `end_token`, whose KV goes to the worker that computes the others."""
         part = prefill_pb2.PrefillTask()
         part.CopyFrom(self.task)

@@ -19,6 +19,7 @@ from headrace_common.latency.clocks import ClockOffset
 from headrace_common.latency.steps import (
     BY_DECODE,
     MAKERS,
+    PrefillSteps,
     decode_steps,
     prefill_steps,
 )
@@ -31,7 +32,7 @@ from headrace_frontend.running.record import AttemptRecord, Attributes, RequestR
 from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.placement import Decision, candidate_text
-from headrace_router.prefill_queue.task import QueuedTask
+from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
 
 _WORKERS_MAX: Final = 4_096
 _PAUSE_MIN_US: Final = 5_000
@@ -74,6 +75,16 @@ class Move(NamedTuple):
     gap_ns: int = 0
 
 
+class PrefillTaskRecord(NamedTuple):
+    """A prefill task, as its worker has reported it. Its KV went to worker `destination`."""
+
+    worker_id: str
+    destination: str
+    done: prefill_pb2.TaskDone
+    steps: PrefillSteps
+    tokens: int
+
+
 @dataclass(eq=False, slots=True)
 class RoutedAttempt(AttemptRecord):
     """One attempt of this router. Times are microseconds of its clock, 0 or None for what has not happened.
@@ -94,6 +105,9 @@ class RoutedAttempt(AttemptRecord):
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
+    part: PrefillTaskRecord | None = None
+    """The first tokens, where another prefill worker computed them."""
+    part_receipt: receipt_pb2.Receipt | None = None
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -136,6 +150,14 @@ class RoutedAttempt(AttemptRecord):
         """The prompt is in the prefill queue."""
         self._queued, self.outcome = task, task.outcome
         task.report_late(self._reported_late)
+        if task.part is not None:
+            task.part.outcome.add_done_callback(self._part_ended)
+
+    def _part_ended(self, outcome: asyncio.Future[TaskOutcome]) -> None:
+        done = outcome.result().done
+        if done is not None:
+            self.part_receipt = done.receipt
+            self.charge_late(done.receipt)
 
     def _reported_late(self, done: prefill_pb2.TaskDone) -> None:
         self.done = self.done or done
@@ -163,6 +185,13 @@ class RoutedAttempt(AttemptRecord):
             self.pulled = queued.pulled_ns // 1_000 or None
             if queued.worker is not None and queued.pulled_ns:
                 self._add_prefill(queued, queued.worker.worker_id)
+            part = queued.part
+            if part is not None and part.worker is not None and part.outcome.done():
+                done, worker_id = part.outcome.result().done, part.worker.worker_id
+                steps = self._steps_of(part, worker_id, done)
+                if done is not None and steps is not None:
+                    to = part.decode.worker_id
+                    self.part = PrefillTaskRecord(worker_id, to, done, steps, part.tokens)
 
     def move(self, prefill_us: int, decode_us: int) -> None:
         AttemptRecord.move(self, prefill_us, decode_us)
@@ -178,14 +207,21 @@ class RoutedAttempt(AttemptRecord):
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        if done is None:
-            return self._receipt(None)
-        link = receipt_pb2.LinkUse(
-            source_worker_id=self.prefill_worker_id,
-            destination_worker_id=self.worker_id("decode"),
-            payload_bytes=done.payload_bytes,
-        )
-        return self._receipt(done.receipt, *((link,) if link.payload_bytes else ()))
+        links = [
+            receipt_pb2.LinkUse(
+                source_worker_id=source,
+                destination_worker_id=destination,
+                payload_bytes=report.payload_bytes,
+            )
+            for source, destination, report in (
+                (self.prefill_worker_id, self.worker_id("decode"), done),
+                self.part[:3] if self.part is not None else ("", "", None),
+            )
+            if report is not None and report.payload_bytes
+        ]
+        found = self._receipt(None if done is None else done.receipt, *links)
+        part = [] if self.part_receipt is None else [self.part_receipt]
+        return found._replace(parts=[*part, *found.parts])
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
@@ -203,21 +239,33 @@ class RoutedAttempt(AttemptRecord):
         done = queued.outcome.result().done if queued.outcome.done() else None
         first = queued.first_token.result() if queued.first_token.done() else None
         report = done if done is not None and done.HasField("times") else first
-        if report is None or not report.HasField("times"):
+        steps = self._steps_of(queued, worker_id, report)
+        if report is not None and report.HasField("times"):
+            self.done = done
+        if steps is None:
             return
-        self.done = done
+        self.prefill = steps
+        if first is not None:
+            self.prefill = steps._replace(sent=steps.received + first.times.sent_us)
+
+    def _steps_of(
+        self,
+        queued: QueuedTask,
+        worker_id: str,
+        report: prefill_pb2.TaskDone | prefill_pb2.FirstToken | None,
+    ) -> PrefillSteps | None:
+        """The steps of a task. None while they or the worker's clock are unknown."""
+        if report is None or not report.HasField("times"):
+            return None
         times = report.times
         clock = self.worker_clocks.clock(worker_id)
         received_ns = times.received_unix_ns
-        if report is done:
+        if isinstance(report, prefill_pb2.TaskDone):
             replied_ns = received_ns + 1_000 * times.sent_us
             clock.add_exchange(queued.pulled_ns, received_ns, replied_ns, queued.ended_ns)
         if not clock.known:
-            return
-        received_us = self._received_us(clock, worker_id, received_ns)
-        self.prefill = prefill_steps(times, received_us)
-        if first is not None:
-            self.prefill = self.prefill._replace(sent=received_us + first.times.sent_us)
+            return None
+        return prefill_steps(times, self._received_us(clock, worker_id, received_ns))
 
     def _received_us(self, clock: ClockOffset, worker_id: str, received_unix_ns: int) -> int:
         difference = self.differences[worker_id] = clock.difference
@@ -325,9 +373,23 @@ class RoutedAttempt(AttemptRecord):
     def _prefill_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
     ) -> Iterator[ReadableSpan]:
-        prefill, done = self.prefill, self.done or prefill_pb2.TaskDone()
-        if prefill is None:
+        if self.prefill is None:
             return
+        part, tokens = self.part, request.prompt_tokens + self.generated_tokens
+        own = PrefillTaskRecord(
+            self.prefill_worker_id,
+            decision.worker.ref.worker_id,
+            self.done or prefill_pb2.TaskDone(),
+            self.prefill,
+            decision.computes_from or (tokens if part is None else tokens - part.tokens),
+        )
+        for task in (own,) if part is None else (part, own):
+            yield from self._task_spans(task, maker, parent, self._ids(request))
+
+    def _task_spans(
+        self, task: PrefillTaskRecord, maker: SpanMaker, parent: SpanContext, ids: Attributes
+    ) -> Iterator[ReadableSpan]:
+        prefill, done = task.steps, task.done
         ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
         cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
         own = maker.of_steps(
@@ -335,8 +397,8 @@ class RoutedAttempt(AttemptRecord):
             parent,
             (prefill.received, max(time or 0 for time in ends)),
             {
-                **self._ids(request),
-                schema.ATTRIBUTE_PREFILL_WORKER_ID: self.prefill_worker_id,
+                **ids,
+                schema.ATTRIBUTE_PREFILL_WORKER_ID: task.worker_id,
                 **cached,
                 schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes,
             },
@@ -344,9 +406,7 @@ class RoutedAttempt(AttemptRecord):
         yield own
         if prefill.compute_start is not None and prefill.compute_end is not None:
             times = (prefill.compute_start, prefill.compute_end)
-            tokens = decision.computes_from or request.prompt_tokens + self.generated_tokens
-            tokens -= done.cached_tokens
-            counts = {**cached, schema.ATTRIBUTE_TOKENS: tokens}
+            counts = {**cached, schema.ATTRIBUTE_TOKENS: task.tokens - done.cached_tokens}
             yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
         if done.HasField("last_link"):
             link = done.last_link
@@ -357,7 +417,7 @@ class RoutedAttempt(AttemptRecord):
                 {
                     schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
                     schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+                    schema.ATTRIBUTE_DECODE_WORKER_ID: task.destination,
                     schema.ATTRIBUTE_TRANSPORT: link.transport,
                     schema.ATTRIBUTE_STRATEGY: link.strategy,
                     schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,

@@ -253,7 +253,9 @@ class TimeColumns:
         overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), generic)
         unlearned = overall[0] / generic[0] * generic
         if prefill.knows_prompts:
-            unlearned = np.where(_PART_OF == _PROMPTS, time_values(prefill, NO_HANDOVERS), unlearned)
+            unlearned = np.where(
+                _PART_OF == _PROMPTS, time_values(prefill, NO_HANDOVERS), unlearned
+            )
         overall = np.where(counts, overall, unlearned)
         counts = votes @ self._kinds
         means = np.where(counts, learned @ self._kinds / np.maximum(1, counts), overall[:, None])
