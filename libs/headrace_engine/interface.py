@@ -89,8 +89,8 @@ class RemotePrefix(Protocol):
         """Whether the KV is fetched into the reserved blocks, which hold the tokens that this engine lacks.
 
         If so, `Arrived` or `Recompute` follows. The blocks stay held until `Arrived` or `Released` (I1). Called at most
-        once. It neither waits nor raises. Where the engine `computes_beside`, `LayersArrived` may come before. After it,
-        the prefill is cancelled in place of `Recompute`.
+        once. It neither waits nor raises. Where the engine `computes_beside`, `LayersArrived` may come before. Then the
+        prefill is cancelled in place of `Recompute`.
         """
         ...
 

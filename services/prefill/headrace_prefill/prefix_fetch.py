@@ -172,20 +172,14 @@ class PrefixFetch:
         """See RemotePrefix."""
         self.end_token = end_token
         """See RemotePrefix."""
+        self.least_tokens = fetcher.rule.min_tokens
+        """See RemotePrefix."""
+        self.error: HeadraceError | None = None
+        """What has ended the task, since the engine computes with KV that does not come."""
         self._fetcher = fetcher
         self._target = target
         self._running: asyncio.Task[None] | None = None
         self._closed = False
-
-    @property
-    def least_tokens(self) -> int:
-        """See RemotePrefix."""
-        return self._fetcher.rule.min_tokens
-
-    @property
-    def error(self) -> HeadraceError | None:
-        """The failure that has ended the task: the engine computes with KV that does not come. None without one."""
-        return None
 
     def start(self, reservation: Reservation) -> bool:
         """See RemotePrefix."""
@@ -282,19 +276,11 @@ class ComputedPart(PrefixFetch):
         self, fetcher: PrefixFetcher, target: TransferTarget, part: prefill_pb2.FirstPart
     ) -> None:
         super().__init__(fetcher, target, part.end_token)
+        self.least_tokens = 1
         self._sender = WorkerRef(part.worker_id, part.incarnation), part.handoff_ticket
         self._task = asyncio.current_task()
         self._begun = False
-        self._error: HeadraceError | None = None
         fetcher.receiver.expect(self.transfer_id)
-
-    @property
-    def least_tokens(self) -> int:
-        return 1
-
-    @property
-    def error(self) -> HeadraceError | None:
-        return self._error
 
     def start(self, reservation: Reservation) -> bool:
         late_s = late_layers_s(self._fetcher.engine.step_times, reservation.end_token)
@@ -322,7 +308,7 @@ class ComputedPart(PrefixFetch):
         if not self._begun:
             self._fetcher.engine.transfer_event(Recompute(self.transfer_id))
         elif self._task is not None and not self._closed:
-            self._error = failure
+            self.error = failure
             self._task.cancel()
 
 

@@ -63,10 +63,8 @@ MESSAGES_S: Final = 0.02
 _WAIT_MAX_S: Final = 3_600.0
 """Of the prefill queue: a full one has an infinite wait."""
 _SHARE_MIN: Final = 0.05
-DIVIDED_MIN_S: Final = 0.1
+_DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
-_LENGTH_GAIN: Final = 0.05
-_FIRST_LENGTH: Final = 128.0
 _DEFAULT_TPOT_STEPS: Final = 4.0
 """Without a bound on the time per output token, steps may take this many times those of one answer."""
 
@@ -94,22 +92,6 @@ class TokenTargets:
 
 
 NO_TARGETS: Final = TokenTargets()
-
-
-class AnswerLengths:
-    """The mean length of the answers of each model. Recent ones count more. One event loop owns it."""
-
-    def __init__(self) -> None:
-        self._means: dict[str, float] = {}
-
-    def ended(self, model: str, tokens: int) -> None:
-        """An answer has ended after `tokens`."""
-        mean = self._means.get(model, float(tokens))
-        self._means[model] = mean + _LENGTH_GAIN * (tokens - mean)
-
-    def expected(self, model: str, tokens_max: int) -> float:
-        """Tokens that an answer of at most `tokens_max` is expected to have."""
-        return max(1.0, min(self._means.get(model, _FIRST_LENGTH), tokens_max))
 
 
 @dataclass(slots=True)
@@ -325,34 +307,33 @@ def division(
     answers, which would wait too, and the other one no prompts. Both have learned their times.
     """
     undivided_s = float(costs.first_s[row])
-    if undivided_s < DIVIDED_MIN_S or table.requests[row] or row in table.times.with_prompts:
+    if table.requests[row] or row in table.times.with_prompts:
         return None
     computed_s = costs.computed_s.copy()
     computed_s[[row, *table.times.with_prompts]] = np.inf
     other = int(computed_s.argmin())
     # Answers of the other one take a share of its time.
-    slower = computed_s[other] / max(DIVIDED_MIN_S, _alone_s(table, asked, other))
-    workers, steps = table.workers, table.times.steps
+    slower = computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other))
+    first, second = table.workers[other], table.workers[row]
     found = best_part(
-        steps[:, other],
-        steps[:, row],
-        table.times.handovers[:, other],
+        table.times.column(other),
+        table.times.column(row),
+        gain,
         cached_tokens=(asked.needed_tokens - asked.missing[[other, row]]).astype(int),
         end_token=asked.needed_tokens + 1,
-        step_tokens=min(workers[row].step_tokens, workers[other].step_tokens),
-        block_tokens=workers[row].layout.block_tokens,
-        layer_bytes=table.token_bytes[row] / workers[row].layout.layer_count,
+        step_tokens=min(first.step_tokens, second.step_tokens),
+        block_tokens=second.layout.block_tokens,
+        layer_bytes=table.token_bytes[row] / second.layout.layer_count,
         slower=max(1.0, slower),
+        undivided_s=undivided_s,
     )
-    if found is None or found[1] > (1.0 - gain) * undivided_s:
-        return None
-    return Division(other, *found)
+    return None if found is None else Division(other, *found)
 
 
 def best_part(
     first: _Column,
     second: _Column,
-    handover: _Column,
+    gain: float,
     *,
     cached_tokens: Sequence[int] | Rows,
     end_token: int,
@@ -360,35 +341,40 @@ def best_part(
     block_tokens: int,
     layer_bytes: float,
     slower: float = 1.0,
+    undivided_s: float | None = None,
 ) -> tuple[int, float] | None:
-    """The best token from which a second worker computes a prompt below `end_token`, and when it has computed.
+    """The best token from which a second worker computes a prompt below `end_token`, and when it has done so.
 
-    `first` and `second` are their steps, `handover` is that of the first one: columns of TimeColumns. The second one
-    computes one step at most. `cached_tokens`: of both. `layer_bytes`: of a token in a layer.
+    None where that is not earlier than `undivided_s` by the share `gain`, by default than the first worker alone. Both
+    are columns of TimeColumns. The second one computes one step at most. `layer_bytes`: of a token in a layer.
     """
     least = max(*cached_tokens, end_token - 1 - step_tokens)
     tokens = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
     if not (step_tokens and len(tokens) and math.isfinite(slower)):
         return None
-    first_s, last_s = parts_s(first, int(cached_tokens[0]), tokens, step_tokens)
-    own_s, _ = parts_s(second, tokens, end_token, step_tokens)
-    handed_s = handover[0] + handover[1] * layer_bytes * tokens + MESSAGES_S
+    cached = int(cached_tokens[0])
+    first_s, last_s = _parts_s(first, cached, tokens, step_tokens)
+    own_s, _ = _parts_s(second, tokens, end_token, step_tokens)
+    if undivided_s is None:
+        undivided_s = float(_parts_s(first, cached, end_token, step_tokens)[0])
+    handed_s = first[-2] + first[-1] * layer_bytes * tokens + MESSAGES_S
     begun_s = np.maximum(first_s, first_s - last_s + own_s) * slower + handed_s
     best = int(begun_s.argmin())
-    return int(tokens[best]), float(begun_s[best])
+    late = undivided_s < _DIVIDED_MIN_S or begun_s[best] > (1.0 - gain) * undivided_s
+    return None if late else (int(tokens[best]), float(begun_s[best]))
 
 
-def parts_s(
-    steps: _Column, start: int | Rows, end: int | Rows, step_tokens: int
+def _parts_s(
+    times: _Column, start: int | Rows, end: int | Rows, step_tokens: int
 ) -> tuple[Numbers, Numbers]:
-    """How long a worker with these steps computes tokens [start, end) of a prompt, and the last of its steps."""
-    fixed, prompt, token, attended, _, _, sent = steps
+    """How long a worker with these times computes tokens [start, end) of a prompt, and the last of its steps."""
+    fixed, prompt, token, attended, _, _, sent, *_ = times
     count = np.asarray(end - start, np.float64)
-    step_count = np.ceil(count / step_tokens)
-    tail = count - (step_count - 1) * step_tokens
-    each_s = fixed + prompt
-    all_s = step_count * each_s + (token + sent + attended * (start + count / 2)) * count
-    return all_s, each_s + (token + sent + attended * (end - tail / 2)) * tail
+    steps = np.ceil(count / step_tokens)
+    tail = count - (steps - 1) * step_tokens
+    all_s = steps * (fixed + prompt) + (token + sent + attended * (start + count / 2)) * count
+    tail_s = fixed + prompt + (token + sent + attended * (end - tail / 2)) * tail
+    return all_s, tail_s
 
 
 def _alone_s(table: LoadTable, asked: Asked, row: int) -> float:

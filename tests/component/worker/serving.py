@@ -20,6 +20,7 @@ from headrace_common.identity import new_incarnation
 from headrace_common.registry.view import RegistryView
 from headrace_decode.config import DecodeConfig
 from headrace_decode.main import DecodeServer
+from headrace_engine.config import WorkerRole
 from headrace_engine.factory import build_engine
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
@@ -84,7 +85,7 @@ class Workers:
         await until(idle)
 
 
-_SERVERS = {
+_SERVERS: dict[WorkerRole, Any] = {
     "both": (BothConfig, BothServer),
     "prefill": (PrefillConfig, PrefillServer),
     "decode": (DecodeConfig, DecodeServer),
@@ -93,10 +94,10 @@ _SERVERS = {
 
 @asynccontextmanager
 async def running(
-    model: str = MODEL, *, roles: dict[str, int] | None = None, **more: object
+    model: str = MODEL, *, roles: dict[WorkerRole, int] | None = None, **more: object
 ) -> AsyncIterator[Workers]:
     """So many workers of each role serve, two of both roles by default. The router sees their prefix caches."""
-    counts = roles or {"both": 2}
+    counts: dict[WorkerRole, int] = roles or {"both": 2}
     async with AsyncExitStack() as held:
         secret = RegistryConfig.model_validate(
             {"insecure": True, "prefix_hash_key": SecretStr("of this test, long enough")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.inference.v1 import first_token_pb2, trace_pb2
+from headrace_engine.config import WorkerRole
 from headrace_engine.connector.step_executor import StepExecutor
 from headrace_prefill import prefix_fetch
 from headrace_router.prefill_queue.group import Parts, QueueGroup
@@ -15,7 +16,7 @@ from tests.suite.deployment import greedy, prompt_of
 LAYERS = 4
 DIVIDED = f"{MODEL},layers={LAYERS},prefill_s_per_token=0.0005,decode_step_s=0.002"
 DIVIDED_AT = 320
-POOLS = {"prefill": 2, "decode": 1}
+POOLS: dict[WorkerRole, int] = {"prefill": 2, "decode": 1}
 FIRST, SECOND = "prefill-0", "prefill-1"
 BY_DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 BY_PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
@@ -30,8 +31,7 @@ def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
         first, second = streams.get(FIRST), streams.get(SECOND)
         if first is None or second is None or not (first.may_divide and second.may_divide):
             return None
-        assert second.beside is not None
-        return Parts(first, second, DIVIDED_AT, second.beside.endpoint)
+        return Parts(first, second, DIVIDED_AT)
 
     monkeypatch.setattr(QueueGroup, "division", division)
 

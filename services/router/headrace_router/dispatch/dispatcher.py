@@ -21,12 +21,18 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord, now_us
 from headrace_kv.compatibility import fingerprint
-from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
+from headrace_router.costs import Candidates, TokenTargets
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.dispatch.messages import Policy as FirstTokenMaker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
-from headrace_router.placement import Decision, Placement, PlacementRequest, RoutePolicy
+from headrace_router.placement import (
+    AnswerLengths,
+    Decision,
+    Placement,
+    PlacementRequest,
+    RoutePolicy,
+)
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
@@ -248,8 +254,9 @@ class RequestDispatcher:
             adapter=request.adapter,
             targets=targets,
             early_first=maker != BY_DECODE,
-            # The worker that generates makes the first token.
             may_divide=_may_divide(request, retries)
+            and request.placement == inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
+            # The worker that generates makes the first token.
             and request.first_token in (first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED, BY_DECODE),
         )
         try:
@@ -443,7 +450,5 @@ class RequestDispatcher:
 
 
 def _may_divide(request: PreparedRequest, retries: RetryState) -> bool:
-    """Whether two workers may compute the prompt. An image must not be divided."""
-    anywhere = request.placement == inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
-    is_first = retries.last_error is None
-    return is_first and anywhere and not (request.images or request.generated)
+    """Whether two workers may compute the prompt, in the first attempt. An image must not be divided."""
+    return retries.last_error is None and not (request.images or request.generated)

@@ -13,7 +13,7 @@ from sortedcontainers import SortedDict
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.costs import DIVIDED_MIN_S, best_part, parts_s
+from headrace_router.costs import best_part
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
 from headrace_router.prefill_queue.waiting import GroupTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
@@ -148,12 +148,11 @@ class AffinityWaits:
 
 
 class Parts(NamedTuple):
-    """`first` computes the tokens of a prompt below `token`, and `second`, at this endpoint, the others beside it."""
+    """`first` computes the tokens of a prompt below `token`, and `second` the others beside it."""
 
     first: PrefillWorkerStream
     second: PrefillWorkerStream
     token: int
-    endpoint: str
 
 
 # To wait for a worker is worth it when that saves at least this share of the prompt.
@@ -349,38 +348,27 @@ class QueueGroup:
     def division(self, queued: QueuedTask, gain: float) -> Parts | None:
         """How two idle workers compute a new task earlier than one, at least by the share `gain` of its time."""
         first = self._with_credits.best_for(queued, restricted=False)
-        if first is None or not first.may_divide:
-            return None
-        others = (
-            one for one in self.worker_streams.values() if one is not first and one.may_divide
-        )
+        fit = (one for one in self.worker_streams.values() if one.ref not in queued.avoid)
         far = queued.extra_tokens or (lambda _: 0.0)
-        fit = (one for one in others if one.ref not in queued.avoid)
-        second = min(fit, key=lambda one: far(one.ref), default=None)
-        if second is None or first.beside is None or second.beside is None:
+        others = [one for one in fit if one.may_divide and one is not first]
+        if first is None or not first.may_divide or not others:
             return None
+        second = min(others, key=lambda one: far(one.ref))
         models = self.times.of(first.ref), self.times.of(second.ref)
         one, other = (() if it is None else time_values(it.steps, it.handovers) for it in models)
-        if not one or not other:
+        if not (one and other):
             return None
-        cached_tokens = queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)
-        step_tokens = min(first.beside.step_tokens, second.beside.step_tokens)
         found = best_part(
-            one[:7],
-            other[:7],
-            one[7:],
-            cached_tokens=cached_tokens,
+            one,
+            other,
+            gain,
+            cached_tokens=(queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)),
             end_token=queued.tokens,
-            step_tokens=step_tokens,
+            step_tokens=min(one.member.max_num_batched_tokens for one in (first, second)),
             block_tokens=second.block_tokens,
             layer_bytes=self.token_bytes / self.layout.layer_count,
         )
-        if found is None:
-            return None
-        alone_s = float(parts_s(one[:7], cached_tokens[0], queued.tokens, step_tokens)[0])
-        token, divided_s = found
-        worth_it = alone_s >= DIVIDED_MIN_S and divided_s <= (1.0 - gain) * alone_s
-        return Parts(first, second, token, second.beside.endpoint) if worth_it else None
+        return None if found is None else Parts(first, second, found[0])
 
     def _workers_worth_waiting_for(
         self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float

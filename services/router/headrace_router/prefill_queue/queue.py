@@ -36,7 +36,7 @@ from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.group import Parts, QueueGroup
+from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.task import (
     QueuedTask,
@@ -193,47 +193,20 @@ class PrefillQueue:
             raise _no_eligible_worker(task.transfer_id)
         parts = group.division(queued, terms.divide_gain) if terms.divide_gain else None
         if parts is not None:
-            self._divide(queued, parts, terms)
+            part = QueuedTask(
+                task=queued.part_task(parts.token, parts.second.ref, parts.second.member.endpoint),
+                group_key=group.layout,
+                terms=replace(terms, planned=parts.first.ref, returns_max=0),
+                number=next(self._numbers),
+                cancel=self.cancel,
+            )
+            queued.divide(part, parts.first.ref, parts.first.ticket(part.task), parts.second.ref)
+            _couple(queued, part, parts.second)
         queued.joined_queue(group.tasks.before(queued))
         group.add(queued)
         if queued.part is not None:
             group.add(queued.part)
         return queued
-
-    def _divide(self, queued: QueuedTask, parts: Parts, terms: TaskTerms) -> None:
-        """A new task gets a part. A worker that fails ends the work of the other one for it."""
-        first, second = parts.first, parts.second
-        task = queued.first_part(parts.token, second.ref, parts.endpoint)
-        ticket = first.ticket(task)
-        part = QueuedTask(
-            task=task,
-            group_key=queued.group_key,
-            terms=replace(terms, planned=first.ref, returns_max=0),
-            number=next(self._numbers),
-            cancel=self.cancel,
-        )
-        ref = first.ref
-        queued.divide(
-            part,
-            prefill_pb2.FirstPart(
-                worker_id=ref.worker_id,
-                incarnation=ref.incarnation,
-                handoff_ticket=ticket,
-                end_token=parts.token,
-            ),
-            second.ref,
-        )
-
-        def ended(outcome: asyncio.Future[TaskOutcome]) -> None:
-            if outcome.result().error is None:
-                return
-            if outcome is queued.outcome:
-                part.cancel()
-            elif not queued.outcome.done():
-                second.send_cancel(task.transfer_id)
-
-        for one in (queued, part):
-            one.outcome.add_done_callback(ended)
 
     def add_worker(
         self,
@@ -410,6 +383,21 @@ def _extra_tokens(
         far_weight(prefill) * tokens
         + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
     )
+
+
+def _couple(queued: QueuedTask, part: QueuedTask, second: PrefillWorkerStream) -> None:
+    """The failure of a task, or of its part, ends the work on the other one. `second` has the task."""
+
+    def ended(outcome: asyncio.Future[TaskOutcome]) -> None:
+        if outcome.result().error is None:
+            return
+        if outcome is queued.outcome:
+            part.cancel()
+        elif not queued.outcome.done():
+            second.send_cancel(part.task.transfer_id)
+
+    queued.outcome.add_done_callback(ended)
+    part.outcome.add_done_callback(ended)
 
 
 def _fail(stranded: Iterable[QueuedTask]) -> None:

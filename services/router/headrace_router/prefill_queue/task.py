@@ -207,25 +207,27 @@ class QueuedTask:
         if not self.first_token.done():
             self.first_token.set_result(first)
 
-    def first_part(
+    def part_task(
         self, end_token: int, second: WorkerRef, endpoint: str
     ) -> prefill_pb2.PrefillTask:
         """A task for the tokens before `end_token`, whose KV goes to the worker that computes the others."""
         part = prefill_pb2.PrefillTask()
         part.CopyFrom(self.task)
-        part.ClearField("sampling")
+        for name in ("sampling", "send_hidden_state", "start_token"):
+            part.ClearField(name)
         part.transfer_id = prefix_transfer(self.task.transfer_id)
         part.token_ids.extend(self._token_ids.ids[:end_token])
-        part.start_token, part.send_hidden_state = 0, False
         part.decode_worker_id, part.decode_incarnation = second.worker_id, second.incarnation
         part.decode_endpoint = endpoint
         return part
 
-    def divide(self, part: QueuedTask, first: prefill_pb2.FirstPart, second: WorkerRef) -> None:
-        """`second` computes the tokens after those of `part`, which the first worker computes."""
+    def divide(self, part: QueuedTask, first: WorkerRef, ticket: bytes, second: WorkerRef) -> None:
+        """`second` computes the tokens after those of `part`, which `first` computes with this ticket."""
         self.part, self.planned, self.may_wait = part, second, False
-        self.cached = {second: first.end_token}
-        self.task.first_part.CopyFrom(first)
+        self.cached = {second: part.tokens}
+        message = self.task.first_part
+        message.worker_id, message.incarnation = first.worker_id, first.incarnation
+        message.handoff_ticket, message.end_token = ticket, part.tokens
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""
@@ -234,7 +236,10 @@ class QueuedTask:
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
         self.pulled_ns = 0
-        self.task.ClearField("first_part")
+        if self.part is not None:
+            self.part.cancel()
+            self.part = None
+            self.task.ClearField("first_part")
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""

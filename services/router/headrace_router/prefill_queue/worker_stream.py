@@ -33,17 +33,6 @@ _LoadKey: TypeAlias = tuple[int, int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """How a prefill worker computes a prompt's last tokens beside another one, which sends it the others.
-
-    `step_tokens`: those of a step at most. `endpoint`: where it receives.
-    """
-
-    step_tokens: int
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillLoad:
     """A prefill worker at one moment. `load_tokens` are those that it has still to compute."""
 
@@ -88,7 +77,8 @@ class PrefillWorkerStream:
         """Whether the worker takes no more tasks."""
         self.restricted = False
         """See `restrict`."""
-        self.beside: Beside | None = None
+        self.member = registry_pb2.Member()
+        """What the registry has of the worker. Empty until it is known."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
         self.tenants: Counter[str] = Counter()
@@ -123,7 +113,7 @@ class PrefillWorkerStream:
     def may_divide(self) -> bool:
         """Whether it can compute a prompt together with another worker now: it has nothing else to do."""
         idle = self.credits > 0 and not self.tasks and not self.restricted
-        return idle and self.beside is not None
+        return idle and self.member.computes_beside
 
     def may_take(self, tenant: str) -> bool:
         """Whether a task of a tenant may have a credit."""
@@ -148,12 +138,11 @@ class PrefillWorkerStream:
 
     def update(self, member: registry_pb2.Member) -> None:
         """The worker announces this."""
+        self.member = member
         adapters = adapters_from_proto(member.adapters)
         if adapters != self.adapters:
             self.usable_adapters = adapters | self.adapters
             self.adapters = adapters
-        if member.computes_beside:
-            self.beside = Beside(member.max_num_batched_tokens, member.endpoint)
 
     def restrict(self, restricted: bool) -> None:
         """Whether the worker gets only tasks that no other worker may take, from now on."""

@@ -148,20 +148,21 @@ class RoutedAttempt(AttemptRecord):
 
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
-        self._queued, self.outcome = task, task.outcome
-        task.report_late(self._reported_late)
-        if task.part is not None:
-            task.part.outcome.add_done_callback(self._part_ended)
 
-    def _part_ended(self, outcome: asyncio.Future[TaskOutcome]) -> None:
-        done = outcome.result().done
-        if done is not None:
-            self.part_receipt = done.receipt
+        def part_ended(outcome: asyncio.Future[TaskOutcome]) -> None:
+            done = outcome.result().done
+            if done is not None:
+                self.part_receipt = done.receipt
+                self.charge_late(done.receipt)
+
+        def reported_late(done: prefill_pb2.TaskDone) -> None:
+            self.done = self.done or done
             self.charge_late(done.receipt)
 
-    def _reported_late(self, done: prefill_pb2.TaskDone) -> None:
-        self.done = self.done or done
-        self.charge_late(done.receipt)
+        self._queued, self.outcome = task, task.outcome
+        task.report_late(reported_late)
+        if task.part is not None:
+            task.part.outcome.add_done_callback(part_ended)
 
     def failed(self, error: HeadraceError) -> None:
         """The attempt has failed."""
@@ -384,47 +385,7 @@ class RoutedAttempt(AttemptRecord):
             decision.computes_from or (tokens if part is None else tokens - part.tokens),
         )
         for task in (own,) if part is None else (part, own):
-            yield from self._task_spans(task, maker, parent, self._ids(request))
-
-    def _task_spans(
-        self, task: PrefillTaskRecord, maker: SpanMaker, parent: SpanContext, ids: Attributes
-    ) -> Iterator[ReadableSpan]:
-        prefill, done = task.steps, task.done
-        ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
-        cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
-        own = maker.of_steps(
-            schema.SPAN_PREFILL,
-            parent,
-            (prefill.received, max(time or 0 for time in ends)),
-            {
-                **ids,
-                schema.ATTRIBUTE_PREFILL_WORKER_ID: task.worker_id,
-                **cached,
-                schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes,
-            },
-        )
-        yield own
-        if prefill.compute_start is not None and prefill.compute_end is not None:
-            times = (prefill.compute_start, prefill.compute_end)
-            counts = {**cached, schema.ATTRIBUTE_TOKENS: task.tokens - done.cached_tokens}
-            yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
-        if done.HasField("last_link"):
-            link = done.last_link
-            yield maker.of_steps(
-                schema.SPAN_TRANSFER_LINK,
-                own.context,
-                (prefill.received + link.start_us, prefill.received + link.end_us),
-                {
-                    schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
-                    schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: task.destination,
-                    schema.ATTRIBUTE_TRANSPORT: link.transport,
-                    schema.ATTRIBUTE_STRATEGY: link.strategy,
-                    schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,
-                    schema.ATTRIBUTE_MOVING_MS: link.moving_us / 1e3,
-                    schema.ATTRIBUTE_LINK_LAYERS: link.layers,
-                },
-            )
+            yield from _task_spans(task, maker, parent, self._ids(request))
 
     def _ids(self, request: RequestRecord) -> Attributes:
         return {
@@ -479,6 +440,47 @@ def regret_of(request: RequestRecord) -> Regret | None:
     estimates = [(other.estimate_s(prompt_s), other) for other in decision.others]
     estimate_s, best = min(estimates, key=lambda pair: pair[0])
     return Regret(best, observed_s - estimate_s)
+
+
+def _task_spans(
+    task: PrefillTaskRecord, maker: SpanMaker, parent: SpanContext, ids: Attributes
+) -> Iterator[ReadableSpan]:
+    prefill, done = task.steps, task.done
+    ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
+    cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
+    own = maker.of_steps(
+        schema.SPAN_PREFILL,
+        parent,
+        (prefill.received, max(time or 0 for time in ends)),
+        {
+            **ids,
+            schema.ATTRIBUTE_PREFILL_WORKER_ID: task.worker_id,
+            **cached,
+            schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes,
+        },
+    )
+    yield own
+    if prefill.compute_start is not None and prefill.compute_end is not None:
+        times = (prefill.compute_start, prefill.compute_end)
+        counts = {**cached, schema.ATTRIBUTE_TOKENS: task.tokens - done.cached_tokens}
+        yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
+    if done.HasField("last_link"):
+        link = done.last_link
+        yield maker.of_steps(
+            schema.SPAN_TRANSFER_LINK,
+            own.context,
+            (prefill.received + link.start_us, prefill.received + link.end_us),
+            {
+                schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
+                schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
+                schema.ATTRIBUTE_DECODE_WORKER_ID: task.destination,
+                schema.ATTRIBUTE_TRANSPORT: link.transport,
+                schema.ATTRIBUTE_STRATEGY: link.strategy,
+                schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,
+                schema.ATTRIBUTE_MOVING_MS: link.moving_us / 1e3,
+                schema.ATTRIBUTE_LINK_LAYERS: link.layers,
+            },
+        )
 
 
 def _route_attributes(decision: Decision) -> Attributes:

@@ -216,6 +216,10 @@ class TimeColumns:
         """Seconds since a worker learned something."""
         return time.monotonic() - self._learned_s
 
+    def column(self, row: int) -> Numbers:
+        """All times of a worker, in the order of `time_values`."""
+        return self._rows[:, row]
+
     def all_known(self, usable: Flags) -> bool:
         """Whether all of these workers have learned the times of steps with prompts and with answers."""
         return bool(self._known[[TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
