@@ -314,50 +314,46 @@ def division(
     other = int(computed_s.argmin())
     # Answers of the other one take a share of its time.
     slower = computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other))
-    first, second = table.workers[other], table.workers[row]
+    workers, cached_tokens = table.workers, asked.needed_tokens - asked.missing
     found = best_part(
-        table.times.column(other),
-        table.times.column(row),
+        (table.times.column(other), table.times.column(row)),
+        (int(cached_tokens[other]), int(cached_tokens[row])),
+        asked.needed_tokens + 1,
+        min(workers[row].step_tokens, workers[other].step_tokens),
+        workers[row].layout,
         gain,
-        cached_tokens=(asked.needed_tokens - asked.missing[[other, row]]).astype(int),
-        end_token=asked.needed_tokens + 1,
-        step_tokens=min(first.step_tokens, second.step_tokens),
-        block_tokens=second.layout.block_tokens,
-        layer_bytes=table.token_bytes[row] / second.layout.layer_count,
-        slower=max(1.0, slower),
-        undivided_s=undivided_s,
+        max(1.0, slower),
+        undivided_s,
     )
     return None if found is None else Division(other, *found)
 
 
 def best_part(
-    first: _Column,
-    second: _Column,
-    gain: float,
-    *,
-    cached_tokens: Sequence[int] | Rows,
+    times: tuple[_Column, _Column],
+    cached_tokens: tuple[int, int],
     end_token: int,
     step_tokens: int,
-    block_tokens: int,
-    layer_bytes: float,
+    layout: KvLayout,
+    gain: float,
     slower: float = 1.0,
     undivided_s: float | None = None,
 ) -> tuple[int, float] | None:
     """The best token from which a second worker computes a prompt below `end_token`, and when it has done so.
 
-    None where that is not earlier than `undivided_s` by the share `gain`, by default than the first worker alone. Both
-    are columns of TimeColumns. The second one computes one step at most. `layer_bytes`: of a token in a layer.
+    None where that is not earlier than `undivided_s` by the share `gain`, by default than the first worker alone.
+    `times`: columns of TimeColumns of both. The second one, with this layout, computes one step at most.
     """
+    (first, second), block_tokens = times, layout.block_tokens
     least = max(*cached_tokens, end_token - 1 - step_tokens)
     tokens = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
     if not (step_tokens and len(tokens) and math.isfinite(slower)):
         return None
-    cached = int(cached_tokens[0])
-    first_s, last_s = _parts_s(first, cached, tokens, step_tokens)
+    first_s, last_s = _parts_s(first, cached_tokens[0], tokens, step_tokens)
     own_s, _ = _parts_s(second, tokens, end_token, step_tokens)
     if undivided_s is None:
-        undivided_s = float(_parts_s(first, cached, end_token, step_tokens)[0])
-    handed_s = first[-2] + first[-1] * layer_bytes * tokens + MESSAGES_S
+        undivided_s = float(_parts_s(first, cached_tokens[0], end_token, step_tokens)[0])
+    layer_bytes = layout.token_bytes / layout.layer_count * tokens
+    handed_s = first[-2] + first[-1] * layer_bytes + MESSAGES_S
     begun_s = np.maximum(first_s, first_s - last_s + own_s) * slower + handed_s
     best = int(begun_s.argmin())
     late = undivided_s < _DIVIDED_MIN_S or begun_s[best] > (1.0 - gain) * undivided_s

@@ -359,14 +359,12 @@ class QueueGroup:
         if not (one and other):
             return None
         found = best_part(
-            one,
-            other,
+            (one, other),
+            (queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)),
+            queued.tokens,
+            min(one.member.max_num_batched_tokens for one in (first, second)),
+            second.layout,
             gain,
-            cached_tokens=(queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)),
-            end_token=queued.tokens,
-            step_tokens=min(one.member.max_num_batched_tokens for one in (first, second)),
-            block_tokens=second.block_tokens,
-            layer_bytes=self.token_bytes / self.layout.layer_count,
         )
         return None if found is None else Parts(first, second, found[0])
 

@@ -218,7 +218,7 @@ class PrefillQueue:
         """A worker has opened its stream. Raises DuplicateTransfer when this incarnation has one already."""
         key = fingerprint(layout)
         number, sign = next(self._numbers), self._sign
-        stream = PrefillWorkerStream(ref, model, key, number, sign, adapters, layout.block_tokens)
+        stream = PrefillWorkerStream(ref, model, key, number, sign, adapters, layout)
         self.workers.add(stream)
         group = self._groups.get(key)
         if group is None:

@@ -53,10 +53,10 @@ class PrefillWorkerStream:
         number: int,
         sign: SignTask,
         adapters: frozenset[Adapter] = frozenset(),
-        block_tokens: int = 1,
+        layout: KvLayout | None = None,
     ) -> None:
         self.ref = ref
-        self.block_tokens = block_tokens
+        self.layout = layout or group_key
         self.model = model
         self.adapters = adapters
         """Those of new prompts."""

@@ -81,7 +81,7 @@ class PrefillTaskRecord(NamedTuple):
     worker_id: str
     destination: str
     done: prefill_pb2.TaskDone
-    steps: PrefillSteps
+    steps: PrefillSteps | None
     tokens: int
 
 
@@ -107,7 +107,6 @@ class RoutedAttempt(AttemptRecord):
     """What the prefill worker has reported at its end."""
     part: PrefillTaskRecord | None = None
     """The first tokens, where another prefill worker computed them."""
-    part_receipt: receipt_pb2.Receipt | None = None
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -150,9 +149,11 @@ class RoutedAttempt(AttemptRecord):
         """The prompt is in the prefill queue."""
 
         def part_ended(outcome: asyncio.Future[TaskOutcome]) -> None:
-            done = outcome.result().done
-            if done is not None:
-                self.part_receipt = done.receipt
+            part, done = task.part, outcome.result().done
+            if part is not None and part.worker is not None and done is not None:
+                worker_id, to = part.worker.worker_id, part.decode.worker_id
+                steps = self._steps_of(part, worker_id, done)
+                self.part = PrefillTaskRecord(worker_id, to, done, steps, part.tokens)
                 self.charge_late(done.receipt)
 
         def reported_late(done: prefill_pb2.TaskDone) -> None:
@@ -186,13 +187,6 @@ class RoutedAttempt(AttemptRecord):
             self.pulled = queued.pulled_ns // 1_000 or None
             if queued.worker is not None and queued.pulled_ns:
                 self._add_prefill(queued, queued.worker.worker_id)
-            part = queued.part
-            if part is not None and part.worker is not None and part.outcome.done():
-                done, worker_id = part.outcome.result().done, part.worker.worker_id
-                steps = self._steps_of(part, worker_id, done)
-                if done is not None and steps is not None:
-                    to = part.decode.worker_id
-                    self.part = PrefillTaskRecord(worker_id, to, done, steps, part.tokens)
 
     def move(self, prefill_us: int, decode_us: int) -> None:
         AttemptRecord.move(self, prefill_us, decode_us)
@@ -208,21 +202,20 @@ class RoutedAttempt(AttemptRecord):
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
+        tasks = [] if self.part is None else [self.part[:3]]
+        if done is not None:
+            tasks.append((self.prefill_worker_id, self.worker_id("decode"), done))
         links = [
             receipt_pb2.LinkUse(
                 source_worker_id=source,
                 destination_worker_id=destination,
-                payload_bytes=report.payload_bytes,
+                payload_bytes=one.payload_bytes,
             )
-            for source, destination, report in (
-                (self.prefill_worker_id, self.worker_id("decode"), done),
-                self.part[:3] if self.part is not None else ("", "", None),
-            )
-            if report is not None and report.payload_bytes
+            for source, destination, one in tasks
+            if one.payload_bytes
         ]
-        found = self._receipt(None if done is None else done.receipt, *links)
-        part = [] if self.part_receipt is None else [self.part_receipt]
-        return found._replace(parts=[*part, *found.parts])
+        found = self._receipt(None, *links)
+        return found._replace(parts=[*(one.receipt for *_, one in tasks), *found.parts])
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
@@ -374,8 +367,6 @@ class RoutedAttempt(AttemptRecord):
     def _prefill_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
     ) -> Iterator[ReadableSpan]:
-        if self.prefill is None:
-            return
         part, tokens = self.part, request.prompt_tokens + self.generated_tokens
         own = PrefillTaskRecord(
             self.prefill_worker_id,
@@ -446,6 +437,8 @@ def _task_spans(
     task: PrefillTaskRecord, maker: SpanMaker, parent: SpanContext, ids: Attributes
 ) -> Iterator[ReadableSpan]:
     prefill, done = task.steps, task.done
+    if prefill is None:
+        return
     ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
     cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
     own = maker.of_steps(
