@@ -317,7 +317,7 @@ class StepPlanner:
 
     def request_leaves(self, request_id: str) -> int | None:
         """See PartialReceives.leave. What is whole by now lacks no KV, also before the next plan."""
-        for transfer_id, whole in self._settled:
+        for transfer_id, whole in tuple(self._settled):
             if whole and transfer_id in self.partial.receives:
                 self.partial.settle(transfer_id, whole)
         return self.partial.leave(request_id)

@@ -12,6 +12,7 @@ from headrace_router.prefill_queue.group import Parts, QueueGroup
 from headrace_router.prefill_queue.task import QueuedTask
 from tests.component.worker.serving import MODEL, Workers, running
 from tests.suite.deployment import greedy, prompt_of
+from tests.waiting import until
 
 LAYERS = 4
 DIVIDED = f"{MODEL},layers={LAYERS},prefill_s_per_token=0.0005,decode_step_s=0.002"
@@ -41,6 +42,8 @@ async def divided(workers: Workers, length: int, name: str = "") -> str:
     workers.rig.policy.divide_gain = 0.15
     prefill, _ = await workers.check(greedy(prompt_of(length, length), 8, request_id=name))
     await workers.wait_idle()
+    queue = workers.rig.router.queue
+    await until(lambda: not any(one.tasks for one in queue.workers.loads().values()))
     return prefill
 
 
