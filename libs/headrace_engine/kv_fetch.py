@@ -28,9 +28,8 @@ def late_layers_s(times: StepTimes, tokens: int) -> float:
     At most 30 s.
     """
     step_s = TimeModel(times).step_s(tokens)
-    if step_s is None:
-        return _LATE_UNKNOWN_S
-    return min(_LATE_MAX_S, _LATE_MIN_S + _LATE_STEPS * step_s)
+    known_s = _LATE_UNKNOWN_S if step_s is None else _LATE_MIN_S + _LATE_STEPS * step_s
+    return min(_LATE_MAX_S, known_s)
 
 
 async def fetch_kv(

@@ -10,7 +10,6 @@ because a decode worker admits one sender incarnation to a transfer and rejects 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
@@ -38,13 +37,7 @@ from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing
-from headrace_router.prefill_queue.task import (
-    QueuedTask,
-    SignTask,
-    TaskOutcome,
-    TaskTerms,
-    sent_tokens,
-)
+from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
 from headrace_router.prefill_queue.worker_stream import ConnectedWorkers, PrefillWorkerStream
 from headrace_router.workers.table import NO_TIMES
 
@@ -201,7 +194,9 @@ class PrefillQueue:
                 cancel=self.cancel,
             )
             queued.divide(part, parts.first.ref, parts.first.ticket(part.task), parts.second.ref)
-            _couple(queued, part, parts.second)
+            # The failure of one worker ends the work of the other one.
+            queued.on_failed = part.cancel
+            part.on_failed = partial(parts.second.send_cancel, part.task.transfer_id)
         queued.joined_queue(group.tasks.before(queued))
         group.add(queued)
         if queued.part is not None:
@@ -383,21 +378,6 @@ def _extra_tokens(
         far_weight(prefill) * tokens
         + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
     )
-
-
-def _couple(queued: QueuedTask, part: QueuedTask, second: PrefillWorkerStream) -> None:
-    """The failure of a task, or of its part, ends the work on the other one. `second` has the task."""
-
-    def ended(outcome: asyncio.Future[TaskOutcome]) -> None:
-        if outcome.result().error is None:
-            return
-        if outcome is queued.outcome:
-            part.cancel()
-        elif not queued.outcome.done():
-            second.send_cancel(part.task.transfer_id)
-
-    queued.outcome.add_done_callback(ended)
-    part.outcome.add_done_callback(ended)
 
 
 def _fail(stranded: Iterable[QueuedTask]) -> None:

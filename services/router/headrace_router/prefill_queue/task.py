@@ -125,6 +125,7 @@ class QueuedTask:
         self.worker: WorkerRef | None = None
         self.part: QueuedTask | None = None
         """The task of another worker that computes the first tokens at the same time."""
+        self.on_failed: Callable[[], None] = lambda: None
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
@@ -236,16 +237,18 @@ class QueuedTask:
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
         self.pulled_ns = 0
-        if self.part is not None:
-            self.part.cancel()
-            self.part = None
-            self.task.ClearField("first_part")
+        self.on_failed()
+        self.on_failed = lambda: None
+        self.part = None
+        self.task.ClearField("first_part")
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
         if not self.outcome.done():
             self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
+            if error is not None:
+                self.on_failed()
         elif done is not None:
             self._on_late_report(done)
 

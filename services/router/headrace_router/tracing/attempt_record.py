@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
@@ -36,6 +36,7 @@ from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
 
 _WORKERS_MAX: Final = 4_096
 _PAUSE_MIN_US: Final = 5_000
+_Report: TypeAlias = prefill_pb2.TaskDone | prefill_pb2.FirstToken
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
 
 
@@ -243,10 +244,7 @@ class RoutedAttempt(AttemptRecord):
             self.prefill = steps._replace(sent=steps.received + first.times.sent_us)
 
     def _steps_of(
-        self,
-        queued: QueuedTask,
-        worker_id: str,
-        report: prefill_pb2.TaskDone | prefill_pb2.FirstToken | None,
+        self, queued: QueuedTask, worker_id: str, report: _Report | None
     ) -> PrefillSteps | None:
         """The steps of a task. None while they or the worker's clock are unknown."""
         if report is None or not report.HasField("times"):
