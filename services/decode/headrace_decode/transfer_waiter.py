@@ -99,8 +99,7 @@ class TransferWaiter:
         if self._late is not None:
             self._late.cancel()
             if self.summary is None:
-                name = self.transfer.transfer_id
-                self.engine.transfer_event(LayersArrived(name, ALL_LAYERS))
+                self.engine.transfer_event(LayersArrived(self.transfer.transfer_id, ALL_LAYERS))
         await end_task(self._forwarding)
 
     async def wait_ended(self) -> None:

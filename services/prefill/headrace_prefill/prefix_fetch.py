@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,12 +19,12 @@ from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceE
 from headrace_common.rpc.channel import open_channel
 from headrace_common.tasks import BackgroundTasks, Recent
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
-from headrace_engine.interface import Arrived, Engine, LayersArrived, Recompute
+from headrace_engine.interface import Arrived, Engine, LayersArrived, PrefillWork, Recompute
 from headrace_engine.kv_fetch import ALL_LAYERS, fetch_kv, late_layers_s
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget, prefix_transfer
-from headrace_kv.prefix.images import ImageSpan, whole_images_end
+from headrace_kv.prefix.images import whole_images_end
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_prefill.config import FetchingConfig
 
@@ -118,23 +118,19 @@ class PrefixFetcher:
     _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict, init=False)
     _closing: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
-    def offer(
-        self,
-        target: TransferTarget,
-        images: Sequence[ImageSpan] = (),
-        first_part: prefill_pb2.FirstPart | None = None,
-    ) -> PrefixFetch | None:
-        """The fetch of a task's first tokens: of the part that another worker computes meanwhile, if there is one.
+    def offer(self, work: PrefillWork, part: prefill_pb2.FirstPart) -> PrefixFetch | None:
+        """The fetch of a task's first tokens: of the `part` that another worker computes meanwhile, unless it is empty.
 
         Else of what decode has, up to an image that decode has in part. None when it has too little, or fetching is not
         worth it.
         """
-        if first_part is not None and self.engine.computes_beside:
-            return ComputedPart(self, target, first_part)
+        target = work.target
+        if part.end_token and self.engine.computes_beside:
+            return ComputedPart(self, target, part)
         end = target.start_token
-        if images:
+        if work.images:
             block_tokens = self.engine.descriptor.layout.block_tokens
-            end = whole_images_end(end, images, block_tokens)
+            end = whole_images_end(end, work.images, block_tokens)
         if not target.ticket or not self.rule.may_fetch(target.decode, end):
             return None
         return PrefixFetch(self, target, end)
@@ -227,8 +223,7 @@ class PrefixFetch:
         except HeadraceError as failure:
             reason = failure.reason
             if not self._closed:
-                name = self._target.transfer_id
-                _LOG.warning("the prefix of %s is computed: %s", name, failure.detail)
+                _LOG.warning("%s is not fetched: %s", self.transfer_id, failure.detail)
             self._failed(failure)
         self.record = FetchRecord(token_count, payload_bytes, reason, start_unix_ns, time.time_ns())
         self._fetcher.on_ended(self.record)

@@ -126,8 +126,7 @@ class PrefillWorker:
             work = _work_from_proto(task, deadline, self._engine.adapters)
             require_vocabulary(work.token_ids, work.images, self._engine.vocabulary_size)
             if self._prefixes is not None:
-                part = task.first_part if task.HasField("first_part") else None
-                fetch = self._prefixes.offer(work.target, work.images, part)
+                fetch = self._prefixes.offer(work, task.first_part)
             outcome = await self._prefill(
                 replace(work, prefix=fetch),
                 deadline,

@@ -313,16 +313,17 @@ def division(
     computed_s[[row, *table.times.with_prompts]] = np.inf
     other = int(computed_s.argmin())
     # Answers of the other one take a share of its time.
-    slower = computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other))
+    slower = max(1.0, computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other)))
+    if not math.isfinite(slower):
+        return None
     workers, cached_tokens = table.workers, asked.needed_tokens - asked.missing
     found = best_part(
-        (table.times.column(other), table.times.column(row)),
+        (table.times.column(other) * slower, table.times.column(row)),
         (int(cached_tokens[other]), int(cached_tokens[row])),
         asked.needed_tokens + 1,
         min(workers[row].step_tokens, workers[other].step_tokens),
         workers[row].layout,
         gain,
-        max(1.0, slower),
         undivided_s,
     )
     return None if found is None else Division(other, *found)
@@ -335,7 +336,6 @@ def best_part(
     step_tokens: int,
     layout: KvLayout,
     gain: float,
-    slower: float = 1.0,
     undivided_s: float | None = None,
 ) -> tuple[int, float] | None:
     """The best token from which a second worker computes a prompt below `end_token`, and when it has done so.
@@ -346,15 +346,14 @@ def best_part(
     (first, second), block_tokens = times, layout.block_tokens
     least = max(*cached_tokens, end_token - 1 - step_tokens)
     tokens = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
-    if not (step_tokens and len(tokens) and math.isfinite(slower)):
+    if not (step_tokens and len(tokens)):
         return None
     first_s, last_s = _parts_s(first, cached_tokens[0], tokens, step_tokens)
     own_s, _ = _parts_s(second, tokens, end_token, step_tokens)
     if undivided_s is None:
         undivided_s = float(_parts_s(first, cached_tokens[0], end_token, step_tokens)[0])
-    layer_bytes = layout.token_bytes / layout.layer_count * tokens
-    handed_s = first[-2] + first[-1] * layer_bytes + MESSAGES_S
-    begun_s = np.maximum(first_s, first_s - last_s + own_s) * slower + handed_s
+    handed_s = first[-2] + first[-1] * layout.token_bytes / layout.layer_count * tokens + MESSAGES_S
+    begun_s = np.maximum(first_s, first_s - last_s + own_s) + handed_s
     best = int(begun_s.argmin())
     late = undivided_s < _DIVIDED_MIN_S or begun_s[best] > (1.0 - gain) * undivided_s
     return None if late else (int(tokens[best]), float(begun_s[best]))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace.inference.v1 import first_token_pb2, trace_pb2
 from headrace_engine.config import WorkerRole
 from headrace_engine.connector.step_executor import StepExecutor
 from headrace_prefill import prefix_fetch
-from headrace_router.prefill_queue.group import Parts, QueueGroup
+from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.task import QueuedTask
 from tests.component.worker.serving import MODEL, Workers, running
 from tests.suite.deployment import greedy, prompt_of
@@ -27,12 +29,12 @@ BY_PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first attempt of each prompt is divided, whatever workers have learned."""
 
-    def division(group: QueueGroup, queued: QueuedTask, gain: float) -> Parts | None:
+    def division(group: QueueGroup, queued: QueuedTask, gain: float) -> Any:
         streams = {ref.worker_id: one for ref, one in group.worker_streams.items()}
         first, second = streams.get(FIRST), streams.get(SECOND)
         if first is None or second is None or not (first.may_divide and second.may_divide):
             return None
-        return Parts(first, second, DIVIDED_AT)
+        return first, second, DIVIDED_AT
 
     monkeypatch.setattr(QueueGroup, "division", division)
 

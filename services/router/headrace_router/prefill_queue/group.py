@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Final, NamedTuple
+from typing import Final
 
 from sortedcontainers import SortedDict
 
@@ -145,14 +145,6 @@ class AffinityWaits:
         for queued in ended:
             self._on_end(queued)
         self._start_timer()
-
-
-class Parts(NamedTuple):
-    """`first` computes the tokens of a prompt below `token`, and `second` the others beside it."""
-
-    first: PrefillWorkerStream
-    second: PrefillWorkerStream
-    token: int
 
 
 # To wait for a worker is worth it when that saves at least this share of the prompt.
@@ -345,8 +337,13 @@ class QueueGroup:
         stream.send_task(queued, now_s)
         self.tasks.handed_out(queued)
 
-    def division(self, queued: QueuedTask, gain: float) -> Parts | None:
-        """How two idle workers compute a new task earlier than one, at least by the share `gain` of its time."""
+    def division(
+        self, queued: QueuedTask, gain: float
+    ) -> tuple[PrefillWorkerStream, PrefillWorkerStream, int] | None:
+        """Two idle workers that compute a new task earlier than one, at least by the share `gain` of its time.
+
+        The second one computes from the token on.
+        """
         first = self._with_credits.best_for(queued, restricted=False)
         fit = (one for one in self.worker_streams.values() if one.ref not in queued.avoid)
         far = queued.extra_tokens or (lambda _: 0.0)
@@ -354,19 +351,18 @@ class QueueGroup:
         if first is None or not first.may_divide or not others:
             return None
         second = min(others, key=lambda one: far(one.ref))
-        models = self.times.of(first.ref), self.times.of(second.ref)
-        one, other = (() if it is None else time_values(it.steps, it.handovers) for it in models)
-        if not (one and other):
+        one, other = self.times.of(first.ref), self.times.of(second.ref)
+        if one is None or other is None:
             return None
         found = best_part(
-            (one, other),
+            (time_values(one.steps, one.handovers), time_values(other.steps, other.handovers)),
             (queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)),
             queued.tokens,
             min(one.member.max_num_batched_tokens for one in (first, second)),
             second.layout,
             gain,
         )
-        return None if found is None else Parts(first, second, found[0])
+        return None if found is None else (first, second, found[0])
 
     def _workers_worth_waiting_for(
         self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float

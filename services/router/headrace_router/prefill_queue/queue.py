@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -184,19 +183,8 @@ class PrefillQueue:
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
-        parts = group.division(queued, terms.divide_gain) if terms.divide_gain else None
-        if parts is not None:
-            part = QueuedTask(
-                task=queued.part_task(parts.token, parts.second.ref, parts.second.member.endpoint),
-                group_key=group.layout,
-                terms=replace(terms, planned=parts.first.ref, returns_max=0),
-                number=next(self._numbers),
-                cancel=self.cancel,
-            )
-            queued.divide(part, parts.first.ref, parts.first.ticket(part.task), parts.second.ref)
-            # The failure of one worker ends the work of the other one.
-            queued.on_failed = part.cancel
-            part.on_failed = partial(parts.second.send_cancel, part.task.transfer_id)
+        if terms.divide_gain and (parts := group.division(queued, terms.divide_gain)):
+            queued.divide(*parts, terms, next(self._numbers))
         queued.joined_queue(group.tasks.before(queued))
         group.add(queued)
         if queued.part is not None:
@@ -211,9 +199,8 @@ class PrefillQueue:
         adapters: frozenset[Adapter] = frozenset(),
     ) -> PrefillWorkerStream:
         """A worker has opened its stream. Raises DuplicateTransfer when this incarnation has one already."""
-        key = fingerprint(layout)
-        number, sign = next(self._numbers), self._sign
-        stream = PrefillWorkerStream(ref, model, key, number, sign, adapters, layout)
+        stream = PrefillWorkerStream(ref, model, layout, next(self._numbers), self._sign, adapters)
+        key = stream.group_key
         self.workers.add(stream)
         group = self._groups.get(key)
         if group is None:

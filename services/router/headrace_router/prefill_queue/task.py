@@ -6,8 +6,8 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -20,6 +20,9 @@ from headrace_frontend.request.images import PromptImages
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.messages import prefix_transfer
+
+if TYPE_CHECKING:
+    from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 
 _PREFERRED_WORKERS_MAX: Final = 8
 _AT_FRONT: Final = 0
@@ -208,27 +211,32 @@ class QueuedTask:
         if not self.first_token.done():
             self.first_token.set_result(first)
 
-    def part_task(
-        self, end_token: int, second: WorkerRef, endpoint: str
-    ) -> prefill_pb2.PrefillTask:
-        """A task for the tokens before `end_token`, whose KV goes to the worker that computes the others."""
-        part = prefill_pb2.PrefillTask()
-        part.CopyFrom(self.task)
+    def divide(
+        self,
+        first: PrefillWorkerStream,
+        second: PrefillWorkerStream,
+        token: int,
+        terms: TaskTerms,
+        number: int,
+    ) -> None:
+        """`first` computes the tokens below `token` as a task of its own, and `second` the others beside it."""
+        task, ref = prefill_pb2.PrefillTask(), second.ref
+        task.CopyFrom(self.task)
         for name in ("sampling", "send_hidden_state", "start_token"):
-            part.ClearField(name)
-        part.transfer_id = prefix_transfer(self.task.transfer_id)
-        part.token_ids.extend(self._token_ids.ids[:end_token])
-        part.decode_worker_id, part.decode_incarnation = second.worker_id, second.incarnation
-        part.decode_endpoint = endpoint
-        return part
-
-    def divide(self, part: QueuedTask, first: WorkerRef, ticket: bytes, second: WorkerRef) -> None:
-        """`second` computes the tokens after those of `part`, which `first` computes with this ticket."""
-        self.part, self.planned, self.may_wait = part, second, False
-        self.cached = {second: part.tokens}
+            task.ClearField(name)
+        task.transfer_id = prefix_transfer(self.task.transfer_id)
+        task.token_ids.extend(self._token_ids.ids[:token])
+        task.decode_worker_id, task.decode_incarnation = ref.worker_id, ref.incarnation
+        task.decode_endpoint = second.member.endpoint
         message = self.task.first_part
-        message.worker_id, message.incarnation = first.worker_id, first.incarnation
-        message.handoff_ticket, message.end_token = ticket, part.tokens
+        message.worker_id, message.incarnation = first.ref.worker_id, first.ref.incarnation
+        message.handoff_ticket, message.end_token = first.ticket(task), token
+        terms = replace(terms, planned=first.ref, returns_max=0)
+        self.part = part = QueuedTask(task, self.group_key, terms, number, self._cancel)
+        self.planned, self.may_wait, self.cached = ref, False, {ref: token}
+        # The failure of one worker ends the work of the other one.
+        self.on_failed = part.cancel
+        part.on_failed = lambda: second.send_cancel(task.transfer_id)
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""

@@ -18,7 +18,7 @@ from headrace_common.errors import DuplicateTransfer, ProtocolViolation, QueueFu
 from headrace_common.registry.adapters import Adapter, adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.tasks import BoundedQueue
-from headrace_kv.compatibility import layout_hash
+from headrace_kv.compatibility import fingerprint, layout_hash
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, SignTask
 
@@ -49,23 +49,22 @@ class PrefillWorkerStream:
         self,
         ref: WorkerRef,
         model: str,
-        group_key: KvLayout,
+        layout: KvLayout,
         number: int,
         sign: SignTask,
         adapters: frozenset[Adapter] = frozenset(),
-        layout: KvLayout | None = None,
     ) -> None:
         self.ref = ref
-        self.layout = layout or group_key
+        self.layout = layout
         self.model = model
         self.adapters = adapters
         """Those of new prompts."""
         self.usable_adapters = adapters
         """With those before the last change, which the worker keeps for prompts that were placed before."""
-        self.group_key = group_key
+        self.group_key = fingerprint(layout)
         self.number = number
         self._sign = sign
-        self._layout_hash = layout_hash(group_key)
+        self._layout_hash = layout_hash(self.group_key)
         # A credit allows one PullResponse with a task, and each task at most one CancelTask.
         self.outbox: BoundedQueue[prefill_pb2.PullResponse] = BoundedQueue(
             f"pull {ref}", 4 * CREDITS_MAX
@@ -255,11 +254,8 @@ class ConnectedWorkers:
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
         """From now on, connected workers get new tasks by what the registry has of them, such as their adapters."""
-        self._members = {
-            WorkerRef(member.worker_id, member.incarnation): member
-            for member in members
-            if member.role in COMPUTE_PROMPTS
-        }
+        found = (one for one in members if one.role in COMPUTE_PROMPTS)
+        self._members = {WorkerRef(one.worker_id, one.incarnation): one for one in found}
         for ref in self._members.keys() & self._streams.keys():
             self._streams[ref].update(self._members[ref])
 

@@ -235,8 +235,7 @@ class RoutedAttempt(AttemptRecord):
         first = queued.first_token.result() if queued.first_token.done() else None
         report = done if done is not None and done.HasField("times") else first
         steps = self._steps_of(queued, worker_id, report)
-        if report is not None and report.HasField("times"):
-            self.done = done
+        self.done = done or self.done
         if steps is None:
             return
         self.prefill = steps
