@@ -6,8 +6,8 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -19,10 +19,6 @@ from headrace_common.registry.adapters import Adapter
 from headrace_frontend.request.images import PromptImages
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_kv.messages import prefix_transfer
-
-if TYPE_CHECKING:
-    from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 
 _PREFERRED_WORKERS_MAX: Final = 8
 _AT_FRONT: Final = 0
@@ -211,32 +207,23 @@ class QueuedTask:
         if not self.first_token.done():
             self.first_token.set_result(first)
 
-    def divide(
-        self,
-        first: PrefillWorkerStream,
-        second: PrefillWorkerStream,
-        token: int,
-        terms: TaskTerms,
-        number: int,
-    ) -> None:
-        """`first` computes the tokens below `token` as a task of its own, and `second` the others beside it."""
-        task, ref = prefill_pb2.PrefillTask(), second.ref
+    def part_task(self, end_token: int) -> prefill_pb2.PrefillTask:
+        """A task for the tokens before `end_token`, as yet for no worker."""
+        task = prefill_pb2.PrefillTask()
         task.CopyFrom(self.task)
         for name in ("sampling", "send_hidden_state", "start_token"):
             task.ClearField(name)
-        task.transfer_id = prefix_transfer(self.task.transfer_id)
-        task.token_ids.extend(self._token_ids.ids[:token])
-        task.decode_worker_id, task.decode_incarnation = ref.worker_id, ref.incarnation
-        task.decode_endpoint = second.member.endpoint
-        message = self.task.first_part
-        message.worker_id, message.incarnation = first.ref.worker_id, first.ref.incarnation
-        message.handoff_ticket, message.end_token = first.ticket(task), token
-        terms = replace(terms, planned=first.ref, returns_max=0)
-        self.part = part = QueuedTask(task, self.group_key, terms, number, self._cancel)
-        self.planned, self.may_wait, self.cached = ref, False, {ref: token}
+        # As of a prefix that is fetched.
+        task.transfer_id = f"{self.task.transfer_id}.prefix"
+        task.token_ids.extend(self._token_ids.ids[:end_token])
+        return task
+
+    def divide(self, part: QueuedTask, second: WorkerRef) -> None:
+        """Another worker computes the tokens of `part`, and `second` the others beside it."""
+        self.part, self.planned, self.may_wait = part, second, False
+        self.cached = {second: part.tokens}
         # The failure of one worker ends the work of the other one.
         self.on_failed = part.cancel
-        part.on_failed = lambda: second.send_cancel(task.transfer_id)
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""

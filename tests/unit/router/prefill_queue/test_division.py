@@ -123,7 +123,7 @@ async def test_the_failure_of_one_worker_ends_the_work_of_the_other() -> None:
         queue.task_started(stream, fails)
         queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id=fails, reason="INTERNAL"))
         await asyncio.sleep(0)
-        # The second worker is told that it gets no first part, and goes on. The first one has to stop.
+        # The second worker gets no first part, and goes on. The first one has to stop.
         assert sent(by[other]) == ["cancel x.prefix"]
         assert queued.outcome.done() == (fails == "x")
 
