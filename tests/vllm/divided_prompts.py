@@ -34,13 +34,16 @@ TICKET = b"of the router"
 
 @dataclass(slots=True)
 class Result:
-    """`answers` by prompt, and those of an engine alone. `after`: those of the prompt that had failed after so many
-    layers, the reasons of its tasks, and the blocks that are left.
+    """`answers` by prompt, and those of an engine alone. `beside`: whether both computed at the same time.
+
+    `after`: those of the prompt that had failed after so many layers, the reasons of its tasks, and the blocks that are
+    left.
     """
 
     answers: list[list[int]] = field(default_factory=list)
     plain: list[list[int]] = field(default_factory=list)
     fetched: list[tuple[int, int]] = field(default_factory=list)
+    beside: list[bool] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -57,10 +60,11 @@ async def divided_prompts(model: str, count: int) -> Result:
             prompt = prompt_of(length, 100 + number)
             blocks = int(SHARES[number // len(LENGTHS) % len(SHARES)] * (length - 1) / BLOCK_TOKENS)
             token = max(1, blocks) * BLOCK_TOKENS
-            done, answer = await divided(workers, prompt, token)
+            done, answer, beside = await divided(workers, prompt, token)
             assert done.reason == "", done.detail
             result.answers.append(answer)
             result.fetched.append((workers.fetches[-1].token_count, token))
+            result.beside.append(beside)
             await empty(workers)
             result.plain.append(await plain_answer(workers.decode, prompt))
             await empty(workers)
@@ -69,7 +73,7 @@ async def divided_prompts(model: str, count: int) -> Result:
         for layers in range(1, workers.decode.descriptor.layout.layer_count):
             await empty(workers)
             with failing(workers, layers):
-                done, _ = await divided(workers, prompt, 6 * BLOCK_TOKENS)
+                done, *_ = await divided(workers, prompt, 6 * BLOCK_TOKENS)
             result.reasons.append(done.reason)
             # Without a reset: what the failed request had is not found any more.
             result.after.append(list((await workers.run(prompt, ANSWER_TOKENS)).tokens))
@@ -87,8 +91,11 @@ async def empty(workers: VllmWorkers) -> None:
 
 async def divided(
     workers: VllmWorkers, prompt: list[int], token: int
-) -> tuple[prefill_pb2.TaskDone, list[int]]:
-    """The end of the task, and the answer. The engine that generates computes the tokens below `token` first."""
+) -> tuple[prefill_pb2.TaskDone, list[int], bool]:
+    """The end of the task, the answer, and whether both computed at the same time.
+
+    The engine that generates computes the tokens below `token` first.
+    """
     async with workers.reserved(prompt, ANSWER_TOKENS) as request:
         target = TransferTarget(
             transfer_id=prefix_transfer(request.name),
@@ -108,10 +115,13 @@ async def divided(
         task = asyncio.create_task(request.prefill(first_part=part))
         await asyncio.sleep(0)
         first = workers.decode.prefill(PrefillWork(tuple(prompt[:token]), target))
+        computed_ns = 0
         with suppress(HeadraceError):
-            await first
+            computed_ns = (await first).compute_end_unix_ns
         done = await task
-        return done, list(await request.answer()) if not done.reason else []
+        began_ns = done.times.received_unix_ns + 1_000 * done.times.compute_start_us
+        answer = [] if done.reason else list(await request.answer())
+        return done, answer, began_ns < computed_ns
 
 
 @contextmanager

@@ -24,6 +24,7 @@ def test_tokens_equal_one_engine_s_and_a_failure_at_each_layer_leaves_no_wrong_k
     assert len(found["answers"]) == COUNT
     # All of the first part came from the first engine.
     assert all(fetched == token for fetched, token in found["fetched"])
+    assert any(found["beside"])
     # After the first layer the engine may have begun: the attempt fails. Else it computes all tokens itself.
     assert set(found["reasons"]) <= {"", TransferFailed.reason}
     assert TransferFailed.reason in found["reasons"]

@@ -194,7 +194,7 @@ class PrefillQueue:
             message.handoff_ticket, message.end_token = first.ticket(part), token
             own = replace(terms, planned=first.ref, returns_max=0)
             other = QueuedTask(part, group.layout, own, next(self._numbers), self.cancel)
-            other.on_failed = partial(second.send_cancel, part.transfer_id)
+            other.end_on_failure(partial(second.send_cancel, part.transfer_id))
             queued.divide(other, second.ref)
         queued.joined_queue(group.tasks.before(queued))
         group.add(queued)

@@ -124,7 +124,7 @@ class QueuedTask:
         self.worker: WorkerRef | None = None
         self.part: QueuedTask | None = None
         """The task of another worker that computes the first tokens at the same time."""
-        self.on_failed: Callable[[], None] = lambda: None
+        self._on_failed: Callable[[], None] = lambda: None
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
@@ -218,12 +218,15 @@ class QueuedTask:
         task.token_ids.extend(self._token_ids.ids[:end_token])
         return task
 
+    def end_on_failure(self, stop: Callable[[], None]) -> None:
+        """`stop` is called if the task fails: it ends the work of another worker for it."""
+        self._on_failed = stop
+
     def divide(self, part: QueuedTask, second: WorkerRef) -> None:
         """Another worker computes the tokens of `part`, and `second` the others beside it."""
         self.part, self.planned, self.may_wait = part, second, False
         self.cached = {second: part.tokens}
-        # The failure of one worker ends the work of the other one.
-        self.on_failed = part.cancel
+        self.end_on_failure(part.cancel)
 
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""
@@ -232,8 +235,8 @@ class QueuedTask:
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
         self.pulled_ns = 0
-        self.on_failed()
-        self.on_failed = lambda: None
+        self._on_failed()
+        self.end_on_failure(lambda: None)
         self.part = None
         self.task.ClearField("first_part")
 
@@ -243,7 +246,7 @@ class QueuedTask:
             self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
             if error is not None:
-                self.on_failed()
+                self._on_failed()
         elif done is not None:
             self._on_late_report(done)
 
