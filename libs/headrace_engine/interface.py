@@ -89,7 +89,8 @@ class RemotePrefix(Protocol):
         """Whether the KV is fetched into the reserved blocks, which hold the tokens that this engine lacks.
 
         If so, `Arrived` or `Recompute` follows. The blocks stay held until `Arrived` or `Released` (I1). Called at most
-        once. It neither waits nor raises.
+        once. It neither waits nor raises. Where the engine `computes_beside`, `LayersArrived` may come before. Then the
+        prefill is cancelled in place of `Recompute`.
         """
         ...
 
@@ -302,7 +303,7 @@ class FirstHiddenState:
 
 @dataclass(frozen=True, slots=True)
 class LayersArrived:
-    """The KV of the first `layer_count` layers is complete, for a work with `computes_from`: it may run from now on.
+    """The KV of the first `layer_count` layers is complete, for a work with `computes_from`, or a prefix: it may run.
 
     Its steps wait in each layer for that layer. After a failure they must not wait: all layers count as arrived.
     """

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
+from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
+
+ALL_LAYERS: Final = 1 << 30
+_LATE_STEPS: Final = 3.0
+_LATE_MIN_S: Final = 1.0
+# Steps wait longer for a layer: LayerArrivals.
+_LATE_MAX_S: Final = 30.0
+_LATE_UNKNOWN_S: Final = 5.0
+
+
+def late_layers_s(times: StepTimes, tokens: int) -> float:
+    """How long a worker waits for the layers of so many tokens that another one computes: three steps, and 1 s.
+
+    At most 30 s.
+    """
+    step_s = TimeModel(times).step_s(tokens)
+    known_s = _LATE_UNKNOWN_S if step_s is None else _LATE_MIN_S + _LATE_STEPS * step_s
+    return min(_LATE_MAX_S, known_s)
 
 
 async def fetch_kv(

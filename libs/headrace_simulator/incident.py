@@ -229,7 +229,7 @@ class _QueueReplay:
 
     def update(self, members: Sequence[registry_pb2.Member]) -> None:
         """The members have changed."""
-        self._queue.workers.update_adapters(members)
+        self._queue.workers.update(members)
         self._pairing.update(members)
 
     def compare(self) -> None:

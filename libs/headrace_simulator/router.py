@@ -21,7 +21,7 @@ from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.hashing import prefix_hasher
 from headrace_planner.settings import WorkerProfile
-from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
+from headrace_router.costs import Candidates, TokenTargets
 from headrace_router.early_refusal import (
     REQUEST_TARGET,
     FirstTokenBound,
@@ -29,7 +29,14 @@ from headrace_router.early_refusal import (
     predicted,
     refusal,
 )
-from headrace_router.placement import Decision, KvAware, Placement, PlacementRequest, RoutePolicy
+from headrace_router.placement import (
+    AnswerLengths,
+    Decision,
+    KvAware,
+    Placement,
+    PlacementRequest,
+    RoutePolicy,
+)
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts, TierPrices

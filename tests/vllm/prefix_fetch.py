@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,16 +134,19 @@ async def conversation(
     async with fetching_engines(
         shared | {"tensor_parallel_size": prefill_ranks},
         shared | {"tensor_parallel_size": decode_ranks},
-        both_roles=both_roles,
+        both_roles=("prefill", "decode") if both_roles else (),
     ) as workers:
         return await _converse(workers)
 
 
 @asynccontextmanager
 async def fetching_engines(
-    prefill: dict[str, object], decode: dict[str, object], *, both_roles: bool = False
+    prefill: dict[str, object],
+    decode: dict[str, object],
+    *,
+    both_roles: Collection[str] = (),
 ) -> AsyncIterator[VllmWorkers]:
-    """Both workers. Prefill fetches all that it lacks."""
+    """Both workers, of which those of `both_roles` have both. Prefill fetches all that it lacks."""
     changes = {"prefill": prefill, "decode": decode}
     refs = {"prefill": PREFILL, "decode": DECODE}
     engines: dict[WorkerRef, VllmEngine] = {}
@@ -152,7 +155,7 @@ async def fetching_engines(
         return engines[ref].descriptor
 
     for role, ref in refs.items():
-        config = engine_config("both" if both_roles else role, ref=ref, **changes[role])
+        config = engine_config("both" if role in both_roles else role, ref=ref, **changes[role])
         engines[ref] = VllmEngine(config, descriptors)
     async with AsyncExitStack() as stack:
         # They are forked, which must happen before this process uses gRPC.

@@ -78,7 +78,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "Deregister": _MEMBERS,
             "Watch": (*_MEMBERS, _OPERATOR, _PLANNER),
             "ListMembers": (*_MEMBERS, _OPERATOR, _PLANNER),
-            # Decode workers write into the memory of the prefill workers that fetch prefixes.
+            # Decode and prefill workers write into the memory of the prefill workers that fetch prefixes.
             "PutKvDescriptor": (_PREFILL, _DECODE),
             "GetKvDescriptor": (_PREFILL, _DECODE),
             "GetPolicy": (*_MEMBERS, _OPERATOR),

@@ -221,7 +221,7 @@ class StepPlanner:
                 del self._receives[transfer_id]
                 self.partial.add(transfer_id, receive)
                 plan.begun.append(receive.request_id)
-                plan.received.append(receive.request_id)
+                self._plan_run(plan, receive)
         while self._late:
             transfer_id = self._late.popleft()
             receive = self._receives.pop(transfer_id, None)
@@ -239,6 +239,9 @@ class StepPlanner:
         if not receive.ready:
             return
         del self._receives[transfer_id]
+        self._plan_run(plan, receive)
+
+    def _plan_run(self, plan: StepPlan, receive: Receive) -> None:
         plan.received.append(receive.request_id)
         send = self._sends.get(receive.request_id)
         if send is not None:
@@ -311,6 +314,13 @@ class StepPlanner:
             return tuple(block_ids)
         end = send.target.end_token
         return group.blocks_between(block_ids, end - 1, end) if is_last else ()
+
+    def request_leaves(self, request_id: str) -> int | None:
+        """See PartialReceives.leave. What is whole by now lacks no KV, also before the next plan."""
+        for transfer_id, whole in tuple(self._settled):
+            if whole and transfer_id in self.partial.receives:
+                self.partial.settle(transfer_id, whole)
+        return self.partial.leave(request_id)
 
     def request_finished(self, request_id: str) -> PrefillTimes | None:
         """The request has ended. Returns its times when it has run and sent.

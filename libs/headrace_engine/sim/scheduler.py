@@ -123,7 +123,7 @@ class Scheduler:
                 queue.remove(sequence)
                 name, computed = sequence.transfer_id, sequence.computed
                 if self.planner.partial.receives:
-                    self.planner.partial.leave(name)
+                    self.planner.request_leaves(name)
                 times = self.planner.request_finished(name)
                 sends = times is not None
                 copied = self._tiers.request_finished(name, computed, sends=sends)

@@ -139,6 +139,8 @@ async def _serve(
         adapters=hosted.adapters.announced,
         start_unix_ns=hosted.start_unix_ns,
     )
+    prefills = worker.role == registry_pb2.Member.ROLE_PREFILL
+    member.computes_beside = prefills and engine.computes_beside and worker.incoming is not None
     descriptor = worker.descriptor
     membership = Membership(
         host.registry,

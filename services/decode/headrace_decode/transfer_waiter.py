@@ -7,28 +7,17 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
 
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_common.tasks import end_task
-from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Arrived, Engine, FirstHiddenState, LayersArrived
+from headrace_engine.kv_fetch import ALL_LAYERS, late_layers_s
 from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
 
 log = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 5.0
-ALL_LAYERS: Final = 1 << 30
-_LATE_STEPS: Final = 3.0
-_LATE_MIN_S: Final = 1.0
-_LATE_UNKNOWN_S: Final = 5.0
-
-
-def late_layers_s(times: StepTimes, tokens: int) -> float:
-    """How long after its first layer a prompt of so many tokens may have its last one: three of its steps, and 1 s."""
-    step_s = TimeModel(times).step_s(tokens)
-    return _LATE_UNKNOWN_S if step_s is None else _LATE_MIN_S + _LATE_STEPS * step_s
 
 
 @dataclass(eq=False)
@@ -110,8 +99,7 @@ class TransferWaiter:
         if self._late is not None:
             self._late.cancel()
             if self.summary is None:
-                name = self.transfer.transfer_id
-                self.engine.transfer_event(LayersArrived(name, ALL_LAYERS))
+                self.engine.transfer_event(LayersArrived(self.transfer.transfer_id, ALL_LAYERS))
         await end_task(self._forwarding)
 
     async def wait_ended(self) -> None:

@@ -19,7 +19,8 @@ class FetchingConfig(WorkerConfig):
         0,
         description="Fewest tokens of a prompt that are fetched from its decode worker, which has them from an earlier "
         "turn, instead of being computed. Only where the learned times do not say that this is slower. 0 fetches none. "
-        "Decode workers then reach this worker's ports of KV transfers. For models without states.",
+        "Decode workers then reach this worker's ports of KV transfers, and prefill workers for divided prompts. For "
+        "models without states.",
     )
 
 

@@ -59,8 +59,10 @@ class PrefillServer(RoleServer):
         self._receiving: KvReceiving | None = None
         self._prefixes: PrefixFetcher | None = None
         if config.prefix_fetch_min_tokens:
-            # No ticket permits to fill the blocks of a prefill worker, but the one of its own task.
-            self._receiving = KvReceiving(host, hosted, TicketKeys(), senders=(Role.DECODE,))
+            # No ticket permits to fill the blocks of a prefill worker, but those of its own tasks.
+            self._receiving = KvReceiving(
+                host, hosted, TicketKeys(), senders=(Role.DECODE, Role.PREFILL)
+            )
             self.incoming = receiver = self._receiving.receiver
             self._prefixes = open_fetcher(host, hosted, receiver)
             self.descriptor = engine.descriptor

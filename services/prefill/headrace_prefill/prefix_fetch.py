@@ -6,24 +6,25 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import grpc.aio
 
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
 from headrace_common.tasks import BackgroundTasks, Recent
 from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
-from headrace_engine.interface import Arrived, Engine, Recompute
-from headrace_engine.kv_fetch import fetch_kv
+from headrace_engine.interface import Arrived, Engine, LayersArrived, PrefillWork, Recompute
+from headrace_engine.kv_fetch import ALL_LAYERS, fetch_kv, late_layers_s
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget, prefix_transfer
-from headrace_kv.prefix.images import ImageSpan, whole_images_end
+from headrace_kv.prefix.images import whole_images_end
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_prefill.config import FetchingConfig
 
@@ -117,15 +118,19 @@ class PrefixFetcher:
     _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict, init=False)
     _closing: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
-    def offer(self, target: TransferTarget, images: Sequence[ImageSpan] = ()) -> PrefixFetch | None:
-        """The fetch of what decode has of a task's tokens, up to an image that decode has in part.
+    def offer(self, work: PrefillWork, part: prefill_pb2.FirstPart) -> PrefixFetch | None:
+        """The fetch of a task's first tokens: of the `part` that another worker computes meanwhile, unless it is empty.
 
-        None when it has too little, or fetching is not worth it.
+        Else of what decode has, up to an image that decode has in part. None when it has too little, or fetching is not
+        worth it.
         """
+        target = work.target
+        if part.end_token and self.engine.computes_beside:
+            return ComputedPart(self, target, part)
         end = target.start_token
-        if images:
+        if work.images:
             block_tokens = self.engine.descriptor.layout.block_tokens
-            end = whole_images_end(end, images, block_tokens)
+            end = whole_images_end(end, work.images, block_tokens)
         if not target.ticket or not self.rule.may_fetch(target.decode, end):
             return None
         return PrefixFetch(self, target, end)
@@ -163,25 +168,31 @@ class PrefixFetch:
         """See RemotePrefix."""
         self.end_token = end_token
         """See RemotePrefix."""
+        self.least_tokens = fetcher.rule.min_tokens
+        """See RemotePrefix."""
+        self.error: HeadraceError | None = None
+        """What has ended the task, since the engine computes with KV that does not come."""
         self._fetcher = fetcher
         self._target = target
         self._running: asyncio.Task[None] | None = None
         self._closed = False
 
-    @property
-    def least_tokens(self) -> int:
-        """See RemotePrefix."""
-        return self._fetcher.rule.min_tokens
-
     def start(self, reservation: Reservation) -> bool:
         """See RemotePrefix."""
-        fetcher, target = self._fetcher, self._target
+        target = self._target
         start, end = reservation.start_token, reservation.end_token
-        if self._closed or not fetcher.rule.prefers_fetch(target.decode, start, end):
+        if not self._fetcher.rule.prefers_fetch(target.decode, start, end):
             return False
-        deadline = Deadline(min(target.deadline_s, time.monotonic() + fetcher.timeout_s))
         # A router has signed it for the other direction of this very hand-over. Decode verifies that.
-        sender = (target.decode, target.ticket)
+        return self._start(reservation, self._fetcher.timeout_s, (target.decode, target.ticket))
+
+    def _start(
+        self, reservation: Reservation, timeout_s: float, sender: tuple[WorkerRef, bytes]
+    ) -> bool:
+        if self._closed:
+            return False
+        fetcher, target = self._fetcher, self._target
+        deadline = Deadline(min(target.deadline_s, time.monotonic() + timeout_s))
         try:
             transfer = fetcher.receiver.reserve(reservation, deadline, sender=sender)
         except HeadraceError as error:
@@ -204,9 +215,21 @@ class PrefixFetch:
             _LOG.error("transfer %s did not end in time", name)
 
     async def _run(self, transfer: IncomingTransfer) -> None:
-        fetcher, start_unix_ns, start_s = self._fetcher, time.time_ns(), time.monotonic()
-        reservation = transfer.reservation
+        start_unix_ns, reservation = time.time_ns(), transfer.reservation
         token_count = reservation.end_token - reservation.start_token
+        payload_bytes, reason = 0, ""
+        try:
+            payload_bytes = (await self._fetch(transfer, token_count)).payload_bytes
+        except HeadraceError as failure:
+            reason = failure.reason
+            if not self._closed:
+                _LOG.warning("%s is not fetched: %s", self.transfer_id, failure.detail)
+            self._failed(failure)
+        self.record = FetchRecord(token_count, payload_bytes, reason, start_unix_ns, time.time_ns())
+        self._fetcher.on_ended(self.record)
+
+    async def _fetch(self, transfer: IncomingTransfer, token_count: int) -> TransferSummary:
+        fetcher, start_s = self._fetcher, time.monotonic()
 
         def whole(summary: TransferSummary) -> None:
             fetcher.engine.transfer_event(Arrived(self.transfer_id))
@@ -214,17 +237,13 @@ class PrefixFetch:
             decode = self._target.decode
             fetcher.rule.fetched(decode, token_count, summary.payload_bytes, fetch_s)
 
-        payload_bytes, reason = 0, ""
-        try:
-            asking = self._ask(transfer)
-            summary = await fetch_kv(fetcher.receiver, transfer, asking, whole, _ANSWER_WAIT_S)
-            payload_bytes = summary.payload_bytes
-        except HeadraceError as failure:
-            reason = failure.reason
-            self._report_failure(failure)
-            fetcher.engine.transfer_event(Recompute(self.transfer_id))
-        self.record = FetchRecord(token_count, payload_bytes, reason, start_unix_ns, time.time_ns())
-        fetcher.on_ended(self.record)
+        asking = self._ask(transfer)
+        return await fetch_kv(fetcher.receiver, transfer, asking, whole, _ANSWER_WAIT_S)
+
+    def _failed(self, failure: HeadraceError) -> None:
+        if not self._closed and not isinstance(failure, _HARMLESS):
+            self._fetcher.rule.failed(self._target.decode)
+        self._fetcher.engine.transfer_event(Recompute(self.transfer_id))
 
     async def _ask(self, transfer: IncomingTransfer) -> None:
         """Has the decode worker send. Returns when it has sent everything."""
@@ -240,13 +259,52 @@ class PrefixFetch:
         )
         await stub.SendPrefix(request, timeout=transfer.deadline.remaining_s())
 
-    def _report_failure(self, failure: HeadraceError) -> None:
-        if self._closed:
-            return
-        name, decode = self._target.transfer_id, self._target.decode
-        _LOG.warning("the prefix of %s is computed: %s", name, failure.detail)
-        if not isinstance(failure, _HARMLESS):
-            self._fetcher.rule.failed(decode)
+
+class ComputedPart(PrefixFetch):
+    """The first tokens of a divided prompt, which another prefill worker computes and sends, layer by layer.
+
+    The engine computes the others from the first layer on. A failure before it costs time only. Then it ends the task,
+    since the engine computes with KV that does not come: the task is the current one of asyncio.
+    """
+
+    def __init__(
+        self, fetcher: PrefixFetcher, target: TransferTarget, part: prefill_pb2.FirstPart
+    ) -> None:
+        super().__init__(fetcher, target, part.end_token)
+        self.least_tokens = 1
+        self._sender = WorkerRef(part.worker_id, part.incarnation), part.handoff_ticket
+        self._task = asyncio.current_task()
+        self._begun = False
+        fetcher.receiver.expect(self.transfer_id)
+
+    def start(self, reservation: Reservation) -> bool:
+        late_s = late_layers_s(self._fetcher.engine.step_times, reservation.end_token)
+        return self._start(reservation, late_s, self._sender)
+
+    async def close(self) -> None:
+        if self._running is None:
+            self._fetcher.receiver.cancel(self.transfer_id, Cancelled.reason, "it is computed here")
+        await super().close()
+        if self._begun and (self.record is None or self.record.reason):
+            # By now the task's own transfer has ended, so that nothing of the step is sent.
+            self._fetcher.engine.transfer_event(LayersArrived(self.transfer_id, ALL_LAYERS))
+
+    async def _fetch(self, transfer: IncomingTransfer, token_count: int) -> TransferSummary:
+        def layers_arrived(layer_count: int) -> None:
+            self._begun = True
+            self._fetcher.engine.transfer_event(LayersArrived(self.transfer_id, layer_count))
+
+        transfer.notify_layers(layers_arrived)
+        summary = await transfer.wait()
+        self._fetcher.engine.transfer_event(Arrived(self.transfer_id))
+        return summary
+
+    def _failed(self, failure: HeadraceError) -> None:
+        if not self._begun:
+            self._fetcher.engine.transfer_event(Recompute(self.transfer_id))
+        elif self._task is not None and not self._closed:
+            self.error = failure
+            self._task.cancel()
 
 
 def open_fetcher(

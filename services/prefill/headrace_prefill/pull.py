@@ -196,6 +196,8 @@ class PullSession:
         running = self._tasks.get(transfer_id)
         if running is not None:
             running.cancel()
+        else:
+            self._worker.cancel_part(transfer_id)
 
     async def _stop_all(self) -> None:
         self._draining = True

@@ -126,7 +126,7 @@ class PrefillWorker:
             work = _work_from_proto(task, deadline, self._engine.adapters)
             require_vocabulary(work.token_ids, work.images, self._engine.vocabulary_size)
             if self._prefixes is not None:
-                fetch = self._prefixes.offer(work.target, work.images)
+                fetch = self._prefixes.offer(work, task.first_part)
             outcome = await self._prefill(
                 replace(work, prefix=fetch),
                 deadline,
@@ -135,7 +135,7 @@ class PrefillWorker:
                 reports.append,
             )
         except asyncio.CancelledError:
-            error = self._cancellation()
+            error = (fetch.error if fetch is not None else None) or self._cancellation()
             current = asyncio.current_task()
             if current is not None:
                 current.uncancel()
@@ -162,6 +162,11 @@ class PrefillWorker:
         wasted = len(task.token_ids) if reports and not used else 0
         self._on_ended(task.decode_worker_id, done.reason, done.payload_bytes, reports, wasted)
         return done
+
+    def cancel_part(self, transfer_id: str) -> None:
+        """The worker that computes the first part of a task does not send it under this transfer any more."""
+        if self._prefixes is not None:
+            self._prefixes.receiver.cancel(transfer_id, Cancelled.reason, "its worker has failed")
 
     def stall(self) -> Stall | None:
         """None while the engine steps, or has nothing to do."""

@@ -58,19 +58,6 @@ def _require_own_identity(member: registry_pb2.Member) -> None:
     require_own_name(member.worker_id)
 
 
-def _require_reader(member: registry_pb2.Member | None) -> None:
-    """Raises PermissionDenied when the caller writes into no memory of this member's role.
-
-    Decode workers write into that of others too, where answers move.
-    """
-    is_prefill = member is not None and member.role == registry_pb2.Member.ROLE_PREFILL
-    if is_prefill and Role.DECODE not in current_caller().roles:
-        raise PermissionDenied(
-            f"only the role {Role.DECODE} may read where the memory of this member is",
-            metadata={"role": Role.DECODE},
-        )
-
-
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """The gRPC side of a store.
 
@@ -256,7 +243,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.GetKvDescriptorRequest, context: _Context
     ) -> registry_pb2.GetKvDescriptorResponse:
         validation.require(validation.reference_violations(request.member, "member"))
-        _require_reader(self._store.feed.members.get(request.member.worker_id))
         descriptor = await self._store.get_descriptor(request.member)
         return registry_pb2.GetKvDescriptorResponse(descriptor=descriptor)
 

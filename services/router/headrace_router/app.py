@@ -198,7 +198,7 @@ class Router:
         self._followers: tuple[Callable[[Collection[registry_pb2.Member]], None], ...] = (
             recorder.update,
             self.workers.update,
-            self.queue.workers.update_adapters,
+            self.queue.workers.update,
             lambda _: self.queue.restrict(self.workers.decode_only),
             self.prefixes.update,
             self._pairing.update,

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -43,6 +43,7 @@ from headrace_router.workers.table import NO_TIMES, TOKEN_ROW, Flags, LoadTable,
 
 Rows = NDArray[np.intp]
 _Bound: TypeAlias = float | Numbers | None
+_Column: TypeAlias = Numbers | Sequence[float]
 LOCAL: Final = "local prefill"
 REMOTE: Final = "remote prefill"
 OTHER_PREFILL: Final = "other prefill worker"
@@ -64,8 +65,6 @@ _WAIT_MAX_S: Final = 3_600.0
 _SHARE_MIN: Final = 0.05
 _DIVIDED_MIN_S: Final = 0.1
 """The least time to first token of a prompt that is worth the messages of two workers."""
-_LENGTH_GAIN: Final = 0.05
-_FIRST_LENGTH: Final = 128.0
 _DEFAULT_TPOT_STEPS: Final = 4.0
 """Without a bound on the time per output token, steps may take this many times those of one answer."""
 
@@ -93,22 +92,6 @@ class TokenTargets:
 
 
 NO_TARGETS: Final = TokenTargets()
-
-
-class AnswerLengths:
-    """The mean length of the answers of each model. Recent ones count more. One event loop owns it."""
-
-    def __init__(self) -> None:
-        self._means: dict[str, float] = {}
-
-    def ended(self, model: str, tokens: int) -> None:
-        """An answer has ended after `tokens`."""
-        mean = self._means.get(model, float(tokens))
-        self._means[model] = mean + _LENGTH_GAIN * (tokens - mean)
-
-    def expected(self, model: str, tokens_max: int) -> float:
-        """Tokens that an answer of at most `tokens_max` is expected to have."""
-        return max(1.0, min(self._means.get(model, _FIRST_LENGTH), tokens_max))
 
 
 @dataclass(slots=True)
@@ -324,39 +307,63 @@ def division(
     answers, which would wait too, and the other one no prompts. Both have learned their times.
     """
     undivided_s = float(costs.first_s[row])
-    if undivided_s < _DIVIDED_MIN_S or table.requests[row] or row in table.times.with_prompts:
+    if table.requests[row] or row in table.times.with_prompts:
         return None
     computed_s = costs.computed_s.copy()
     computed_s[[row, *table.times.with_prompts]] = np.inf
     other = int(computed_s.argmin())
-    step_tokens = min(table.workers[row].step_tokens, table.workers[other].step_tokens)
-    if not step_tokens or not math.isfinite(computed_s[other]):
-        return None
-    last, size = asked.needed_tokens + 1, table.workers[row].layout.block_tokens
-    has = (asked.needed_tokens - asked.missing).astype(int)
-    least = max(has[other], has[row], last - 1 - step_tokens)
-    tokens = np.arange(-(-(least + 1) // size) * size, last, size)
-    if not len(tokens):
-        return None
-    first_s, last_s = _parts_s(table, other, int(has[other]), tokens, step_tokens)
-    own_s, _ = _parts_s(table, row, tokens, last, step_tokens)
     # Answers of the other one take a share of its time.
-    slower = computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other))
-    fixed_s, byte_s = table.times.handovers[:, other]
-    layer_s = byte_s * table.token_bytes[row] * tokens / table.workers[row].layout.layer_count
-    handed_s = fixed_s + layer_s + MESSAGES_S
-    begun_s = np.maximum(first_s, first_s - last_s + own_s) * max(1.0, slower) + handed_s
-    best = int(begun_s.argmin())
-    if begun_s[best] > (1.0 - gain) * undivided_s:
+    slower = max(1.0, computed_s[other] / max(_DIVIDED_MIN_S, _alone_s(table, asked, other)))
+    if not math.isfinite(slower):
         return None
-    return Division(other, int(tokens[best]), float(begun_s[best]))
+    workers, cached_tokens = table.workers, asked.needed_tokens - asked.missing
+    found = best_part(
+        (table.times.column(other) * slower, table.times.column(row)),
+        (int(cached_tokens[other]), int(cached_tokens[row])),
+        asked.needed_tokens + 1,
+        min(workers[row].step_tokens, workers[other].step_tokens),
+        workers[row].layout,
+        gain,
+        undivided_s,
+    )
+    return None if found is None else Division(other, *found)
+
+
+def best_part(
+    times: tuple[_Column, _Column],
+    cached_tokens: tuple[int, int],
+    end_token: int,
+    step_tokens: int,
+    layout: KvLayout,
+    gain: float,
+    undivided_s: float | None = None,
+) -> tuple[int, float] | None:
+    """The best token from which a second worker computes a prompt below `end_token`, and when it has done so.
+
+    None where that is not earlier than `undivided_s` by the share `gain`, by default than the first worker alone.
+    `times`: columns of TimeColumns of both. The second one, with this layout, computes one step at most.
+    """
+    (first, second), block_tokens = times, layout.block_tokens
+    least = max(*cached_tokens, end_token - 1 - step_tokens)
+    tokens = np.arange(-(-(least + 1) // block_tokens) * block_tokens, end_token, block_tokens)
+    if not (step_tokens and len(tokens)):
+        return None
+    first_s, last_s = _parts_s(first, cached_tokens[0], tokens, step_tokens)
+    own_s, _ = _parts_s(second, tokens, end_token, step_tokens)
+    if undivided_s is None:
+        undivided_s = float(_parts_s(first, cached_tokens[0], end_token, step_tokens)[0])
+    handed_s = first[-2] + first[-1] * layout.token_bytes / layout.layer_count * tokens + MESSAGES_S
+    begun_s = np.maximum(first_s, first_s - last_s + own_s) + handed_s
+    best = int(begun_s.argmin())
+    late = undivided_s < _DIVIDED_MIN_S or begun_s[best] > (1.0 - gain) * undivided_s
+    return None if late else (int(tokens[best]), float(begun_s[best]))
 
 
 def _parts_s(
-    table: LoadTable, row: int, start: int | Rows, end: int | Rows, step_tokens: int
+    times: _Column, start: int | Rows, end: int | Rows, step_tokens: int
 ) -> tuple[Numbers, Numbers]:
-    """How long a worker computes tokens [start, end) of a prompt, and the last of its steps."""
-    fixed, prompt, token, attended, _, _, sent = table.times.steps[:, row]
+    """How long a worker with these times computes tokens [start, end) of a prompt, and the last of its steps."""
+    fixed, prompt, token, attended, _, _, sent, *_ = times
     count = np.asarray(end - start, np.float64)
     steps = np.ceil(count / step_tokens)
     tail = count - (steps - 1) * step_tokens

@@ -36,6 +36,24 @@ from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 EXPLAINED_CANDIDATES: Final = 5
 _DEFAULT_OVERLAP_WEIGHT: Final = 4.0
 """With it, missing tokens cost their time."""
+_LENGTH_GAIN: Final = 0.05
+_FIRST_LENGTH: Final = 128.0
+
+
+class AnswerLengths:
+    """The mean length of the answers of each model. Recent ones count more. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def ended(self, model: str, tokens: int) -> None:
+        """An answer has ended after `tokens`."""
+        mean = self._means.get(model, float(tokens))
+        self._means[model] = mean + _LENGTH_GAIN * (tokens - mean)
+
+    def expected(self, model: str, tokens_max: int) -> float:
+        """Tokens that an answer of at most `tokens_max` is expected to have."""
+        return max(1.0, min(self._means.get(model, _FIRST_LENGTH), tokens_max))
 
 
 @dataclass(frozen=True, slots=True)

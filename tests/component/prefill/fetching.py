@@ -82,6 +82,7 @@ class FetchingWorkers(Generic[EngineT]):
     ticket_refusals: list[str] = field(default_factory=list)
     known: list[WorkerRef] = field(default_factory=lambda: [PREFILL])
     """The registered prefill workers."""
+    prefill_endpoint: str = ""
     _names: count[int] = field(default_factory=count)
 
     def ticket(self, transfer_id: str, **changes: Any) -> bytes:
@@ -343,4 +344,5 @@ async def serve(
     return kind(
         *(prefill, decode, worker, fetcher, rule, router, receivers[prefill]),
         *(endpoints[DECODE], partial(prefill_server.stop, None), records, refusals, known),
+        prefill_endpoint=endpoints[PREFILL],
     )

@@ -43,6 +43,9 @@ class ScriptedWorker:
     def stall(self) -> Stall | None:
         return self.stalled
 
+    def cancel_part(self, transfer_id: str) -> None:
+        """It has no parts."""
+
     async def wait_stepping(self) -> None:
         if self.stalled:
             await self.steps.wait()

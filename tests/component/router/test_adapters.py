@@ -95,9 +95,9 @@ async def test_what_a_worker_announced_before_serves_the_requests_that_named_it(
         adapters=[OTHER_POET],
     )
     queue = rig.router.queue
-    queue.workers.update_adapters([member])
+    queue.workers.update([member])
     assert not any(queue.workers.pulling(poet).values())
     found = queue.workers._streams[WorkerRef(stream.worker_id, stream.incarnation)]
     assert poet in found.usable_adapters
-    queue.workers.update_adapters([member])
+    queue.workers.update([member])
     assert poet in found.usable_adapters

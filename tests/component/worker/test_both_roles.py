@@ -3,169 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from unittest import mock
 
 import pytest
-from pydantic import SecretStr
 
 from headrace.inference.v1 import inference_pb2, trace_pb2
-from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.client import worker_status
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
-from headrace_common.identity import new_incarnation
-from headrace_common.registry.view import RegistryView
 from headrace_decode import attempt as attempt_module
 from headrace_decode import transfer_waiter
 from headrace_engine.connector.step_executor import StepExecutor
-from headrace_engine.factory import build_engine
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
-from headrace_engine.worker.adapters import WorkerAdapters
-from headrace_engine.worker.config import engine_config, worker_configs
-from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.metrics import WorkerMetrics
-from headrace_engine.worker.process import RegistryDescriptors
-from headrace_engine.worker.serve import serve_worker
-from headrace_kv.layout import WorkerRef
-from headrace_registry.config import RegistryConfig
 from headrace_router import placement as placement_module
 from headrace_router.costs import Asked, Costs, Division
 from headrace_router.workers.table import LoadTable, TimeColumns
-from headrace_worker.config import BothConfig
-from headrace_worker.main import BothServer
 from tests.channels import operator_channel
-from tests.component.registry.harness import joined, running_registry, viewing
-from tests.in_memory_transport import KIND
-from tests.kit import router as rig_module
-from tests.kit.router import Rig
+from tests.component.worker.serving import MODEL, Workers, running
 from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
 
-MODEL = "sim:vocabulary=32000"
 CLOSED_FORM = SimModel(parse_settings(MODEL))
 NAMES = {"worker-0", "worker-1"}
 TURNS_MAX = 20
 ANY = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The router, and both workers by name."""
-
-    rig: Rig
-    members: dict[str, registry_pb2.Member]
-    serving: dict[str, asyncio.Task[None]]
-    engines: dict[str, HostedWorker[BothConfig]]
-
-    async def check(
-        self, request: inference_pb2.GenerateRequest, started: asyncio.Event | None = None
-    ) -> tuple[str, str]:
-        """The prefill and the decode worker of a request. Its answer must be the model's."""
-        tokens: list[int] = []
-        last = inference_pb2.GenerateResponse()
-        async for last in self.rig.stub.Generate(request, timeout=30):
-            tokens += last.token_ids
-            if started is not None and tokens:
-                started.set()
-        count = request.sampling.max_tokens
-        assert tuple(tokens) == CLOSED_FORM.expected_tokens(request.tokens.ids, count)
-        return last.timing.prefill_worker_id, last.timing.decode_worker_id
-
-    async def status(self, name: str) -> worker_pb2.WatchStatusResponse:
-        return await worker_status(self.members[name].endpoint)
-
-    async def wait_idle(self) -> None:
-        """Waits until no worker that serves has a request or holds a block."""
-
-        async def idle() -> bool:
-            found = [
-                await self.status(name) for name, task in self.serving.items() if not task.done()
-            ]
-            return not any(
-                one.running_requests or one.waiting_requests or one.reserved_blocks for one in found
-            )
-
-        await until(idle)
-
-
-@asynccontextmanager
-async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
-    """Both workers serve, and the router has both as prefill and as decode workers. It sees their prefix caches."""
-    async with AsyncExitStack() as held:
-        secret = RegistryConfig.model_validate(
-            {"insecure": True, "prefix_hash_key": SecretStr("of this test, long enough")}
-        )
-        key = secret.read_prefix_hash_key()
-        held.enter_context(mock.patch.object(rig_module, "PREFIX_KEY", key))
-        registry = await held.enter_async_context(
-            running_registry(prefix_hash_key=secret.prefix_hash_key)
-        )
-        rig = await Rig().start()
-        held.push_async_callback(rig.close)
-        router = registry_pb2.Member(
-            worker_id="router-0",
-            incarnation=new_incarnation(),
-            role=registry_pb2.Member.ROLE_ROUTER,
-            endpoint=rig.internal_endpoint,
-            client_endpoint=rig.endpoint,
-            start_unix_ns=time.time_ns(),
-        )
-        await held.enter_async_context(joined(registry.endpoint, router))
-        config = BothConfig.model_validate(
-            {
-                "registry": registry.endpoint,
-                "worker_id": "worker",
-                "model": model,
-                "workers_per_process": 2,
-                "insecure": True,
-                **more,
-            }
-        )
-        descriptors = RegistryDescriptors()
-        hosted: dict[str, HostedWorker[BothConfig]] = {}
-        for own in worker_configs(config):
-            ref = WorkerRef(own.worker_id, new_incarnation())
-            settings = engine_config(own, role="both", ref=ref)
-            engine = build_engine(replace(settings, transport=KIND), descriptors)
-            await engine.start()
-            held.push_async_callback(engine.close)
-            hosted[own.worker_id] = HostedWorker(
-                own, ref, engine, time.time_ns(), WorkerAdapters(ref, engine, ())
-            )
-        host = WorkerHost("both", config)
-        held.push_async_callback(host.close)
-        descriptors.connect(host.descriptors)
-        serving = {
-            name: asyncio.create_task(serve_worker(host, one, BothServer))
-            for name, one in hosted.items()
-        }
-
-        async def stop() -> None:
-            for task in serving.values():
-                task.cancel()
-            await asyncio.gather(*serving.values(), return_exceptions=True)
-
-        held.push_async_callback(stop)
-        members: dict[str, registry_pb2.Member] = {}
-
-        def changed(view: RegistryView) -> None:
-            found = view.of_role(registry_pb2.Member.ROLE_BOTH)
-            members.update({one.worker_id: one for one in found})
-            rig.router.update(list(found))
-
-        await held.enter_async_context(viewing(registry.endpoint, changed))
-        await until(lambda: rig.pulling() == NAMES)
-        await until(lambda: len(rig.router.workers.table("sim").reachable) == 2)
-        await until(lambda: bool(rig.router.workers.table("sim").reachable.all()))
-        yield Pair(rig, members, serving, hosted)
 
 
 async def test_a_worker_fetches_what_the_other_one_has_of_a_prompt(
@@ -264,7 +128,7 @@ def dividing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TimeColumns, "all_known", lambda columns, usable: True)
 
 
-async def divided(pair: Pair, prompt: list[int], name: str = "") -> tuple[str, str, int]:
+async def divided(pair: Workers, prompt: list[int], name: str = "") -> tuple[str, str, int]:
     """The workers of a prompt, and the tokens that were transferred. The answer is the model's."""
     last = inference_pb2.GenerateResponse()
     request, tokens = greedy(prompt, 8, ANY, name), list[int]()

@@ -16,7 +16,8 @@ from headrace_decode.attempts import Attempts
 from headrace_engine.proto import sampling_from_proto
 from headrace_router.dispatch.moves import OF_WORKER_MAX
 from tests.channels import operator_channel
-from tests.component.worker.test_both_roles import CLOSED_FORM, MODEL, NAMES, Pair, running
+from tests.component.worker.serving import MODEL, Workers, running
+from tests.component.worker.test_both_roles import CLOSED_FORM, NAMES
 from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
 
@@ -41,7 +42,7 @@ class Answer:
     request: inference_pb2.GenerateRequest
     messages: list[inference_pb2.GenerateResponse] = field(default_factory=list)
 
-    async def read(self, pair: Pair) -> None:
+    async def read(self, pair: Workers) -> None:
         async for message in pair.rig.stub.Generate(self.request, timeout=60):
             self.messages.append(message)
 
@@ -65,7 +66,7 @@ class Answer:
         assert logprobs == (len(tokens) if self.request.sampling.HasField("logprobs") else 0)
 
 
-async def begun(pair: Pair, *requests: inference_pb2.GenerateRequest) -> Any:
+async def begun(pair: Workers, *requests: inference_pb2.GenerateRequest) -> Any:
     """Answers with some tokens each, and the tasks that read them."""
     answers = [Answer(request) for request in requests]
     reading = [asyncio.create_task(one.read(pair)) for one in answers]
@@ -73,7 +74,7 @@ async def begun(pair: Pair, *requests: inference_pb2.GenerateRequest) -> Any:
     return answers, asyncio.gather(*reading)
 
 
-async def move(pair: Pair, request_id: str) -> list[inference_pb2.AnswerMove]:
+async def move(pair: Workers, request_id: str) -> list[inference_pb2.AnswerMove]:
     request = inference_pb2.MoveAnswerRequest(request_id=request_id)
     return list((await pair.rig.operator_stub.MoveAnswer(request, timeout=30)).moves)
 
@@ -124,7 +125,7 @@ async def test_all_choices_of_a_request_move() -> None:
         await pair.wait_idle()
 
 
-async def drain(pair: Pair, name: str, *, keep_answers: bool = False) -> None:
+async def drain(pair: Workers, name: str, *, keep_answers: bool = False) -> None:
     member = pair.members[name]
     async with operator_channel(member.endpoint) as channel:
         request = worker_pb2.DrainRequest(

@@ -25,7 +25,13 @@ from headrace_common.time_model.model import (
 from headrace_kv.compatibility import fingerprint
 from headrace_kv.layout import WorkerRef
 from headrace_router import costs
-from headrace_router.placement import Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.placement import (
+    AnswerLengths,
+    Decision,
+    KvAware,
+    PlacementRequest,
+    RoutePolicy,
+)
 from headrace_router.workers.table import NO_TIMES, Load, LoadTable, PromptQueue, PromptWork, Worker
 from tests.sim_layout import LAYOUT
 
@@ -359,7 +365,7 @@ def test_the_work_of_a_prompt_ends_in_the_order_of_arrival() -> None:
 
 
 def test_the_expected_length_follows_recent_answers() -> None:
-    lengths = costs.AnswerLengths()
+    lengths = AnswerLengths()
     assert lengths.expected("m", 16) == 16
     for _ in range(200):
         lengths.ended("m", 40)

@@ -250,7 +250,7 @@ class ConnectorScheduler:
         """A request gives up its blocks. What lacks KV in them is evicted from the prefix cache."""
         if not self._planner.partial.receives:
             return
-        start = self._planner.partial.leave(request.request_id)
+        start = self._planner.request_leaves(request.request_id)
         if start is not None and self._kv_cache_manager is not None:
             manager, name = self._kv_cache_manager, request.request_id
             lacking = (

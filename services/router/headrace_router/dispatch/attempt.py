@@ -195,10 +195,12 @@ class Attempt(RunningAttempt, LinkedAnswer):
 
     def failure(self, error: HeadraceError) -> FailedAttempt:
         """The value that describes this attempt after it has failed with `error`."""
+        queued = self._queued
         return FailedAttempt(
             error,
             decode_worker=self.decode_worker,
-            prefill_worker=self.prefill_worker,
+            # Of two workers, either may be the cause. The next attempt needs one.
+            prefill_worker=None if queued is not None and queued.part else self.prefill_worker,
             prefill_failed=self._prefill_failed,
             decode_generated=self.generates,
         )

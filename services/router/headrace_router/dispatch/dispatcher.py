@@ -20,12 +20,18 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.attempt import AdmittedRequest, AttemptOutcome, finish_response
 from headrace_frontend.running.record import RequestRecord, now_us
 from headrace_kv.compatibility import fingerprint
-from headrace_router.costs import AnswerLengths, Candidates, TokenTargets
+from headrace_router.costs import Candidates, TokenTargets
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.messages import BY_DECODE, first_token_maker
 from headrace_router.dispatch.messages import Policy as FirstTokenMaker
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
-from headrace_router.placement import Decision, Placement, PlacementRequest, RoutePolicy
+from headrace_router.placement import (
+    AnswerLengths,
+    Decision,
+    Placement,
+    PlacementRequest,
+    RoutePolicy,
+)
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
@@ -246,7 +252,10 @@ class RequestDispatcher:
             adapter=request.adapter,
             targets=targets,
             early_first=maker != BY_DECODE,
-            may_divide=_may_divide(request) and retries.last_error is None,
+            may_divide=_may_divide(request, retries)
+            and request.placement == inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
+            # The worker that generates makes the first token.
+            and request.first_token in (first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED, BY_DECODE),
         )
         try:
             decision = self.placement.choose(asked, candidates)
@@ -322,6 +331,7 @@ class RequestDispatcher:
             tenant=prepared.tenant,
             planned=decision.prefill,
             images=request.prepared.images,
+            divide_gain=self.policy().divide_gain if _may_divide(prepared, retries) else 0.0,
         )
         return self.task_terms(decision.worker, token_ids, prepared.cache_salt, asked)
 
@@ -434,8 +444,6 @@ class RequestDispatcher:
         return target
 
 
-def _may_divide(request: PreparedRequest) -> bool:
-    """Whether two workers may compute the prompt. An image must not be divided, and decode makes the first token."""
-    anywhere = request.placement == inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
-    by_decode = request.first_token in (first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED, BY_DECODE)
-    return anywhere and by_decode and not (request.images or request.generated)
+def _may_divide(request: PreparedRequest, retries: RetryState) -> bool:
+    """Whether two workers may compute the prompt, in the first attempt. An image must not be divided."""
+    return retries.last_error is None and not (request.images or request.generated)

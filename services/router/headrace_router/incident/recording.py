@@ -427,6 +427,8 @@ class Recorder:
                     role=member.role,
                     place=member.place if member.HasField("place") else None,
                     adapters=member.adapters,
+                    max_num_batched_tokens=member.max_num_batched_tokens,
+                    computes_beside=member.computes_beside,
                 )
                 for member in members
             ]

@@ -13,9 +13,11 @@ from sortedcontainers import SortedDict
 from headrace_common.callers.priority import Priority
 from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_router.costs import best_part
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
 from headrace_router.prefill_queue.waiting import GroupTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
+from headrace_router.workers.table import time_values
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512
@@ -312,7 +314,8 @@ class QueueGroup:
     ) -> None:
         """A worker completed a task, of which it had `cached_tokens`."""
         self.task_ended(stream, queued)
-        self.tasks.corrected(queued, max(1, queued.tokens - cached_tokens))
+        had_tokens = max(cached_tokens, queued.task.first_part.end_token)
+        self.tasks.corrected(queued, max(1, queued.tokens - had_tokens))
 
     def _assign_or_queue(self, queued: QueuedTask) -> None:
         """Sends a task to a worker with credits, or lets it wait for a better one, or adds it to a lane."""
@@ -333,6 +336,33 @@ class QueueGroup:
     def _send(self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float) -> None:
         stream.send_task(queued, now_s)
         self.tasks.handed_out(queued)
+
+    def division(
+        self, queued: QueuedTask, gain: float
+    ) -> tuple[PrefillWorkerStream, PrefillWorkerStream, int] | None:
+        """Two idle workers that compute a new task earlier than one, at least by the share `gain` of its time.
+
+        The second one computes from the token on.
+        """
+        first = self._with_credits.best_for(queued, restricted=False)
+        fit = (one for one in self.worker_streams.values() if one.ref not in queued.avoid)
+        far = queued.extra_tokens or (lambda _: 0.0)
+        others = [one for one in fit if one.may_divide and one is not first]
+        if first is None or not first.may_divide or not others:
+            return None
+        second = min(others, key=lambda one: far(one.ref))
+        one, other = self.times.of(first.ref), self.times.of(second.ref)
+        if one is None or other is None:
+            return None
+        found = best_part(
+            (time_values(one.steps, one.handovers), time_values(other.steps, other.handovers)),
+            (queued.cached_tokens(first.ref), queued.cached_tokens(second.ref)),
+            queued.tokens,
+            min(one.member.max_num_batched_tokens for one in (first, second)),
+            second.layout,
+            gain,
+        )
+        return None if found is None else (first, second, found[0])
 
     def _workers_worth_waiting_for(
         self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float

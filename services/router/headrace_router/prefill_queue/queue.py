@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -183,8 +184,22 @@ class PrefillQueue:
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
+        if terms.divide_gain and (parts := group.division(queued, terms.divide_gain)):
+            first, second, token = parts
+            part, message = queued.part_task(token), queued.task.first_part
+            part.decode_worker_id = second.ref.worker_id
+            part.decode_incarnation = second.ref.incarnation
+            part.decode_endpoint = second.member.endpoint
+            message.worker_id, message.incarnation = first.ref.worker_id, first.ref.incarnation
+            message.handoff_ticket, message.end_token = first.ticket(part), token
+            own = replace(terms, planned=first.ref, returns_max=0)
+            other = QueuedTask(part, group.layout, own, next(self._numbers), self.cancel)
+            other.end_on_failure(partial(second.send_cancel, part.transfer_id))
+            queued.divide(other, second.ref)
         queued.joined_queue(group.tasks.before(queued))
         group.add(queued)
+        if queued.part is not None:
+            group.add(queued.part)
         return queued
 
     def add_worker(
@@ -195,8 +210,8 @@ class PrefillQueue:
         adapters: frozenset[Adapter] = frozenset(),
     ) -> PrefillWorkerStream:
         """A worker has opened its stream. Raises DuplicateTransfer when this incarnation has one already."""
-        key = fingerprint(layout)
-        stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
+        stream = PrefillWorkerStream(ref, model, layout, next(self._numbers), self._sign, adapters)
+        key = stream.group_key
         self.workers.add(stream)
         group = self._groups.get(key)
         if group is None:

@@ -45,7 +45,8 @@ class TaskTerms:
     `deadline_s` is by the router's monotonic clock. The queue never hands the task to a worker in `avoid`. `cached`
     gives the prompt tokens that each worker has cached. A worker may return the task unopened `returns_max` times.
     `front` puts the task before all tasks of its tenant and class that were never handed out.
-    `planned` gets the task if it has room. `images` are those of the task's prompt.
+    `planned` gets the task if it has room. `images` are those of the task's prompt. Two workers compute it where that
+    takes less time by the share `divide_gain`; 0: never.
     """
 
     deadline_s: float
@@ -57,6 +58,7 @@ class TaskTerms:
     tenant: str = DEFAULT_TENANT
     planned: WorkerRef | None = None
     images: PromptImages = ()
+    divide_gain: float = 0.0
 
     def missing_tokens(self, tokens: int) -> int:
         """Of `tokens`, those that the worker with the longest cached prefix has to compute."""
@@ -120,6 +122,9 @@ class QueuedTask:
         self.may_wait = bool(terms.cached) and terms.planned is None
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
+        self.part: QueuedTask | None = None
+        """The task of another worker that computes the first tokens at the same time."""
+        self._on_failed: Callable[[], None] = lambda: None
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
@@ -202,6 +207,27 @@ class QueuedTask:
         if not self.first_token.done():
             self.first_token.set_result(first)
 
+    def part_task(self, end_token: int) -> prefill_pb2.PrefillTask:
+        """A task for the tokens before `end_token`, as yet for no worker."""
+        task = prefill_pb2.PrefillTask()
+        task.CopyFrom(self.task)
+        for name in ("sampling", "send_hidden_state", "start_token"):
+            task.ClearField(name)
+        # As of a prefix that is fetched.
+        task.transfer_id = f"{self.task.transfer_id}.prefix"
+        task.token_ids.extend(self._token_ids.ids[:end_token])
+        return task
+
+    def end_on_failure(self, stop: Callable[[], None]) -> None:
+        """`stop` is called if the task fails: it ends the work of another worker for it."""
+        self._on_failed = stop
+
+    def divide(self, part: QueuedTask, second: WorkerRef) -> None:
+        """Another worker computes the tokens of `part`, and `second` the others beside it."""
+        self.part, self.planned, self.may_wait = part, second, False
+        self.cached = {second: part.tokens}
+        self.end_on_failure(part.cancel)
+
     def returned_from(self, ref: WorkerRef) -> None:
         """The worker returned the task unopened. The task goes to the front, and never to that worker again."""
         self.returns_left -= 1
@@ -209,12 +235,18 @@ class QueuedTask:
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
         self.pulled_ns = 0
+        self._on_failed()
+        self.end_on_failure(lambda: None)
+        self.part = None
+        self.task.ClearField("first_part")
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts, and the report of a task that was given up."""
         if not self.outcome.done():
             self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
+            if error is not None:
+                self._on_failed()
         elif done is not None:
             self._on_late_report(done)
 

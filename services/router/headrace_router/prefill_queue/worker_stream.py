@@ -18,7 +18,7 @@ from headrace_common.errors import DuplicateTransfer, ProtocolViolation, QueueFu
 from headrace_common.registry.adapters import Adapter, adapters_from_proto
 from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.tasks import BoundedQueue
-from headrace_kv.compatibility import layout_hash
+from headrace_kv.compatibility import fingerprint, layout_hash
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, SignTask
 
@@ -49,21 +49,22 @@ class PrefillWorkerStream:
         self,
         ref: WorkerRef,
         model: str,
-        group_key: KvLayout,
+        layout: KvLayout,
         number: int,
         sign: SignTask,
         adapters: frozenset[Adapter] = frozenset(),
     ) -> None:
         self.ref = ref
+        self.layout = layout
         self.model = model
         self.adapters = adapters
         """Those of new prompts."""
         self.usable_adapters = adapters
         """With those before the last change, which the worker keeps for prompts that were placed before."""
-        self.group_key = group_key
+        self.group_key = fingerprint(layout)
         self.number = number
         self._sign = sign
-        self._layout_hash = layout_hash(group_key)
+        self._layout_hash = layout_hash(self.group_key)
         # A credit allows one PullResponse with a task, and each task at most one CancelTask.
         self.outbox: BoundedQueue[prefill_pb2.PullResponse] = BoundedQueue(
             f"pull {ref}", 4 * CREDITS_MAX
@@ -75,6 +76,8 @@ class PrefillWorkerStream:
         """Whether the worker takes no more tasks."""
         self.restricted = False
         """See `restrict`."""
+        self.member = registry_pb2.Member()
+        """What the registry has of the worker. Empty until it is known."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
         self.tenants: Counter[str] = Counter()
@@ -105,6 +108,12 @@ class PrefillWorkerStream:
         busy = len(self.tasks) >= _BUSY_TASKS and self.load_tokens >= _BUSY_TOKENS
         return self.credits == 1 and busy
 
+    @property
+    def may_divide(self) -> bool:
+        """Whether it can compute a prompt together with another worker now: it has nothing else to do."""
+        idle = self.credits > 0 and not self.tasks and not self.restricted
+        return idle and self.member.computes_beside
+
     def may_take(self, tenant: str) -> bool:
         """Whether a task of a tenant may have a credit."""
         return self.credits > 0 and not (self.keeps_credit and tenant in self.tenants)
@@ -126,8 +135,10 @@ class PrefillWorkerStream:
         if not self.retired:
             self.credits += task_count
 
-    def replace_adapters(self, adapters: frozenset[Adapter]) -> None:
-        """The worker announces others, or the same ones."""
+    def update(self, member: registry_pb2.Member) -> None:
+        """The worker announces this."""
+        self.member = member
+        adapters = adapters_from_proto(member.adapters)
         if adapters != self.adapters:
             self.usable_adapters = adapters | self.adapters
             self.adapters = adapters
@@ -149,7 +160,11 @@ class PrefillWorkerStream:
         self.tasks[queued.task.transfer_id] = queued
         self.tenants[queued.tenant] += 1
         queued.handed_to(self.ref, now_s)
-        self.outbox.put_nowait(queued.message(self._sign(queued.task, self.ref, self._layout_hash)))
+        self.outbox.put_nowait(queued.message(self.ticket(queued.task)))
+
+    def ticket(self, task: prefill_pb2.PrefillTask) -> bytes:
+        """The worker's handoff ticket for a task."""
+        return self._sign(task, self.ref, self._layout_hash)
 
     def send_cancel(self, transfer_id: str) -> None:
         """Asks the worker to stop a task."""
@@ -187,6 +202,7 @@ class ConnectedWorkers:
         self._restricted: frozenset[WorkerRef] = frozenset()
         self._streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
+        self._members: dict[WorkerRef, registry_pb2.Member] = {}
 
     @property
     def restricted(self) -> frozenset[WorkerRef]:
@@ -215,6 +231,8 @@ class ConnectedWorkers:
             )
         stream.restrict(ref in self._restricted)
         self._streams[ref] = stream
+        if ref in self._members:
+            stream.update(self._members[ref])
 
     def remove(self, stream: PrefillWorkerStream) -> None:
         """A worker's stream has ended."""
@@ -234,14 +252,12 @@ class ConnectedWorkers:
         else:
             self._pulling.pop(layout, None)
 
-    def update_adapters(self, members: Iterable[registry_pb2.Member]) -> None:
-        """From now on, connected workers get new tasks for the adapters that the registry has of them."""
-        for member in members:
-            if member.role not in COMPUTE_PROMPTS:
-                continue
-            stream = self._streams.get(WorkerRef(member.worker_id, member.incarnation))
-            if stream is not None:
-                stream.replace_adapters(adapters_from_proto(member.adapters))
+    def update(self, members: Iterable[registry_pb2.Member]) -> None:
+        """From now on, connected workers get new tasks by what the registry has of them, such as their adapters."""
+        found = (one for one in members if one.role in COMPUTE_PROMPTS)
+        self._members = {WorkerRef(one.worker_id, one.incarnation): one for one in found}
+        for ref in self._members.keys() & self._streams.keys():
+            self._streams[ref].update(self._members[ref])
 
     def pulling(self, adapter: Adapter | None = None) -> Mapping[KvLayout, frozenset[WorkerRef]]:
         """The workers that take tasks, by layout fingerprint: all, or those with an adapter.

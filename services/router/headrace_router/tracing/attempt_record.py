@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
@@ -19,6 +19,7 @@ from headrace_common.latency.clocks import ClockOffset
 from headrace_common.latency.steps import (
     BY_DECODE,
     MAKERS,
+    PrefillSteps,
     decode_steps,
     prefill_steps,
 )
@@ -31,10 +32,11 @@ from headrace_frontend.running.record import AttemptRecord, Attributes, RequestR
 from headrace_router.costs import OtherDecision
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.placement import Decision, candidate_text
-from headrace_router.prefill_queue.task import QueuedTask
+from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
 
 _WORKERS_MAX: Final = 4_096
 _PAUSE_MIN_US: Final = 5_000
+_Report: TypeAlias = prefill_pb2.TaskDone | prefill_pb2.FirstToken
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
 
 
@@ -74,6 +76,16 @@ class Move(NamedTuple):
     gap_ns: int = 0
 
 
+class PrefillTaskRecord(NamedTuple):
+    """A prefill task, as its worker has reported it. Its KV went to worker `destination`."""
+
+    worker_id: str
+    destination: str
+    done: prefill_pb2.TaskDone
+    steps: PrefillSteps | None
+    tokens: int
+
+
 @dataclass(eq=False, slots=True)
 class RoutedAttempt(AttemptRecord):
     """One attempt of this router. Times are microseconds of its clock, 0 or None for what has not happened.
@@ -94,6 +106,8 @@ class RoutedAttempt(AttemptRecord):
     priority: str = ""
     done: prefill_pb2.TaskDone | None = None
     """What the prefill worker has reported at its end."""
+    part: PrefillTaskRecord | None = None
+    """The first tokens, where another prefill worker computed them."""
     _start_ns: int = field(default=0, init=False)
     _answer: LinkedAnswer | None = field(default=None, init=False)
     _queued: QueuedTask | None = field(default=None, init=False)
@@ -134,12 +148,23 @@ class RoutedAttempt(AttemptRecord):
 
     def enqueued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
-        self._queued, self.outcome = task, task.outcome
-        task.report_late(self._reported_late)
 
-    def _reported_late(self, done: prefill_pb2.TaskDone) -> None:
-        self.done = self.done or done
-        self.charge_late(done.receipt)
+        def part_ended(outcome: asyncio.Future[TaskOutcome]) -> None:
+            part, done = task.part, outcome.result().done
+            if part is not None and part.worker is not None and done is not None:
+                worker_id, to = part.worker.worker_id, part.decode.worker_id
+                steps = self._steps_of(part, worker_id, done)
+                self.part = PrefillTaskRecord(worker_id, to, done, steps, part.tokens)
+                self.charge_late(done.receipt)
+
+        def reported_late(done: prefill_pb2.TaskDone) -> None:
+            self.done = self.done or done
+            self.charge_late(done.receipt)
+
+        self._queued, self.outcome = task, task.outcome
+        task.report_late(reported_late)
+        if task.part is not None:
+            task.part.outcome.add_done_callback(part_ended)
 
     def failed(self, error: HeadraceError) -> None:
         """The attempt has failed."""
@@ -178,14 +203,20 @@ class RoutedAttempt(AttemptRecord):
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        if done is None:
-            return self._receipt(None)
-        link = receipt_pb2.LinkUse(
-            source_worker_id=self.prefill_worker_id,
-            destination_worker_id=self.worker_id("decode"),
-            payload_bytes=done.payload_bytes,
-        )
-        return self._receipt(done.receipt, *((link,) if link.payload_bytes else ()))
+        tasks = [] if self.part is None else [self.part[:3]]
+        if done is not None:
+            tasks.append((self.prefill_worker_id, self.worker_id("decode"), done))
+        links = [
+            receipt_pb2.LinkUse(
+                source_worker_id=source,
+                destination_worker_id=destination,
+                payload_bytes=one.payload_bytes,
+            )
+            for source, destination, one in tasks
+            if one.payload_bytes
+        ]
+        found = self._receipt(None, *links)
+        return found._replace(parts=[*(one.receipt for *_, one in tasks), *found.parts])
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
@@ -203,21 +234,29 @@ class RoutedAttempt(AttemptRecord):
         done = queued.outcome.result().done if queued.outcome.done() else None
         first = queued.first_token.result() if queued.first_token.done() else None
         report = done if done is not None and done.HasField("times") else first
-        if report is None or not report.HasField("times"):
+        steps = self._steps_of(queued, worker_id, report)
+        self.done = done or self.done
+        if steps is None:
             return
-        self.done = done
+        self.prefill = steps
+        if first is not None:
+            self.prefill = steps._replace(sent=steps.received + first.times.sent_us)
+
+    def _steps_of(
+        self, queued: QueuedTask, worker_id: str, report: _Report | None
+    ) -> PrefillSteps | None:
+        """The steps of a task. None while they or the worker's clock are unknown."""
+        if report is None or not report.HasField("times"):
+            return None
         times = report.times
         clock = self.worker_clocks.clock(worker_id)
         received_ns = times.received_unix_ns
-        if report is done:
+        if isinstance(report, prefill_pb2.TaskDone):
             replied_ns = received_ns + 1_000 * times.sent_us
             clock.add_exchange(queued.pulled_ns, received_ns, replied_ns, queued.ended_ns)
         if not clock.known:
-            return
-        received_us = self._received_us(clock, worker_id, received_ns)
-        self.prefill = prefill_steps(times, received_us)
-        if first is not None:
-            self.prefill = self.prefill._replace(sent=received_us + first.times.sent_us)
+            return None
+        return prefill_steps(times, self._received_us(clock, worker_id, received_ns))
 
     def _received_us(self, clock: ClockOffset, worker_id: str, received_unix_ns: int) -> int:
         difference = self.differences[worker_id] = clock.difference
@@ -325,46 +364,16 @@ class RoutedAttempt(AttemptRecord):
     def _prefill_spans(
         self, request: RequestRecord, maker: SpanMaker, parent: SpanContext, decision: Decision
     ) -> Iterator[ReadableSpan]:
-        prefill, done = self.prefill, self.done or prefill_pb2.TaskDone()
-        if prefill is None:
-            return
-        ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
-        cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
-        own = maker.of_steps(
-            schema.SPAN_PREFILL,
-            parent,
-            (prefill.received, max(time or 0 for time in ends)),
-            {
-                **self._ids(request),
-                schema.ATTRIBUTE_PREFILL_WORKER_ID: self.prefill_worker_id,
-                **cached,
-                schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes,
-            },
+        part, tokens = self.part, request.prompt_tokens + self.generated_tokens
+        own = PrefillTaskRecord(
+            self.prefill_worker_id,
+            decision.worker.ref.worker_id,
+            self.done or prefill_pb2.TaskDone(),
+            self.prefill,
+            decision.computes_from or (tokens if part is None else tokens - part.tokens),
         )
-        yield own
-        if prefill.compute_start is not None and prefill.compute_end is not None:
-            times = (prefill.compute_start, prefill.compute_end)
-            tokens = decision.computes_from or request.prompt_tokens + self.generated_tokens
-            tokens -= done.cached_tokens
-            counts = {**cached, schema.ATTRIBUTE_TOKENS: tokens}
-            yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
-        if done.HasField("last_link"):
-            link = done.last_link
-            yield maker.of_steps(
-                schema.SPAN_TRANSFER_LINK,
-                own.context,
-                (prefill.received + link.start_us, prefill.received + link.end_us),
-                {
-                    schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
-                    schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
-                    schema.ATTRIBUTE_TRANSPORT: link.transport,
-                    schema.ATTRIBUTE_STRATEGY: link.strategy,
-                    schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,
-                    schema.ATTRIBUTE_MOVING_MS: link.moving_us / 1e3,
-                    schema.ATTRIBUTE_LINK_LAYERS: link.layers,
-                },
-            )
+        for task in (own,) if part is None else (part, own):
+            yield from _task_spans(task, maker, parent, self._ids(request))
 
     def _ids(self, request: RequestRecord) -> Attributes:
         return {
@@ -419,6 +428,49 @@ def regret_of(request: RequestRecord) -> Regret | None:
     estimates = [(other.estimate_s(prompt_s), other) for other in decision.others]
     estimate_s, best = min(estimates, key=lambda pair: pair[0])
     return Regret(best, observed_s - estimate_s)
+
+
+def _task_spans(
+    task: PrefillTaskRecord, maker: SpanMaker, parent: SpanContext, ids: Attributes
+) -> Iterator[ReadableSpan]:
+    prefill, done = task.steps, task.done
+    if prefill is None:
+        return
+    ends = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
+    cached: Attributes = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
+    own = maker.of_steps(
+        schema.SPAN_PREFILL,
+        parent,
+        (prefill.received, max(time or 0 for time in ends)),
+        {
+            **ids,
+            schema.ATTRIBUTE_PREFILL_WORKER_ID: task.worker_id,
+            **cached,
+            schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes,
+        },
+    )
+    yield own
+    if prefill.compute_start is not None and prefill.compute_end is not None:
+        times = (prefill.compute_start, prefill.compute_end)
+        counts = {**cached, schema.ATTRIBUTE_TOKENS: task.tokens - done.cached_tokens}
+        yield maker.of_steps(schema.SPAN_PREFILL_COMPUTE, own.context, times, counts)
+    if done.HasField("last_link"):
+        link = done.last_link
+        yield maker.of_steps(
+            schema.SPAN_TRANSFER_LINK,
+            own.context,
+            (prefill.received + link.start_us, prefill.received + link.end_us),
+            {
+                schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
+                schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
+                schema.ATTRIBUTE_DECODE_WORKER_ID: task.destination,
+                schema.ATTRIBUTE_TRANSPORT: link.transport,
+                schema.ATTRIBUTE_STRATEGY: link.strategy,
+                schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,
+                schema.ATTRIBUTE_MOVING_MS: link.moving_us / 1e3,
+                schema.ATTRIBUTE_LINK_LAYERS: link.layers,
+            },
+        )
 
 
 def _route_attributes(decision: Decision) -> Attributes:

@@ -216,6 +216,10 @@ class TimeColumns:
         """Seconds since a worker learned something."""
         return time.monotonic() - self._learned_s
 
+    def column(self, row: int) -> Numbers:
+        """All times of a worker, in the order of `time_values`."""
+        return self._rows[:, row]
+
     def all_known(self, usable: Flags) -> bool:
         """Whether all of these workers have learned the times of steps with prompts and with answers."""
         return bool(self._known[[TOKEN_ROW, _ANSWER_ROW]][:, usable].all())
@@ -232,7 +236,7 @@ class TimeColumns:
         steps = model.steps
         parts = (steps.knows_prompts, steps.knows_answers, model.handovers.count > 0)
         known = np.array((parts[0] or parts[1], *parts))[_PART_OF]
-        self._rows[known, row] = np.array(_values(steps, model.handovers))[known]
+        self._rows[known, row] = np.array(time_values(steps, model.handovers))[known]
         if (self._known[:, row] != known).any():
             self._known[:, row] = known
             self._filled_s = -math.inf
@@ -249,11 +253,13 @@ class TimeColumns:
         self._filled_s = now_s
         votes = self._known & ~self._far()
         learned, counts = np.where(votes, self._rows, 0.0), votes.sum(1)
-        generic = np.array(_values(GENERIC_STEPS, NO_HANDOVERS))
+        generic = np.array(time_values(GENERIC_STEPS, NO_HANDOVERS))
         overall = np.where(counts, learned.sum(1) / np.maximum(1, counts), generic)
         unlearned = overall[0] / generic[0] * generic
         if prefill.knows_prompts:
-            unlearned = np.where(_PART_OF == _PROMPTS, _values(prefill, NO_HANDOVERS), unlearned)
+            unlearned = np.where(
+                _PART_OF == _PROMPTS, time_values(prefill, NO_HANDOVERS), unlearned
+            )
         overall = np.where(counts, overall, unlearned)
         counts = votes @ self._kinds
         means = np.where(counts, learned @ self._kinds / np.maximum(1, counts), overall[:, None])
@@ -272,7 +278,7 @@ class TimeColumns:
         return far
 
 
-def _values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
+def time_values(steps: StepTimes, handovers: HandoverTimes) -> tuple[float, ...]:
     """One for each row of TimeColumns."""
     fixed_s, *others = _STEP_ROWS(steps)
     return (max(_FIXED_MIN_S, fixed_s), *others, handovers.fixed_s, handovers.s_per_byte)

@@ -98,6 +98,23 @@ def test_a_prompt_runs_when_its_prefix_has_come_and_sends_the_rest() -> None:
     assert pool.held() == []
 
 
+def test_a_prompt_runs_with_the_first_layer_of_its_prefix_and_what_came_stays_cached() -> None:
+    planner, pool, _ = new_planner()
+    fetch(planner, cached=64)
+    planner.layers_arrived("p1")
+    assert planner.plan_step((), ()).received == ["r"]
+    plan = first_step(planner, computed=128)
+    assert (plan.computed, plan.awaited) == ([TokenRange("x1", 128, 150, (BLOCK_IDS,))], ["p1"])
+    # The last layer has come within the step, after which the prompt ends at once.
+    planner.transfer_settled("p1", whole=True)
+    assert planner.request_leaves("r") is None
+    times = planner.request_finished("r")
+    assert times is not None
+    assert (times.cached_tokens, times.fetched_tokens) == (64, 64)
+    assert planner.plan_step((), ()).completed == []
+    assert pool.held() == []
+
+
 def test_a_prompt_is_computed_when_its_prefix_has_failed() -> None:
     planner, pool, _ = new_planner()
     fetch(planner, cached=64)
