@@ -81,9 +81,6 @@ class AlwaysFetch(FetchRule):
     def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
         return token_count >= self.min_tokens
 
-    def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
-        return self.may_fetch(decode, end_token - start_token)
-
 
 class Cut:
     """Lets a receiver know of a transfer's first layer, then calls `on_cut` and keeps all messages until `heal`."""
@@ -165,7 +162,7 @@ async def fetching_engines(
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         workers: VllmWorkers = await serve(
             *(stack, VllmWorkers, engines[PREFILL], engines[DECODE]),
-            *(telemetry, AlwaysFetch(1, StepTimes), LONG_S),
+            *(telemetry, AlwaysFetch(0.0, StepTimes, 1.0), LONG_S),
             lease_s=LEASE_TTL_S,
         )
         yield workers

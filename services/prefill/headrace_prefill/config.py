@@ -6,7 +6,6 @@ from pydantic import Field
 
 from headrace_common.access.roles import Role
 from headrace_common.config import (
-    NonNegativeCount,
     PositiveCount,
 )
 from headrace_engine.worker.config import WorkerConfig
@@ -15,11 +14,14 @@ from headrace_engine.worker.config import WorkerConfig
 class FetchingConfig(WorkerConfig):
     """A worker that computes prompts, and may fetch what other workers have of them."""
 
-    prefix_fetch_min_tokens: NonNegativeCount = Field(
-        0,
-        description="Fewest tokens of a prompt that are fetched from its decode worker, which has them from an earlier "
-        "turn, instead of being computed. Only where the learned times do not say that this is slower. 0 fetches none. "
-        "Decode workers then reach this worker's ports of KV transfers. For models without states.",
+    prefix_fetch_gain: float = Field(
+        0.2,
+        ge=0.0,
+        le=1.0,
+        description="Least share of the time to compute a prompt's first tokens that is saved by fetching them from the "
+        "decode worker, which has them from an earlier turn. By the learned times; else by a cautious estimate. 0 "
+        "fetches whatever the times say, 1 nothing. Workers that generate reach this worker's ports of KV transfers. "
+        "Models with states fetch nothing.",
     )
 
 

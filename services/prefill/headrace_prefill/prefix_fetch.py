@@ -14,10 +14,10 @@ import grpc.aio
 
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
+from headrace_common.errors import Cancelled, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
 from headrace_common.tasks import BackgroundTasks, Recent
-from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
+from headrace_common.time_model.model import HandoverLearner, HandoverTimes, StepTimes, TimeModel
 from headrace_engine.interface import Arrived, Engine, Recompute
 from headrace_engine.kv_fetch import fetch_kv
 from headrace_engine.worker.host import HostedWorker, WorkerHost
@@ -37,6 +37,10 @@ _END_WAIT_S: Final = 5.0
 _HARMLESS: Final = (Cancelled, NotFound, DecodeFull)
 _LINKS_MAX: Final = 1_024
 _PAUSE_S: Final = 30.0
+_MEASURED_AGAIN_S: Final = 300.0
+_MIN_TOKENS: Final = 64
+# Before anything is learned: a slow network's round trips, and its bytes at 1 GB/s.
+_PRIOR: Final = HandoverTimes(fixed_s=0.02, s_per_byte=1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +56,28 @@ class FetchRecord:
 
 @dataclass(eq=False, slots=True)
 class FetchRule:
-    """A prefix of `min_tokens` or more is fetched, unless the learned times say that computing it is faster.
+    """A prefix is fetched where that saves at least the share `gain` of the time to compute its tokens. 0: always.
 
-    After that, and after a failure, nothing is fetched from the decode worker for 30 s. Then it is measured again.
+    After a failure, nothing is fetched from that worker for 30 s. A worker that is too slow is measured again after
+    five minutes. `token_bytes`: the KV of a token, until fetches show it.
     """
 
-    min_tokens: int
+    gain: float
     step_times: Callable[[], StepTimes]
+    token_bytes: float
     clock_s: Callable[[], float] = time.monotonic
     _fetches: HandoverLearner = field(default_factory=HandoverLearner, init=False)
-    _token_bytes: float = field(default=0.0, init=False)
     _retry_s: Recent[WorkerRef, float] = field(
         default_factory=lambda: Recent(_LINKS_MAX), init=False
     )
+    _slow_s: Recent[WorkerRef, float] = field(
+        default_factory=lambda: Recent(_LINKS_MAX), init=False
+    )
+
+    @property
+    def min_tokens(self) -> int:
+        """Fewer are computed."""
+        return _MIN_TOKENS if self.gain else 1
 
     def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
         """Whether so many tokens of this decode worker may be worth it."""
@@ -72,31 +85,38 @@ class FetchRule:
         return token_count >= self.min_tokens and not paused
 
     def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
-        """Whether to fetch these tokens from this decode worker. Unknown times decide nothing."""
+        """Whether to fetch these tokens from this decode worker. Not while the time to compute them is unknown."""
         count = end_token - start_token
-        if not self.may_fetch(decode, count):
-            return False
-        if self._retry_s.pop(decode, None) is not None:
-            return True
+        if not (self.gain and self.may_fetch(decode, count)):
+            return self.may_fetch(decode, count)
         times = TimeModel(
             self.step_times(), self._fetches.times, self._fetches.links_to(decode.worker_id)
         )
-        compute_s = times.step_s(count, prior_tokens=start_token)
-        fetch_s = times.handover_s(count * self._token_bytes, decode.worker_id)
-        if compute_s is None or fetch_s is None or fetch_s < compute_s:
+        # A step has its fixed part for the tokens after these anyway.
+        step_s, least_s = (times.step_s(one, prior_tokens=start_token) for one in (count, 1))
+        if step_s is None or least_s is None:
+            return False
+        payload_bytes = count * self.token_bytes
+        fetch_s = times.handover_s(payload_bytes, decode.worker_id)
+        if fetch_s is None:
+            fetch_s = _PRIOR.fixed_s + _PRIOR.s_per_byte * payload_bytes
+        if fetch_s <= (1.0 - self.gain) * (step_s - least_s):
             return True
-        self.failed(decode)
-        return False
+        now_s = self.clock_s()
+        if now_s < self._slow_s.setdefault(decode, now_s) + _MEASURED_AGAIN_S:
+            return False
+        del self._slow_s[decode]
+        return True
 
     def fetched(
         self, decode: WorkerRef, token_count: int, payload_bytes: int, seconds: float
     ) -> None:
         """Tokens have come from a decode worker, so long after the decision."""
-        self._token_bytes = payload_bytes / max(1, token_count)
+        self.token_bytes = payload_bytes / max(1, token_count)
         self._fetches.observe(payload_bytes, seconds, decode.worker_id)
 
     def failed(self, decode: WorkerRef) -> None:
-        """A fetch from a decode worker has failed, or would take too long."""
+        """A fetch from a decode worker has failed."""
         self._retry_s[decode] = self.clock_s() + _PAUSE_S
 
 
@@ -249,22 +269,18 @@ class PrefixFetch:
             self._fetcher.rule.failed(decode)
 
 
+def fetches_prefixes(config: FetchingConfig, engine: Engine) -> bool:
+    """Whether a worker fetches any. A prefix of a model with states is of no use without its state."""
+    states = any(group.kind == STATE for group in engine.descriptor.layout.groups)
+    return config.prefix_fetch_gain < 1.0 and not states
+
+
 def open_fetcher(
     host: WorkerHost, hosted: HostedWorker[FetchingConfig], receiver: Receiver
-) -> PrefixFetcher | None:
-    """What fetches prefixes into a worker's `receiver`, if its settings say so.
-
-    Raises ConfigError for a model that has states, because a prefix of it is of no use without its state.
-    """
+) -> PrefixFetcher:
+    """What fetches prefixes into a worker's `receiver`."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
-    if not config.prefix_fetch_min_tokens:
-        return None
-    if any(group.kind == STATE for group in engine.descriptor.layout.groups):
-        raise ConfigError(
-            f"prefix_fetch_min_tokens is {config.prefix_fetch_min_tokens}, but the model keeps states, without "
-            "which a prefix is of no use: set it to 0",
-            metadata={"field": "prefix_fetch_min_tokens"},
-        )
+    layout = engine.descriptor.layout
 
     def count(record: FetchRecord) -> None:
         host.metrics.prefix_fetched(ref.worker_id, record.reason, record.token_count)
@@ -273,7 +289,7 @@ def open_fetcher(
         ref=ref,
         engine=engine,
         receiver=receiver,
-        rule=FetchRule(config.prefix_fetch_min_tokens, lambda: engine.step_times),
+        rule=FetchRule(config.prefix_fetch_gain, lambda: engine.step_times, layout.token_bytes),
         timeout_s=config.kv_fetch_timeout_s,
         on_ended=count,
         open_channel=lambda endpoint: open_channel(endpoint, config),

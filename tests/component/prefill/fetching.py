@@ -200,7 +200,6 @@ async def fetching_workers(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
-    min_tokens: int = 8,
     timeout_s: float = 60.0,
     telemetry: Telemetry | None = None,
     prefill_timers: Timers | None = None,
@@ -237,7 +236,7 @@ async def fetching_workers(
             stack.push_async_callback(asyncio.to_thread, spans.shutdown)
         workers = await serve(
             *(stack, Workers, prefill_side, decode_side, spans),
-            *(FetchRule(min_tokens, lambda: prefill_side.step_times), timeout_s),
+            *(FetchRule(0.0, lambda: prefill_side.step_times, 1.0), timeout_s),
             prefill_timers=prefill_timers,
         )
         free = workers.free_blocks()
