@@ -21,6 +21,9 @@ SPAN_ROUTE: Final = "headrace.route"
 SPAN_BACK_OFF: Final = "headrace.back_off"
 # From the decision to move a running answer to the first token of the other worker.
 SPAN_MOVE: Final = "headrace.move"
+# The fetch of a prompt's first tokens from another worker, for a decode worker that computes the rest. From the
+# decision to the last layer, before the attempt. After a failure, the tokens are computed.
+SPAN_FETCH: Final = "headrace.prefix_fetch"
 # A time after the first token without another, or after the last one until the client had the answer. It is far
 # longer than usual in this answer.
 SPAN_GAP: Final = "headrace.gap"
@@ -110,7 +113,7 @@ ATTRIBUTE_CANDIDATES: Final = "headrace.candidates"
 # How the best other placement differs: "local prefill", "remote prefill", "other prefill worker" or "other decode
 # worker". Absent without an estimate.
 ATTRIBUTE_OTHER_DECISION: Final = "headrace.other.decision"
-# Id of the decode worker that the answer was on.
+# Id of the decode worker that the answer was on, or that has sent the prefix.
 ATTRIBUTE_MOVE_SOURCE_WORKER_ID: Final = "headrace.move.source_worker_id"
 # Milliseconds without a token for the client.
 ATTRIBUTE_MOVE_GAP_MS: Final = "headrace.move.gap_ms"
@@ -430,9 +433,10 @@ METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
-# Fetches of prefixes from decode workers that have ended, by outcome. After a failure, prefill computes.
+# Fetches of prefixes that have ended, by outcome. Those of a router are for decode workers that compute prompts.
+# After a failure, the worker computes.
 METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
-# Tokens with KV that a prefill worker has fetched from decode workers instead of computing it.
+# Tokens with KV that was fetched from other workers instead of being computed.
 METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
 # Tokens of prompts that began on a prefill worker and failed there or were cancelled. A cancellation after the first
 # token does not count. All tokens of such a prompt count, so fewer may have been computed.

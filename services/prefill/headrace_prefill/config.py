@@ -18,7 +18,7 @@ class FetchingConfig(WorkerConfig):
         0.2,
         ge=0.0,
         le=1.0,
-        description="Least share of the time to compute a prompt's first tokens that is saved by fetching them from the "
+        description="Least share of the time to compute a prompt's first tokens that fetching them saves, from the "
         "decode worker, which has them from an earlier turn. By the learned times; else by a cautious estimate. 0 "
         "fetches whatever the times say, 1 nothing. Workers that generate reach this worker's ports of KV transfers. "
         "Models with states fetch nothing.",

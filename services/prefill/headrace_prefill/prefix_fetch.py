@@ -16,13 +16,13 @@ from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tasks import BackgroundTasks, Recent
-from headrace_common.time_model.model import HandoverLearner, HandoverTimes, StepTimes, TimeModel
+from headrace_common.tasks import BackgroundTasks
 from headrace_engine.interface import Arrived, Engine, Recompute
 from headrace_engine.kv_fetch import fetch_kv
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_kv.messages import Reservation, TransferTarget, prefix_transfer
+from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_kv.prefix.images import ImageSpan, whole_images_end
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_prefill.config import FetchingConfig
@@ -35,12 +35,6 @@ _ANSWER_WAIT_S: Final = 0.5
 _END_WAIT_S: Final = 5.0
 # The link has no part in these.
 _HARMLESS: Final = (Cancelled, NotFound, DecodeFull)
-_LINKS_MAX: Final = 1_024
-_PAUSE_S: Final = 30.0
-_MEASURED_AGAIN_S: Final = 300.0
-_MIN_TOKENS: Final = 64
-# Before anything is learned: a slow network's round trips, and its bytes at 1 GB/s.
-_PRIOR: Final = HandoverTimes(fixed_s=0.02, s_per_byte=1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,72 +46,6 @@ class FetchRecord:
     reason: str
     start_unix_ns: int
     end_unix_ns: int
-
-
-@dataclass(eq=False, slots=True)
-class FetchRule:
-    """A prefix is fetched where that saves at least the share `gain` of the time to compute its tokens. 0: always.
-
-    After a failure, nothing is fetched from that worker for 30 s. A worker that is too slow is measured again after
-    five minutes. `token_bytes`: the KV of a token, until fetches show it.
-    """
-
-    gain: float
-    step_times: Callable[[], StepTimes]
-    token_bytes: float
-    clock_s: Callable[[], float] = time.monotonic
-    _fetches: HandoverLearner = field(default_factory=HandoverLearner, init=False)
-    _retry_s: Recent[WorkerRef, float] = field(
-        default_factory=lambda: Recent(_LINKS_MAX), init=False
-    )
-    _slow_s: Recent[WorkerRef, float] = field(
-        default_factory=lambda: Recent(_LINKS_MAX), init=False
-    )
-
-    @property
-    def min_tokens(self) -> int:
-        """Fewer are computed."""
-        return _MIN_TOKENS if self.gain else 1
-
-    def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
-        """Whether so many tokens of this decode worker may be worth it."""
-        paused = self.clock_s() < self._retry_s.get(decode, 0.0)
-        return token_count >= self.min_tokens and not paused
-
-    def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
-        """Whether to fetch these tokens from this decode worker. Not while the time to compute them is unknown."""
-        count = end_token - start_token
-        if not (self.gain and self.may_fetch(decode, count)):
-            return self.may_fetch(decode, count)
-        times = TimeModel(
-            self.step_times(), self._fetches.times, self._fetches.links_to(decode.worker_id)
-        )
-        # A step has its fixed part for the tokens after these anyway.
-        step_s, least_s = (times.step_s(one, prior_tokens=start_token) for one in (count, 1))
-        if step_s is None or least_s is None:
-            return False
-        payload_bytes = count * self.token_bytes
-        fetch_s = times.handover_s(payload_bytes, decode.worker_id)
-        if fetch_s is None:
-            fetch_s = _PRIOR.fixed_s + _PRIOR.s_per_byte * payload_bytes
-        if fetch_s <= (1.0 - self.gain) * (step_s - least_s):
-            return True
-        now_s = self.clock_s()
-        if now_s < self._slow_s.setdefault(decode, now_s) + _MEASURED_AGAIN_S:
-            return False
-        del self._slow_s[decode]
-        return True
-
-    def fetched(
-        self, decode: WorkerRef, token_count: int, payload_bytes: int, seconds: float
-    ) -> None:
-        """Tokens have come from a decode worker, so long after the decision."""
-        self.token_bytes = payload_bytes / max(1, token_count)
-        self._fetches.observe(payload_bytes, seconds, decode.worker_id)
-
-    def failed(self, decode: WorkerRef) -> None:
-        """A fetch from a decode worker has failed."""
-        self._retry_s[decode] = self.clock_s() + _PAUSE_S
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -146,7 +74,7 @@ class PrefixFetcher:
         if images:
             block_tokens = self.engine.descriptor.layout.block_tokens
             end = whole_images_end(end, images, block_tokens)
-        if not target.ticket or not self.rule.may_fetch(target.decode, end):
+        if not target.ticket or not self.rule.may_fetch(target.decode.worker_id, end):
             return None
         return PrefixFetch(self, target, end)
 
@@ -197,7 +125,10 @@ class PrefixFetch:
         """See RemotePrefix."""
         fetcher, target = self._fetcher, self._target
         start, end = reservation.start_token, reservation.end_token
-        if self._closed or not fetcher.rule.prefers_fetch(target.decode, start, end):
+        times = fetcher.engine.step_times
+        payload_bytes = (end - start) * fetcher.engine.descriptor.layout.token_bytes
+        decode = target.decode.worker_id
+        if self._closed or not fetcher.rule.prefers_fetch(decode, start, end, payload_bytes, times):
             return False
         deadline = Deadline(min(target.deadline_s, time.monotonic() + fetcher.timeout_s))
         # A router has signed it for the other direction of this very hand-over. Decode verifies that.
@@ -231,8 +162,8 @@ class PrefixFetch:
         def whole(summary: TransferSummary) -> None:
             fetcher.engine.transfer_event(Arrived(self.transfer_id))
             fetch_s = time.monotonic() - start_s
-            decode = self._target.decode
-            fetcher.rule.fetched(decode, token_count, summary.payload_bytes, fetch_s)
+            decode = self._target.decode.worker_id
+            fetcher.rule.fetched(decode, summary.payload_bytes, fetch_s)
 
         payload_bytes, reason = 0, ""
         try:
@@ -263,7 +194,7 @@ class PrefixFetch:
     def _report_failure(self, failure: HeadraceError) -> None:
         if self._closed:
             return
-        name, decode = self._target.transfer_id, self._target.decode
+        name, decode = self._target.transfer_id, self._target.decode.worker_id
         _LOG.warning("the prefix of %s is computed: %s", name, failure.detail)
         if not isinstance(failure, _HARMLESS):
             self._fetcher.rule.failed(decode)
@@ -280,7 +211,6 @@ def open_fetcher(
 ) -> PrefixFetcher:
     """What fetches prefixes into a worker's `receiver`."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
-    layout = engine.descriptor.layout
 
     def count(record: FetchRecord) -> None:
         host.metrics.prefix_fetched(ref.worker_id, record.reason, record.token_count)
@@ -289,7 +219,7 @@ def open_fetcher(
         ref=ref,
         engine=engine,
         receiver=receiver,
-        rule=FetchRule(config.prefix_fetch_gain, lambda: engine.step_times, layout.token_bytes),
+        rule=FetchRule(config.prefix_fetch_gain),
         timeout_s=config.kv_fetch_timeout_s,
         on_ended=count,
         open_channel=lambda endpoint: open_channel(endpoint, config),

@@ -74,6 +74,18 @@ class Move(NamedTuple):
     gap_ns: int = 0
 
 
+class Fetch(NamedTuple):
+    """KV of a prompt's first tokens that the decode worker got from another one. `reason` is an error's, or empty."""
+
+    source: str
+    target: str
+    tokens: int
+    payload_bytes: int
+    reason: str
+    start_ns: int
+    end_ns: int
+
+
 @dataclass(eq=False, slots=True)
 class RoutedAttempt(AttemptRecord):
     """One attempt of this router. Times are microseconds of its clock, 0 or None for what has not happened.
@@ -89,6 +101,9 @@ class RoutedAttempt(AttemptRecord):
     number: int = 0
     moved: asyncio.Future[Move] | None = None
     """The move that it began with, done before its first token."""
+    fetched: Fetch | None = None
+    """The fetch that it began with."""
+    _fetch_receipt: receipt_pb2.Receipt | None = field(default=None, init=False)
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
@@ -174,7 +189,26 @@ class RoutedAttempt(AttemptRecord):
                 ahead_ns = known.ahead_ns - 1_000 * by_us
                 self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
 
+    def charge_fetch(self, receipt: receipt_pb2.Receipt) -> None:
+        """The decode worker has reported what receiving has cost. The attempt counts the tokens as cached."""
+        receipt.cached_tokens = 0
+        self._fetch_receipt = receipt
+        self.charge_late(receipt)
+
     def receipt(self) -> AttemptReceipt:
+        found, fetched = self._own_receipt(), self.fetched
+        if self._fetch_receipt is not None:
+            found = found._replace(parts=[*found.parts, self._fetch_receipt])
+        if fetched is None or not fetched.payload_bytes:
+            return found
+        link = receipt_pb2.LinkUse(
+            source_worker_id=fetched.source,
+            destination_worker_id=fetched.target,
+            payload_bytes=fetched.payload_bytes,
+        )
+        return found._replace(links=[*found.links, link])
+
+    def _own_receipt(self) -> AttemptReceipt:
         queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
@@ -259,6 +293,20 @@ class RoutedAttempt(AttemptRecord):
                     schema.ATTRIBUTE_PAYLOAD_BYTES: move.payload_bytes,
                     schema.ATTRIBUTE_MOVE_GAP_MS: move.gap_ns / 1e6,
                 },
+            )
+        if self.fetched is not None:
+            fetch = self.fetched
+            yield maker.of_steps(
+                schema.SPAN_FETCH,
+                request.context,
+                (fetch.start_ns // 1_000, fetch.end_ns // 1_000),
+                {
+                    schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: fetch.source,
+                    schema.ATTRIBUTE_DECODE_WORKER_ID: fetch.target,
+                    schema.ATTRIBUTE_TOKENS: fetch.tokens,
+                    schema.ATTRIBUTE_PAYLOAD_BYTES: fetch.payload_bytes,
+                },
+                fetch.reason,
             )
         begin = self.start or self.route_end or self.end
         earlier = request.attempts[: request.attempts.index(self)]
