@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -22,6 +23,8 @@ from headrace_common.identity import new_incarnation
 from headrace_common.registry.view import RegistryView
 from headrace_decode import attempt as attempt_module
 from headrace_decode import transfer_waiter
+from headrace_decode.config import DecodeConfig
+from headrace_decode.main import DecodeServer
 from headrace_engine.connector.step_executor import StepExecutor
 from headrace_engine.factory import build_engine
 from headrace_engine.sim.model.model import SimModel
@@ -63,7 +66,7 @@ class Pair:
     rig: Rig
     members: dict[str, registry_pb2.Member]
     serving: dict[str, asyncio.Task[None]]
-    engines: dict[str, HostedWorker[BothConfig]]
+    engines: dict[str, HostedWorker[Any]]
 
     async def check(
         self, request: inference_pb2.GenerateRequest, started: asyncio.Event | None = None
@@ -97,8 +100,15 @@ class Pair:
 
 
 @asynccontextmanager
-async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
-    """Both workers serve, and the router has both as prefill and as decode workers. It sees their prefix caches."""
+async def running(
+    model: str = MODEL, *, both_roles: bool = True, **more: object
+) -> AsyncIterator[Pair]:
+    """Both workers serve, and the router has both as prefill and as decode workers. It sees their prefix caches.
+
+    Without `both_roles`, they are decode workers only.
+    """
+    role: Literal["both", "decode"] = "both" if both_roles else "decode"
+    server = BothServer if both_roles else DecodeServer
     async with AsyncExitStack() as held:
         secret = RegistryConfig.model_validate(
             {"insecure": True, "prefix_hash_key": SecretStr("of this test, long enough")}
@@ -119,7 +129,7 @@ async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
             start_unix_ns=time.time_ns(),
         )
         await held.enter_async_context(joined(registry.endpoint, router))
-        config = BothConfig.model_validate(
+        config = (BothConfig if both_roles else DecodeConfig).model_validate(
             {
                 "registry": registry.endpoint,
                 "worker_id": "worker",
@@ -130,21 +140,21 @@ async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
             }
         )
         descriptors = RegistryDescriptors()
-        hosted: dict[str, HostedWorker[BothConfig]] = {}
+        hosted: dict[str, HostedWorker[Any]] = {}
         for own in worker_configs(config):
             ref = WorkerRef(own.worker_id, new_incarnation())
-            settings = engine_config(own, role="both", ref=ref)
+            settings = engine_config(own, role=role, ref=ref)
             engine = build_engine(replace(settings, transport=KIND), descriptors)
             await engine.start()
             held.push_async_callback(engine.close)
             hosted[own.worker_id] = HostedWorker(
                 own, ref, engine, time.time_ns(), WorkerAdapters(ref, engine, ())
             )
-        host = WorkerHost("both", config)
+        host = WorkerHost(role, config)
         held.push_async_callback(host.close)
         descriptors.connect(host.descriptors)
         serving = {
-            name: asyncio.create_task(serve_worker(host, one, BothServer))
+            name: asyncio.create_task(serve_worker(host, one, server))
             for name, one in hosted.items()
         }
 
@@ -157,12 +167,12 @@ async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
         members: dict[str, registry_pb2.Member] = {}
 
         def changed(view: RegistryView) -> None:
-            found = view.of_role(registry_pb2.Member.ROLE_BOTH)
+            found = view.of_role(server.role)
             members.update({one.worker_id: one for one in found})
             rig.router.update(list(found))
 
         await held.enter_async_context(viewing(registry.endpoint, changed))
-        await until(lambda: rig.pulling() == NAMES)
+        await until(lambda: rig.pulling() == (NAMES if both_roles else set()))
         await until(lambda: len(rig.router.workers.table("sim").reachable) == 2)
         await until(lambda: bool(rig.router.workers.table("sim").reachable.all()))
         yield Pair(rig, members, serving, hosted)

@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 
@@ -30,6 +30,7 @@ from headrace_router.workers.connection import LoadReservation
 from headrace_router.workers.table import Worker
 
 _LOG = logging.getLogger(__name__)
+_ANSWER_WAIT_S: Final = 0.1
 
 
 class _Warmed(LinkedAnswer):
@@ -145,15 +146,18 @@ class Warming:
     ) -> int | None:
         sent_bytes = 0
         await first_of(stop, warmed.reserved, warmed.ended)
-        asking: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        sends, asking = False, asyncio.get_running_loop().create_future()
         if source is not None and warmed.reserved.done() and not stop.done():
             reserved = warmed.reserved.result()
-            if reserved.start_token < reserved.end_token:
+            if sends := reserved.start_token < reserved.end_token:
                 asked = self._asked(source, transfer_id, reserved)
                 stub = prefix_pb2_grpc.PrefixServiceStub(source.channel)
                 asking = asyncio.ensure_future(stub.SendPrefix(asked, timeout=timeout_s))
         try:
             await first_of(stop, warmed.ended, asking)
+            if sends and warmed.ended.done():
+                # The answer follows the last byte.
+                await first_of(stop, asking, timeout_s=_ANSWER_WAIT_S)
             if asking.done():
                 sent_bytes = asking.result().payload_bytes
                 await first_of(stop, warmed.ended)
