@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 
 from headrace_engine.connector.layer_groups import LayerGroup, token_stride
 from headrace_engine.connector.step_plan import StepPlan, TokenRange
@@ -287,8 +288,8 @@ class StepPlanner:
             return
         send.open()
         blocks = tuple(tuple(send.block_ids[group.index]) for group in self._groups)
-        unwritten = set().union(*written).isdisjoint(*blocks)
-        if self._has_states or request.computed_tokens < target.end_token or not unwritten:
+        found = set().union(*written).intersection(chain(*blocks))
+        if self._has_states or request.computed_tokens < target.end_token or found:
             plan.refused.append(target.transfer_id)
             return
         tokens = TokenRange(target.transfer_id, target.start_token, target.end_token, blocks)

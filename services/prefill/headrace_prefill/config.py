@@ -9,13 +9,14 @@ from headrace_common.config import (
     PositiveCount,
 )
 from headrace_engine.worker.config import WorkerConfig
+from headrace_kv.prefix.fetch_rule import DEFAULT_GAIN
 
 
 class FetchingConfig(WorkerConfig):
     """A worker that computes prompts, and may fetch what other workers have of them."""
 
     prefix_fetch_gain: float = Field(
-        0.2,
+        DEFAULT_GAIN,
         ge=0.0,
         le=1.0,
         description="Least share of the time to compute a prompt's first tokens that fetching them saves, from the "

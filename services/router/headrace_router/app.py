@@ -33,6 +33,7 @@ from headrace_frontend.tenants import load_tenants
 from headrace_kv.layout import WorkerRef
 from headrace_router.adapters import AdapterChanges, ListMembers, no_registry
 from headrace_router.config import RouterConfig
+from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.moves import Moves
 from headrace_router.dispatch.prefix_fetch import PrefixFetches
@@ -159,6 +160,7 @@ class Router:
             ticket_key.public.key_id,
             sign,
             self.metrics.prefix_fetched,
+            FetchRule(config.prefix_fetch_gain),
         )
         self._dispatcher = RequestDispatcher(
             workers=self.workers,

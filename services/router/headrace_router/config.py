@@ -23,6 +23,7 @@ from headrace_common.config import (
     require_order,
 )
 from headrace_frontend.config import FrontendConfig
+from headrace_kv.prefix.fetch_rule import DEFAULT_GAIN
 from headrace_text.model_hub import parse_hub_model
 
 
@@ -101,6 +102,13 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         4_096,
         description="MiB of batch_folder for all tenants. A tenant may have as many as are free still, so a single one "
         "has half of them at most. Raise it for larger batches.",
+    )
+    prefix_fetch_gain: float = Field(
+        DEFAULT_GAIN,
+        ge=0.0,
+        le=1.0,
+        description="Least share of the time to compute a prompt's first tokens that is saved where a decode worker "
+        "that computes the prompt fetches them from another worker. As in the settings of prefill workers.",
     )
     slow_trace_s: NonNegativeSeconds = Field(
         10.0,

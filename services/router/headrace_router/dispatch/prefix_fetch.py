@@ -47,7 +47,7 @@ class PrefixFetches:
     ticket_key_id: bytes
     sign: SignTask
     count: Callable[[str, str, int], None]
-    rule: FetchRule = field(default_factory=FetchRule)
+    rule: FetchRule
     _sources: Counter[WorkerRef] = field(default_factory=Counter, init=False)
 
     async def fetch(
@@ -105,6 +105,7 @@ class PrefixFetches:
         layout, start = target.layout, decision.decode_cached_tokens
         if (
             decision.remote
+            or self.rule.gain >= 1.0
             or decision.missing_tokens < self.rule.min_tokens
             or prepared.images
             or prepared.adapter is not None
