@@ -143,7 +143,7 @@ _NUMBER_WIDTH: Final = 11
 _PART_WIDTH: Final = 20
 _PART_STYLES: Final = {TRANSFER_EXPOSED: "red", "unaccounted": "dim"}
 _OF_ANSWER: Final = frozenset(
-    (schema.SPAN_ATTEMPT, schema.SPAN_BACK_OFF, schema.SPAN_FETCH, schema.SPAN_GAP, schema.SPAN_MOVE)
+    (schema.SPAN_ATTEMPT, schema.SPAN_BACK_OFF, schema.SPAN_GAP, schema.SPAN_MOVE)
 )
 _SERVICE_STYLES: Final = {"router": "cyan", "prefill": "yellow", "decode": "green", "both": "green"}
 

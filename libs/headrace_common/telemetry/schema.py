@@ -21,9 +21,6 @@ SPAN_ROUTE: Final = "headrace.route"
 SPAN_BACK_OFF: Final = "headrace.back_off"
 # From the decision to move a running answer to the first token of the other worker.
 SPAN_MOVE: Final = "headrace.move"
-# The fetch of a prompt's first tokens from another worker, for a decode worker that computes the rest. From the
-# decision to the last layer, before the attempt. After a failure, the tokens are computed.
-SPAN_FETCH: Final = "headrace.prefix_fetch"
 # A time after the first token without another, or after the last one until the client had the answer. It is far
 # longer than usual in this answer.
 SPAN_GAP: Final = "headrace.gap"
@@ -43,8 +40,7 @@ SPAN_STREAM: Final = "headrace.stream"
 SPAN_PREFILL: Final = "headrace.prefill"
 # The engine's forward passes.
 SPAN_PREFILL_COMPUTE: Final = "headrace.prefill.compute"
-# The fetch of a prompt's first tokens from the decode worker, from the decision to the last layer. After a failure,
-# the tokens are computed.
+# The fetch of a prompt's first tokens from a worker that has them. After a failure they are computed.
 SPAN_PREFIX_FETCH: Final = "headrace.prefill.prefix_fetch"
 # What one prefill rank wrote to one decode rank for one task: from the first layer being ready to the last
 # acknowledgement. A failed or cancelled task has them too. headrace.link.layers has the times of each layer.
@@ -433,8 +429,7 @@ METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
-# Fetches of prefixes that have ended, by outcome. Those of a router are for decode workers that compute prompts.
-# After a failure, the worker computes.
+# Fetches of prefixes that have ended, by outcome. A router's are for decode workers that compute prompts.
 METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
 # Tokens with KV that was fetched from other workers instead of being computed.
 METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"

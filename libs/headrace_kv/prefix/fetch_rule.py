@@ -22,7 +22,7 @@ _PRIOR: Final = HandoverTimes(fixed_s=0.02, s_per_byte=1e-9)
 
 @dataclass(eq=False, slots=True)
 class FetchRule:
-    """KV is fetched where that saves at least the share `gain` of the time to compute its tokens. 0: always.
+    """KV is fetched where that saves at least the share `gain` of the time to compute its tokens. 0: always, 1: never.
 
     After a failure, nothing is fetched over that link for 30 s. A link that is too slow is measured again after five
     minutes. One event loop owns it.
@@ -41,7 +41,8 @@ class FetchRule:
 
     def may_fetch(self, link: str, token_count: int) -> bool:
         """Whether so many tokens may be worth it."""
-        return token_count >= self.min_tokens and self.clock_s() >= self._retry_s.get(link, 0.0)
+        paused = self.gain >= 1.0 or self.clock_s() < self._retry_s.get(link, 0.0)
+        return token_count >= self.min_tokens and not paused
 
     def prefers_fetch(
         self, link: str, start_token: int, end_token: int, payload_bytes: float, steps: StepTimes

@@ -208,9 +208,11 @@ def fetches_prefixes(config: FetchingConfig, engine: Engine) -> bool:
 
 def open_fetcher(
     host: WorkerHost, hosted: HostedWorker[FetchingConfig], receiver: Receiver
-) -> PrefixFetcher:
-    """What fetches prefixes into a worker's `receiver`."""
+) -> PrefixFetcher | None:
+    """What fetches prefixes into a worker's `receiver`, if it does."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
+    if not fetches_prefixes(config, engine):
+        return None
 
     def count(record: FetchRecord) -> None:
         host.metrics.prefix_fetched(ref.worker_id, record.reason, record.token_count)

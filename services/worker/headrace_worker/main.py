@@ -17,7 +17,7 @@ from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_kv.layout import layout_to_proto
-from headrace_prefill.prefix_fetch import fetches_prefixes, open_fetcher
+from headrace_prefill.prefix_fetch import open_fetcher
 from headrace_prefill.pull import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 from headrace_worker.config import BothConfig
@@ -48,9 +48,7 @@ class BothServer(DecodeServer):
         """Raises ConfigError when the settings do not fit the engine."""
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         super().__init__(host, hosted)
-        self._fetcher = None
-        if fetches_prefixes(config, engine):
-            self._fetcher = open_fetcher(host, hosted, self.receiving.receiver)
+        self._fetcher = open_fetcher(host, hosted, self.receiving.receiver)
         self._prefill = PrefillWorker(
             ref=ref,
             engine=engine,

@@ -36,7 +36,7 @@ class Conversation:
         pair.rig.router.fetches.count = lambda *one: self.fetches.append(one)
 
     async def turn(self, row: int) -> inference_pb2.GenerateResponse:
-        """The last message of the next turn, which worker `row` computes and answers. Its tokens must be the model's."""
+        """The last message of the next turn, computed and answered by worker `row`. Its tokens must be the model's."""
         self._place(row)
         self.prompt += prompt_of(90, len(self.prompt))
         request = greedy(self.prompt, ANSWER_TOKENS, LOCAL, request_id=f"r{len(self.prompt)}")
@@ -85,7 +85,7 @@ async def test_a_worker_that_computes_fetches_what_another_one_has(
         assert (link.source_worker_id, link.destination_worker_id) == ("worker-0", "worker-1")
         assert link.payload_bytes > 0
         trace = await turns.pair.rig.trace_of(f"r{len(turns.prompt) - ANSWER_TOKENS}")
-        (span,) = [one for one in trace.spans if one.name == schema.SPAN_FETCH]
+        (span,) = [one for one in trace.spans if one.name == schema.SPAN_PREFIX_FETCH]
         assert span.attributes[schema.ATTRIBUTE_TOKENS] == str(fetched)
         # What each worker lacks is fetched from the other one.
         await turns.turn(0)

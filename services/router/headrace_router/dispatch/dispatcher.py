@@ -112,9 +112,8 @@ class RequestDispatcher:
                     await asyncio.sleep(pause_s)
                 number += 1
                 if number == 1 and not generated:
-                    await self.fetches.fetch(
-                        request, token_ids, decision, load_reservation, record
-                    )
+                    load = load_reservation
+                    await self.fetches.fetch(self, request, token_ids, decision, load, record)
                 terms = self._terms(request, token_ids, decision, retries)
                 attempt = Attempt(
                     self.queue,

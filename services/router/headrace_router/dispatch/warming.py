@@ -110,8 +110,9 @@ class Warming:
             incarnation=self.target.ref.incarnation,
             remote_prefill=source is not None,
         )
-        sampling = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=answer_tokens)
-        call.sampling.CopyFrom(sampling)
+        call.sampling.CopyFrom(
+            sampling_pb2.SamplingParams(temperature=0.0, max_tokens=answer_tokens)
+        )
         call.ticket_key_id = self.ticket_key_id
         for name in ("stop_token_ids", "keep"):
             call.ClearField(name)
@@ -128,21 +129,15 @@ class Warming:
             request.prepared.images,
         )
         try:
-            timeout_s = min(timeout_s, request.deadline.remaining_s())
-            async with asyncio.timeout(timeout_s):
-                return await self._fill(call.transfer_id, warmed, source, timeout_s, stop)
+            async with asyncio.timeout(min(timeout_s, request.deadline.remaining_s())):
+                return await self._fill(call.transfer_id, warmed, source, stop)
         except TimeoutError:
             raise DeadlineExceeded("the KV did not arrive at the target in time") from None
         finally:
             link.release(warmed)
 
     async def _fill(
-        self,
-        transfer_id: str,
-        warmed: _Warmed,
-        source: KvSource | None,
-        timeout_s: float,
-        stop: asyncio.Future[Any],
+        self, transfer_id: str, warmed: _Warmed, source: KvSource | None, stop: asyncio.Future[Any]
     ) -> int | None:
         sent_bytes = 0
         await first_of(stop, warmed.reserved, warmed.ended)
@@ -150,9 +145,7 @@ class Warming:
         if source is not None and warmed.reserved.done() and not stop.done():
             reserved = warmed.reserved.result()
             if sends := reserved.start_token < reserved.end_token:
-                asked = self._asked(source, transfer_id, reserved)
-                stub = prefix_pb2_grpc.PrefixServiceStub(source.channel)
-                asking = asyncio.ensure_future(stub.SendPrefix(asked, timeout=timeout_s))
+                asking = asyncio.ensure_future(self._send(source, transfer_id, reserved))
         try:
             await first_of(stop, warmed.ended, asking)
             if sends and warmed.ended.done():
@@ -162,8 +155,7 @@ class Warming:
                 sent_bytes = asking.result().payload_bytes
                 await first_of(stop, warmed.ended)
         except grpc.aio.AioRpcError as error:
-            name = source.ref if source is not None else ""
-            _LOG.info("%s does not send KV: %s", name, error_from_rpc(error).detail)
+            _LOG.info("%s lacks KV: %s", self.target.ref, error_from_rpc(error).detail)
             return None
         finally:
             asking.cancel()
@@ -171,9 +163,7 @@ class Warming:
             raise failure
         return sent_bytes
 
-    def _asked(
-        self, source: KvSource, transfer_id: str, reserved: decode_pb2.Reserved
-    ) -> prefix_pb2.SendPrefixRequest:
+    def _send(self, source: KvSource, transfer_id: str, reserved: decode_pb2.Reserved) -> Any:
         """Has the source send what the target lacks."""
         target = self.target
         task = prefill_pb2.PrefillTask(
@@ -191,7 +181,9 @@ class Warming:
             target_endpoint=target.endpoint,
         )
         asked.MergeFrom(source.asked)
-        return asked
+        # It is cancelled when the target has waited for long enough.
+        stub = prefix_pb2_grpc.PrefixServiceStub(source.channel)
+        return stub.SendPrefix(asked, timeout=self.request.deadline.remaining_s())
 
 
 async def first_of(*events: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -61,9 +61,11 @@ class Regret(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move of a running answer: its workers, the bytes of KV from the source, and when by the monotonic clock.
+    """A move of a running answer, or the fetch of a prefix: its workers, the bytes of KV from the source, and when by
+    the monotonic clock.
 
-    `gap_ns` is the time without a token for the client.
+    `gap_ns` is the time of a move without a token for the client. `tokens` are those of a fetch, and `reason` is its
+    error's, or empty.
     """
 
     source: str
@@ -72,18 +74,19 @@ class Move(NamedTuple):
     start_ns: int
     end_ns: int = 0
     gap_ns: int = 0
+    tokens: int = 0
+    reason: str = ""
 
-
-class Fetch(NamedTuple):
-    """KV of a prompt's first tokens that the decode worker got from another one. `reason` is an error's, or empty."""
-
-    source: str
-    target: str
-    tokens: int
-    payload_bytes: int
-    reason: str
-    start_ns: int
-    end_ns: int
+    def attributes(self) -> Attributes:
+        """Those of its span."""
+        own: Attributes = {schema.ATTRIBUTE_TOKENS: self.tokens}
+        if self.gap_ns:
+            own = {schema.ATTRIBUTE_MOVE_GAP_MS: self.gap_ns / 1e6}
+        return own | {
+            schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: self.source,
+            schema.ATTRIBUTE_DECODE_WORKER_ID: self.target,
+            schema.ATTRIBUTE_PAYLOAD_BYTES: self.payload_bytes,
+        }
 
 
 @dataclass(eq=False, slots=True)
@@ -101,9 +104,10 @@ class RoutedAttempt(AttemptRecord):
     number: int = 0
     moved: asyncio.Future[Move] | None = None
     """The move that it began with, done before its first token."""
-    fetched: Fetch | None = None
+    fetched: Move | None = None
     """The fetch that it began with."""
-    _fetch_receipt: receipt_pb2.Receipt | None = field(default=None, init=False)
+    more_receipts: list[receipt_pb2.Receipt] = field(default_factory=list)
+    """Of further requests to its decode worker."""
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
@@ -189,37 +193,24 @@ class RoutedAttempt(AttemptRecord):
                 ahead_ns = known.ahead_ns - 1_000 * by_us
                 self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
 
-    def charge_fetch(self, receipt: receipt_pb2.Receipt) -> None:
-        """The decode worker has reported what receiving has cost. The attempt counts the tokens as cached."""
-        receipt.cached_tokens = 0
-        self._fetch_receipt = receipt
-        self.charge_late(receipt)
-
     def receipt(self) -> AttemptReceipt:
-        found, fetched = self._own_receipt(), self.fetched
-        if self._fetch_receipt is not None:
-            found = found._replace(parts=[*found.parts, self._fetch_receipt])
-        if fetched is None or not fetched.payload_bytes:
-            return found
-        link = receipt_pb2.LinkUse(
-            source_worker_id=fetched.source,
-            destination_worker_id=fetched.target,
-            payload_bytes=fetched.payload_bytes,
-        )
-        return found._replace(links=[*found.links, link])
-
-    def _own_receipt(self) -> AttemptReceipt:
-        queued, done = self._queued, self.done
+        queued, done, fetched = self._queued, self.done, self.fetched
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        if done is None:
-            return self._receipt(None)
-        link = receipt_pb2.LinkUse(
-            source_worker_id=self.prefill_worker_id,
-            destination_worker_id=self.worker_id("decode"),
-            payload_bytes=done.payload_bytes,
+        found = [] if fetched is None else [(fetched.source, fetched.payload_bytes)]
+        if done is not None:
+            found.append((self.prefill_worker_id, done.payload_bytes))
+        links = (
+            receipt_pb2.LinkUse(
+                source_worker_id=source,
+                destination_worker_id=self.worker_id("decode"),
+                payload_bytes=payload_bytes,
+            )
+            for source, payload_bytes in found
+            if payload_bytes
         )
-        return self._receipt(done.receipt, *((link,) if link.payload_bytes else ()))
+        own = self._receipt(None if done is None else done.receipt, *links)
+        return own._replace(parts=[*own.parts, *self.more_receipts])
 
     def close(self) -> None:
         self._answer = self._queued = self.outcome = None
@@ -281,33 +272,11 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
-        if self.moved is not None:
-            move = self.moved.result()
-            yield maker.of_steps(
-                schema.SPAN_MOVE,
-                request.context,
-                (move.start_ns // 1_000, move.end_ns // 1_000),
-                {
-                    schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: move.source,
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: move.target,
-                    schema.ATTRIBUTE_PAYLOAD_BYTES: move.payload_bytes,
-                    schema.ATTRIBUTE_MOVE_GAP_MS: move.gap_ns / 1e6,
-                },
-            )
-        if self.fetched is not None:
-            fetch = self.fetched
-            yield maker.of_steps(
-                schema.SPAN_FETCH,
-                request.context,
-                (fetch.start_ns // 1_000, fetch.end_ns // 1_000),
-                {
-                    schema.ATTRIBUTE_MOVE_SOURCE_WORKER_ID: fetch.source,
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: fetch.target,
-                    schema.ATTRIBUTE_TOKENS: fetch.tokens,
-                    schema.ATTRIBUTE_PAYLOAD_BYTES: fetch.payload_bytes,
-                },
-                fetch.reason,
-            )
+        moved = None if self.moved is None else self.moved.result()
+        for name, one in ((schema.SPAN_PREFIX_FETCH, self.fetched), (schema.SPAN_MOVE, moved)):
+            if one is not None:
+                times = (one.start_ns // 1_000, one.end_ns // 1_000)
+                yield maker.of_steps(name, request.context, times, one.attributes(), one.reason)
         begin = self.start or self.route_end or self.end
         earlier = request.attempts[: request.attempts.index(self)]
         paused = max((one.end or begin for one in earlier), default=begin)
