@@ -29,8 +29,8 @@ from headrace_common.tasks import BackgroundTasks
 from headrace_kv.layout import STATE, WorkerRef
 from headrace_router.dispatch.attempt import Attempt
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.dispatch.prefix_fetch import KvSource, Warming, first_of
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S
-from headrace_router.dispatch.warming import KvSource, Warming, first_of
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.tracing.attempt_record import Move
