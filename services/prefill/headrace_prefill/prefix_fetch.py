@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -16,7 +16,7 @@ from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DecodeFull, HeadraceError, NotFound
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tasks import BackgroundTasks
+from headrace_common.tasks import Recent
 from headrace_engine.interface import Arrived, Engine, Recompute
 from headrace_engine.kv_fetch import fetch_kv
 from headrace_engine.worker.host import HostedWorker, WorkerHost
@@ -62,8 +62,9 @@ class PrefixFetcher:
     timeout_s: float
     on_ended: Callable[[FetchRecord], None]
     open_channel: Callable[[str], grpc.aio.Channel]
-    _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict, init=False)
-    _closing: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+    _channels: Recent[str, grpc.aio.Channel] = field(
+        default_factory=partial(Recent, _CHANNELS_MAX), init=False
+    )
 
     def offer(self, target: TransferTarget, images: Sequence[ImageSpan] = ()) -> PrefixFetch | None:
         """The fetch of what decode has of a task's tokens, up to an image that decode has in part.
@@ -80,20 +81,12 @@ class PrefixFetcher:
 
     async def close(self) -> None:
         """Closes every channel."""
-        while self._channels:
-            _, channel = self._channels.popitem()
-            self._closing.start(channel.close())
-        await self._closing.wait()
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
-        """The channel to a decode worker."""
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = self._channels[endpoint] = self.open_channel(endpoint)
-        self._channels.move_to_end(endpoint)
-        if len(self._channels) > _CHANNELS_MAX:
-            _, oldest = self._channels.popitem(last=False)
-            self._closing.start(oldest.close())
+        """The channel to a decode worker. An old one closes when nothing refers to it."""
+        channel = self._channels.get(endpoint) or self.open_channel(endpoint)
+        self._channels[endpoint] = channel
         return channel
 
 
@@ -180,7 +173,8 @@ class PrefixFetch:
     async def _ask(self, transfer: IncomingTransfer) -> None:
         """Has the decode worker send. Returns when it has sent everything."""
         target, reservation = self._target, transfer.reservation
-        stub = prefix_pb2_grpc.PrefixServiceStub(self._fetcher.channel(target.handoff_endpoint))
+        channel = self._fetcher.channel(target.handoff_endpoint)
+        stub = prefix_pb2_grpc.PrefixServiceStub(channel)
         request = prefix_pb2.SendPrefixRequest(
             transfer_id=target.transfer_id,
             worker_id=self._fetcher.ref.worker_id,

@@ -154,8 +154,10 @@ class Router:
             on_refusal=self.metrics.count_early_refusal,
         )
         sign = _task_signer(ticket_key)
-        rule = FetchRule(config.prefix_fetch_gain)
-        self.fetches = PrefixFetches(sign, self.metrics.prefix_fetched, rule)
+        self.fetches = PrefixFetches(
+            *(self.workers, self.prefixes.cached, ticket_key.public.key_id, sign),
+            *(self.metrics.prefix_fetched, FetchRule(config.prefix_fetch_gain)),
+        )
         self._dispatcher = RequestDispatcher(
             workers=self.workers,
             queue=self.queue,

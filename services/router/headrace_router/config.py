@@ -17,6 +17,7 @@ from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
     OptionalWorkerId,
+    PrefixFetchGain,
     ServiceConfig,
     TextList,
     checked_by,
@@ -103,13 +104,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         description="MiB of batch_folder for all tenants. A tenant may have as many as are free still, so a single one "
         "has half of them at most. Raise it for larger batches.",
     )
-    prefix_fetch_gain: float = Field(
-        DEFAULT_GAIN,
-        ge=0.0,
-        le=1.0,
-        description="Least share of the time to compute a prompt's first tokens that is saved where a decode worker "
-        "that computes the prompt fetches them from another worker. As in the settings of prefill workers.",
-    )
+    prefix_fetch_gain: PrefixFetchGain = DEFAULT_GAIN
     slow_trace_s: NonNegativeSeconds = Field(
         10.0,
         description="A time to the first token above this makes a request slow. Traces of slow and of failed requests "

@@ -53,7 +53,7 @@ class Conversation:
         return last
 
     def _cached(self, row: int) -> int:
-        """What the router has been told of the worker's cache."""
+        """Tokens of the worker's cache that the router has events of."""
         router = self.pair.rig.router
         refs = [one.ref for one in router.workers.table("sim").workers]
         (ref,) = [one for one in refs if one.worker_id == f"worker-{row}"]

@@ -113,7 +113,7 @@ class RequestDispatcher:
                 number += 1
                 if number == 1 and not generated:
                     load = load_reservation
-                    await self.fetches.fetch(self, request, token_ids, decision, load, record)
+                    await self.fetches.fetch(request, token_ids, decision, load, record)
                 terms = self._terms(request, token_ids, decision, retries)
                 attempt = Attempt(
                     self.queue,

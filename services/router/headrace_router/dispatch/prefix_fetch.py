@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import grpc.aio
 
@@ -24,7 +24,6 @@ from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.token_ids import token_ids_message
 from headrace_common.rpc.trace_context import carrier_of
-from headrace_common.time_model.model import NO_STEPS
 from headrace_frontend.request.validation import decode_request
 from headrace_frontend.running.attempt import AdmittedRequest
 from headrace_kv.compatibility import layout_hash
@@ -33,12 +32,11 @@ from headrace_kv.prefix.fetch_rule import FetchRule
 from headrace_router.decode_link.answer import LinkedAnswer, Logprobs
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import SignTask
+from headrace_router.prefix_cache.cached_prompts import CachedPrompts
 from headrace_router.tracing.attempt_record import Move, RoutedAttempt
 from headrace_router.workers.connection import LoadReservation
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
-
-if TYPE_CHECKING:
-    from headrace_router.dispatch.dispatcher import RequestDispatcher
 
 _LOG = logging.getLogger(__name__)
 _ANSWER_WAIT_S: Final = 0.1
@@ -214,13 +212,15 @@ class PrefixFetches:
     or "", and its tokens.
     """
 
+    workers: WorkerDirectory
+    prefixes: CachedPrompts
+    ticket_key_id: bytes
     sign: SignTask
     count: Callable[[str, str, int], None]
     rule: FetchRule
 
     async def fetch(
         self,
-        dispatcher: RequestDispatcher,
         request: AdmittedRequest,
         token_ids: array[int],
         decision: Decision,
@@ -228,13 +228,12 @@ class PrefixFetches:
         record: RoutedAttempt,
     ) -> None:
         """Returns once the decode worker, which has `load`, has in its cache what is worth to be fetched."""
-        source = self._source(dispatcher, request, token_ids, decision)
+        source = self._source(request, token_ids, decision)
         if source is None:
             return
-        ref, asked = source.ref, source.asked
-        target, start_ns = decision.worker.ref, time.monotonic_ns()
-        tokens = len(asked.generated_token_ids)
-        reason, sent_bytes = "", None
+        ref, tokens = source.ref, len(source.asked.generated_token_ids)
+        target, reason, sent_bytes = decision.worker.ref, "", None
+        start_ns = time.monotonic_ns()
 
         def charge(receipt: receipt_pb2.Receipt) -> None:
             # The attempt counts the tokens as cached.
@@ -242,9 +241,7 @@ class PrefixFetches:
             record.more_receipts.append(receipt)
             record.charge_late(receipt)
 
-        warming = Warming(
-            request, decision.worker, load, dispatcher.ticket_key_id, self.sign, charge
-        )
+        warming = Warming(request, decision.worker, load, self.ticket_key_id, self.sign, charge)
         never = asyncio.get_running_loop().create_future()
         try:
             sent_bytes = await warming.run(token_ids[: tokens + 1], 1, source, FETCH_S, never)
@@ -259,21 +256,15 @@ class PrefixFetches:
         reason = reason or ("" if sent_bytes is not None else REFUSED)
         tokens = 0 if reason else tokens - decision.decode_cached_tokens
         self.count(target.worker_id, reason, tokens)
-        names = ref.worker_id, target.worker_id
-        record.fetched = Move(
-            *names, sent_bytes or 0, start_ns, end_ns, tokens=tokens, reason=reason
-        )
+        names, times = (ref.worker_id, target.worker_id), (start_ns, end_ns, 0)
+        record.fetched = Move(*names, sent_bytes or 0, *times, tokens, reason)
 
     def _source(
-        self,
-        dispatcher: RequestDispatcher,
-        request: AdmittedRequest,
-        token_ids: array[int],
-        decision: Decision,
+        self, request: AdmittedRequest, token_ids: array[int], decision: Decision
     ) -> KvSource | None:
         """Where to fetch how many tokens from. None where the prompt is to be computed."""
         prepared, target, start = request.prepared, decision.worker, decision.decode_cached_tokens
-        workers, layout, needed = dispatcher.workers, target.layout, len(token_ids) - 1
+        workers, layout, needed = self.workers, target.layout, len(token_ids) - 1
         if (
             decision.remote
             or needed - start < self.rule.min_tokens
@@ -287,18 +278,18 @@ class PrefixFetches:
         usable = table.reachable & ~table.draining
         refs = {table.workers[row].ref for row in usable.nonzero()[0]} - {target.ref}
         refs -= workers.distrusted(target.ref).keys()
-        salt = prepared.cache_salt
-        cached = dispatcher.prefixes.cached_refs(prepared.model, token_ids, salt, frozenset(refs))
-        ref = max(cached, key=cached.__getitem__, default=None)
-        channel = None if ref is None else workers.channel_of(ref.incarnation)
-        if ref is None or channel is None:
+        salt, load = prepared.cache_salt, table.load(target.ref)
+        cached = self.prefixes.cached_refs(prepared.model, token_ids, salt, frozenset(refs))
+        if not cached or load is None:
             return None
+        ref = max(cached, key=cached.__getitem__)
         end = min(cached[ref], needed)
         end -= end % layout.block_tokens
-        load, link = table.load(target.ref), _link(ref, target.ref)
-        steps = NO_STEPS if load is None else load.times.steps
-        payload_bytes = (end - start) * layout.token_bytes
-        if not self.rule.prefers_fetch(link, start, end, payload_bytes, steps):
+        payload_bytes, link = (end - start) * layout.token_bytes, _link(ref, target.ref)
+        channel = workers.channel_of(ref.incarnation)
+        if channel is None or not self.rule.prefers_fetch(
+            link, start, end, payload_bytes, load.times.steps
+        ):
             return None
         asked = prefix_pb2.SendPrefixRequest(generated_token_ids=token_ids[:end], cache_salt=salt)
         return KvSource(ref, channel, asked)
