@@ -233,7 +233,6 @@ class PrefixFetches:
             return
         ref, tokens = source.ref, len(source.asked.generated_token_ids)
         target, reason, sent_bytes = decision.worker.ref, "", None
-        start_ns = time.monotonic_ns()
 
         def charge(receipt: receipt_pb2.Receipt) -> None:
             # The attempt counts the tokens as cached.
@@ -242,7 +241,7 @@ class PrefixFetches:
             record.charge_late(receipt)
 
         warming = Warming(request, decision.worker, load, self.ticket_key_id, self.sign, charge)
-        never = asyncio.get_running_loop().create_future()
+        never, start_ns = asyncio.get_running_loop().create_future(), time.monotonic_ns()
         try:
             sent_bytes = await warming.run(token_ids[: tokens + 1], 1, source, FETCH_S, never)
         except HeadraceError as error:
@@ -257,7 +256,7 @@ class PrefixFetches:
         tokens = 0 if reason else tokens - decision.decode_cached_tokens
         self.count(target.worker_id, reason, tokens)
         names, times = (ref.worker_id, target.worker_id), (start_ns, end_ns, 0)
-        record.fetched = Move(*names, sent_bytes or 0, *times, tokens, reason)
+        record.fetches.append(Move(*names, sent_bytes or 0, *times, tokens, reason))
 
     def _source(
         self, request: AdmittedRequest, token_ids: array[int], decision: Decision

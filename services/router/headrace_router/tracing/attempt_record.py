@@ -104,8 +104,8 @@ class RoutedAttempt(AttemptRecord):
     number: int = 0
     moved: asyncio.Future[Move] | None = None
     """The move that it began with, done before its first token."""
-    fetched: Move | None = None
-    """The fetch that it began with."""
+    fetches: list[Move] = field(default_factory=list)
+    """The fetch that it began with, if any."""
     more_receipts: list[receipt_pb2.Receipt] = field(default_factory=list)
     """Of further requests to its decode worker."""
     prefill_worker_id: str = ""
@@ -194,10 +194,10 @@ class RoutedAttempt(AttemptRecord):
                 self.differences[worker_id] = known._replace(ahead_ns=ahead_ns)
 
     def receipt(self) -> AttemptReceipt:
-        queued, done, fetched = self._queued, self.done, self.fetched
+        queued, done = self._queued, self.done
         if done is None and queued is not None and queued.outcome.done():
             done = queued.outcome.result().done
-        found = [] if fetched is None else [(fetched.source, fetched.payload_bytes)]
+        found = [(fetched.source, fetched.payload_bytes) for fetched in self.fetches]
         if done is not None:
             found.append((self.prefill_worker_id, done.payload_bytes))
         links = (
@@ -272,11 +272,12 @@ class RoutedAttempt(AttemptRecord):
             )
         if own is None or decision is None:
             return
-        moved = None if self.moved is None else self.moved.result()
-        for name, one in ((schema.SPAN_PREFIX_FETCH, self.fetched), (schema.SPAN_MOVE, moved)):
-            if one is not None:
-                times = (one.start_ns // 1_000, one.end_ns // 1_000)
-                yield maker.of_steps(name, request.context, times, one.attributes(), one.reason)
+        begun = [(schema.SPAN_PREFIX_FETCH, one) for one in self.fetches]
+        if self.moved is not None:
+            begun.append((schema.SPAN_MOVE, self.moved.result()))
+        for name, one in begun:
+            times = (one.start_ns // 1_000, one.end_ns // 1_000)
+            yield maker.of_steps(name, request.context, times, one.attributes(), one.reason)
         begin = self.start or self.route_end or self.end
         earlier = request.attempts[: request.attempts.index(self)]
         paused = max((one.end or begin for one in earlier), default=begin)
